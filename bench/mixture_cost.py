@@ -144,7 +144,7 @@ def added(found: Played) -> dict[str, float]:
 
 def _weigh(job: JobConfig, rollouts: Sequence[Rollout]) -> None:
     """With log-probs that are those of who sampled: how long it takes does not depend on them."""
-    objectives = learner_parts.learner_config(job).update.objectives
+    objectives = learner_parts.learner_config(job).objectives
     drafts = []
     for rollout in rollouts:
         assert rollout.trajectory is not None

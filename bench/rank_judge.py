@@ -30,17 +30,18 @@ from trainer_backend.core.segments import Segment
 from trainer_backend.job.load import parse_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import LearnerTable
+from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.learner.behaviour import weighed
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement
-from trainer_backend.learner.gradients import gradient_cosines
+from trainer_backend.learner.factory import LocalFactory
 from trainer_backend.learner.learner import LocalLearner, scorer_of
 from trainer_backend.learner.loading import held_copy
 from trainer_backend.learner.ranks import ALONE, Ranks, join_ranks
-from trainer_backend.learner.sharding import mesh_of, shard, whole
-from trainer_backend.learner.shares import weights_of, write_weights
+from trainer_backend.learner.sharding import shard, whole
+from trainer_backend.learner.shares import write_weights
 from trainer_backend.models import build_preset, train_tokenizer
-from trainer_backend.models.folder import load_model_folder, save_model_folder
+from trainer_backend.models.folder import load_model_folder, save_model_folder, weights_of
 from trainer_backend.protocols import CreditedEpisode, Progress
 
 GRADIENTS: dict[str, dict[str, Any]] = {
@@ -116,19 +117,21 @@ def _segment(rng: random.Random, name: str, t: int) -> Segment:
 def gradient(config: LearnerConfig, ranks: Ranks) -> tuple[Tensor, dict[str, float]]:
     """A step's gradient as one vector in float64, and the step's metrics."""
     learner, given = learner_of(config, ranks), episodes()
-    if config.update.value_level is None:
+    if config.value_level is None:
         given = [replace(episode, critic=None) for episode in given]
     else:
         learner.values({episode.rollout_id: episode.segments for episode in given})
     update = learner.policy_update()
+    head = () if learner._head is None else learner._head.trained.values()
+    trained = [*(weight for weight in learner.model.parameters() if weight.requires_grad), *head]
     with torch.no_grad():
-        for weight in learner.trained():
+        for weight in trained:
             weight.mul_(1.01)  # away from what a KL pulls towards
     drafts, rng = update.weighed(given).scored, random.Random(9)
     near = [[own + rng.gauss(0, NEAR) for own in draft.proximal] for draft in drafts]
-    step = weighed([replace(draft, proximal=()) for draft in drafts], near, config.update.objectives).scored
+    step = weighed([replace(draft, proximal=()) for draft in drafts], near, config.objectives).scored
     metrics = update.gradient(step, {episode.rollout_id: episode for episode in given})
-    return torch.cat([whole(weight.grad).flatten().double() for weight in learner.trained()]), metrics
+    return torch.cat([whole(weight.grad).flatten().double() for weight in trained]), metrics
 
 
 def judge_gradient(tables: dict[str, Any], ranks: Ranks) -> dict[str, float]:
@@ -162,9 +165,7 @@ def judge_cosines(ranks: Ranks) -> dict[str, float]:
     def cosines(degree: int, ranks: Ranks) -> list[tuple[str, str, float]]:
         learner = {"nproc_per_node": ranks.count, "data_parallel_replicate_degree": degree}
         config = config_of({"cluster": {}, "learner": learner})
-        if ranks.are_several:
-            mesh_of(ranks, degree, "cpu")
-        return gradient_cosines(config, folder, given, advantages, tell=lambda *_: None, ranks=ranks)
+        return LocalFactory(config, ranks=ranks).gradient_cosines(folder, given, advantages, lambda *_: None)
 
     shared, copied = cosines(1, ranks), cosines(ranks.count, ranks)
     if not ranks.is_first:
@@ -280,9 +281,9 @@ def judge_low_precision(ranks: Ranks) -> dict[str, float]:
     placement = Placement(torch.device("cpu"), low=torch.bfloat16)
     shard(held, ranks, LearnerTable(), placement.device)
     segments = [segment for episode in episodes() for segment in episode.segments]
-    size = {"row_tokens": 160, "micro_batch_tokens": 320}
-    scored = scorer_of(held, placement, ranks=ranks).score(segments, **size)
-    expected = scorer_of(alone, placement).score(segments, **size)
+    keys = LoopKeys(row_tokens=160, micro_batch_tokens=320)
+    scored = scorer_of(held, placement, ranks=ranks).score(segments, keys)
+    expected = scorer_of(alone, placement).score(segments, keys)
     pairs = zip(scored, expected, strict=True)
     return {"low": max(float(abs(found - was).max()) for found, was in pairs)}
 

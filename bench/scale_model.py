@@ -159,7 +159,7 @@ class Prefixes:
 
 
 class SimulatedReplica:
-    """A `pool.ReplicaEngine` that takes the time of a vLLM server and samples nothing.
+    """A stand-in for `VllmEngine` that takes the time of a vLLM server and samples nothing.
 
     Args:
         keeps: whether requests go on with new weights ("keep"), or end before them ("wait").

@@ -22,15 +22,16 @@ from trainer_backend import job_parts
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.collector import Collector
 from trainer_backend.collect.plan import Inference
-from trainer_backend.inference.pool import Canary, Publication, ReplicaPool
+from trainer_backend.inference.pool import ReplicaPool
 from trainer_backend.inference.protocol import Extras
+from trainer_backend.inference.versions import PolicyVersion, ScoredPrompt
 from trainer_backend.job.load import parse_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.run.gateways import share_of
 from trainer_backend.train import iterations_open
 
 _FOR_EVER_S = 1e9
-CANARY = Canary(ids=(1, 2), logprobs=(0.0,), limit=1e-4)
+CANARY = ScoredPrompt(ids=(1, 2), logprobs=(0.0,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class SimulatedGateway:
 
     def __init__(self, cost: CpuCost, engines: Sequence[SimulatedReplica]) -> None:
         self.core, self.cost = Core(), cost
-        self.pool = ReplicaPool(engines, wait_s=_FOR_EVER_S, tell=lambda line: None)
+        self.pool = ReplicaPool(engines, wait_s=_FOR_EVER_S, canary_limit=1e-4, tell=lambda line: None)
 
     async def chat(self, rollout_id: str, prompt: int, new: int, answer: int) -> None:
         await self.core.use(self.cost.seconds(new + answer))
@@ -222,7 +223,8 @@ class SimulatedRun:
         await self.core.use(self.costs.collect.seconds(tokens, decisions))
 
     async def _publish(self, version: int) -> None:
-        publication, start = Publication(version, Path("weights"), CANARY), asyncio.get_running_loop().time()
+        start = asyncio.get_running_loop().time()
+        publication = PolicyVersion(number=version, folder=Path("weights"), prompt=CANARY)
         await asyncio.gather(*(gateway.pool.publish(publication) for gateway in self.gateways.values()))
         self._publish_s += asyncio.get_running_loop().time() - start
 

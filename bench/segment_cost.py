@@ -193,7 +193,7 @@ def resident(name: str, file: Path) -> int:
 
 def batches(costs: Costs, parts: list[Segment]) -> None:
     """Costs of what an update does besides forward and backward passes."""
-    objectives = learner_parts.learner_config(load_job(JOB, ()).config).update.objectives
+    objectives = learner_parts.learner_config(load_job(JOB, ()).config).objectives
     generator = torch.Generator().manual_seed(0)
     logprobs_N = -torch.rand(sum(len(part.logprobs) for part in parts), generator=generator)
 

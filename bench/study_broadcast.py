@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -54,7 +53,7 @@ from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import save_model_folder
 from trainer_backend.models.folder import load_tokenizer
 from trainer_backend.protocols import Hardware
-from trainer_backend.run.replicas import pool_of, publication_of
+from trainer_backend.run.replicas import pool_of
 from trainer_backend.run.vllm_servers import VllmServers, check_environment, own_servers
 from trainer_backend.run.weight_broadcast import WeightBroadcast
 from trainer_backend.run.weight_folders import WeightFolders
@@ -89,7 +88,7 @@ class Senders:
         host, port = sender.address
         self._sending = asyncio.ensure_future(self._send(sender, self._folders[version]))
         address = WeightAddress(host=host, port=port)
-        await self._pool.publish(replace(publication(self._folders, version), address=address))
+        await self._pool.publish(publication(self._folders, version).model_copy(update={"address": address}))
 
     async def end(self) -> None:
         if self._sending is not None:
@@ -139,14 +138,21 @@ async def swaps(job: JobConfig, directory: RunDirectory, folders: Sequence[Path]
     results: dict[str, Any] = {}
     async with servers_of(job, directory, folders[0]) as servers:
         for mode in ("wait", "keep"):
-            pool = ReplicaPool(engines_of(servers.urls, folders[0], mode), wait_s=300.0, tell=lines.append)
+            pool = ReplicaPool(
+                engines_of(servers.urls, folders[0], mode),
+                wait_s=300.0,
+                canary_limit=LIMIT,
+                tell=lines.append,
+            )
             senders = Senders(pool, folders)
             results[mode] = await in_flight(pool, folders, senders.publish)
             await senders.end()
             await pool.close()
 
         results["replicas_lost"] = len(lines)
-        pool = ReplicaPool(engines_of(servers.urls, folders[0], "wait"), wait_s=300.0, tell=lines.append)
+        pool = ReplicaPool(
+            engines_of(servers.urls, folders[0], "wait"), wait_s=300.0, canary_limit=LIMIT, tell=lines.append
+        )
         killer, began = Senders(pool, folders, killed_at=3), time.monotonic()
         await killer.publish(1)
         results["killed_amid_a_pass"] = {
@@ -199,7 +205,7 @@ async def beside(job: JobConfig, directory: RunDirectory) -> dict[str, Any]:
 
         async def publish(weights: WeightFolders, number: int) -> None:
             version = await weights.write(number)
-            await weights.deliver(pool.publish(publication_of(version, job.model)))
+            await weights.deliver(pool.publish(version))
 
         costs: dict[str, list[tuple[float, float]]] = {"folder": [], "broadcast": []}
         for weights in (folder, sent):

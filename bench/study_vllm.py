@@ -31,9 +31,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bench import kit
 from bench.kit import ROOT
 from shared_schemas.trajectory import Sampling
-from trainer_backend.inference.pool import Canary, Publication, ReplicaPool
+from trainer_backend.inference.pool import ReplicaPool
 from trainer_backend.inference.protocol import Extras, Generation
 from trainer_backend.inference.stop_strings import StopStrings
+from trainer_backend.inference.versions import PolicyVersion, ScoredPrompt
 from trainer_backend.inference.vllm_engine import VllmEngine
 from trainer_backend.job.load import parse_job
 from trainer_backend.job.schema import JobConfig
@@ -213,7 +214,7 @@ async def swaps(table: InferenceTable, folders: Sequence[Path], log: Path) -> di
         results = {}
         for mode in ("wait", "keep"):
             engine = engine_at(servers.urls[0], folders[0], weight_update=mode)
-            pool = ReplicaPool([engine], wait_s=300.0, tell=lines.append)
+            pool = ReplicaPool([engine], wait_s=300.0, canary_limit=LIMIT, tell=lines.append)
             results[mode] = await in_flight(pool, folders, partial(by_folder, pool, folders))
             await pool.close()
         return results | {"replicas_lost": len(lines)}
@@ -229,11 +230,12 @@ def engine_at(url: str, folder: Path, **settings: Any) -> VllmEngine:
     )  # fmt: skip
 
 
-def publication(folders: Sequence[Path], version: int) -> Publication:
+def publication(folders: Sequence[Path], version: int) -> PolicyVersion:
     chance, count = random.Random(0), len(load_tokenizer(folders[0]))
     ids = tuple(chance.randrange(count) for _ in range(64))
     logprobs = tuple(reference(folders[version], ids[:1], ids[1:], 1.0))
-    return Publication(version, folders[version], Canary(ids, logprobs, LIMIT))
+    prompt = ScoredPrompt(ids=ids, logprobs=logprobs)
+    return PolicyVersion(number=version, folder=folders[version], prompt=prompt)
 
 
 async def by_folder(pool: ReplicaPool, folders: Sequence[Path], version: int) -> None:

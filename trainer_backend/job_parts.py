@@ -243,7 +243,7 @@ def gradient_cosines(
     *,
     reporter: Reporter,
 ) -> dict[tuple[str, str], float]:
-    """The cosine of each two estimators, by both orders of their names; see `learner.gradients`.
+    """The cosine of each two estimators, by both orders of their names; see `learner.factory`.
 
     A model that needs several ranks to be trained needs them here too. `advantages` are by estimator, in the
     order of the episodes.

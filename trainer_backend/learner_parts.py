@@ -3,7 +3,7 @@
 from trainer_backend.job.addresses import http_parts
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.behaviour import objectives_of
-from trainer_backend.learner.config import LearnerConfig, UpdateConfig
+from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.factory import LocalFactory
 from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.plugins import estimator
@@ -11,13 +11,6 @@ from trainer_backend.plugins import estimator
 
 def learner_config(job: JobConfig) -> LearnerConfig:
     samplings = [(table, job.rollout.sampling_of(table)) for table in job.fixed_policies]
-    update = UpdateConfig(
-        training=job.training,
-        objectives=objectives_of(job.training, job.algorithm, samplings),
-        value_level=estimator(job.algorithm.advantage).needs_values,
-        planned_tokens=job.planned_tokens,
-        seed=job.job.seed,
-    )
     gateways = job.services.gateways if _is_beside_gateways(job) else 0
     engines = gateways if job.inference.engine == "local" else 0
     is_shared = any(not table.is_remote for table in job.fixed_policies)
@@ -31,7 +24,11 @@ def learner_config(job: JobConfig) -> LearnerConfig:
         inference=job.inference,
         engines=engines,
         processes=1 if job.cluster is None else 1 + beside,
-        update=update,
+        training=job.training,
+        objectives=objectives_of(job.training, job.algorithm, samplings),
+        value_level=estimator(job.algorithm.advantage).needs_values,
+        planned_tokens=job.planned_tokens,
+        seed=job.job.seed,
         fixed_copies=fixed_copies,
         ranks=job.learner,
     )

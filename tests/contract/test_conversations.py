@@ -23,6 +23,7 @@ from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.job.load import parse_job
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import build_preset, train_tokenizer
 
@@ -176,7 +177,7 @@ async def test_log_probs_computed_again_under_each_view_are_those_of_the_samplin
     views = segments(rollout)
     assert len(views) == 6
     again = LocalLearner(learner_parts.learner_config(job), model, tokenizer).scorer.score(
-        views, row_tokens=1_024, micro_batch_tokens=4_096
+        views, LoopKeys(row_tokens=1_024, micro_batch_tokens=4_096)
     )
     for view, found in zip(views, again, strict=True):
         sampled = view.logprobs.tolist()

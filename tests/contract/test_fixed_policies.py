@@ -22,6 +22,7 @@ from trainer_backend.core.segments import segments_of
 from trainer_backend.errors import JobError, NothingToLearnFrom
 from trainer_backend.evaluation.play import Checkpoint, evaluate
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.scoring import Scorer
 from trainer_backend.models import build_preset, save_model_folder
@@ -108,7 +109,7 @@ def scorer_in(folder: Path) -> Scorer:
 
 def scored(scorer: Scorer, rollout: Rollout) -> list[float]:
     segments = segments_of(rollout.trajectory.steps, rollout_id=rollout.rollout_id)
-    found = scorer.score(segments, row_tokens=512, micro_batch_tokens=1024)
+    found = scorer.score(segments, LoopKeys(row_tokens=512, micro_batch_tokens=1024))
     return [value for part in found for value in part]
 
 

@@ -8,6 +8,7 @@ import torch
 from shared_schemas.trajectory import Sampling
 from tests.conftest import policy_server, tiny_job
 from tests.trainer_backend.learner.hand_made import learner_of, segment, tiny_tokenizer
+from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.models import build_preset, save_model_folder
 from trainer_backend.models.folder import fingerprint
 from trainer_backend.run.fixed_policies import FixedPolicies
@@ -35,5 +36,5 @@ async def test_it_is_rounded_once_served_beside_the_actor_and_never_touched(tmp_
     owner = learner_of(tokenizer, model__device="cuda")
     owner.model.load_state_dict({name: tensor.cuda() for name, tensor in model.state_dict().items()})
     sampled = segment("r", prompt, before.token_ids, before.logprobs)
-    (found,) = owner.scorer.score([sampled], row_tokens=64, micro_batch_tokens=64)
+    (found,) = owner.scorer.score([sampled], LoopKeys(row_tokens=64, micro_batch_tokens=64))
     assert list(before.logprobs) == pytest.approx(found, abs=0.05), "bfloat16 against bfloat16"

@@ -15,6 +15,7 @@ from trainer_backend.core.collate import pack_segments
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import OutOfMemory
 from trainer_backend.inference.engine import LocalEngine
+from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.learner.attention import BlockMask, OneRow, varlen_is_here, varlen_kernel
 from trainer_backend.learner.checkpoints import restore_progress
 from trainer_backend.learner.device import place
@@ -57,7 +58,7 @@ def episodes() -> list[CreditedEpisode]:
 
 
 def flat_scores(learner: LocalLearner, parts: list[Segment]) -> torch.Tensor:
-    return torch.tensor([value for row in learner.scorer.score(parts, **SIZE) for value in row])
+    return torch.tensor([value for row in learner.scorer.score(parts, SIZE) for value in row])
 
 
 def gradient(learner: LocalLearner) -> torch.Tensor:
@@ -83,7 +84,7 @@ def test_products_are_bfloat16_and_weights_gradients_and_moments_float32(tokeniz
     learner.model.model.layers[0].mlp.down_proj.register_forward_hook(
         lambda *all_: seen.append(all_[2].dtype)
     )
-    learner.scorer.score(segments(2), **SIZE)
+    learner.scorer.score(segments(2), SIZE)
     assert set(seen) == {torch.bfloat16}
 
 
@@ -103,9 +104,9 @@ def test_an_update_is_that_of_a_cpu(tokenizer):
 def test_packed_segments_are_scored_by_the_kernel_as_each_alone(tokenizer, row_tokens: int):
     learner, parts = on_gpu(tokenizer), segments()
     assert isinstance(learner.scorer.attention, OneRow)
-    packed = learner.scorer.score(parts, row_tokens=row_tokens, micro_batch_tokens=2048)
+    packed = learner.scorer.score(parts, LoopKeys(row_tokens=row_tokens, micro_batch_tokens=2048))
     for part, found in zip(parts, packed, strict=True):
-        (alone,) = learner.scorer.score([part], **SIZE)
+        (alone,) = learner.scorer.score([part], SIZE)
         assert found == pytest.approx(alone, abs=ROUNDED)
 
 

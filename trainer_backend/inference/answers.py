@@ -4,14 +4,12 @@ A template writes a parsed message in its own way. Instead, it is given the samp
 answer; its output is compared with the expected text, never trusted.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainer_backend.errors import BadChatRequest
-from trainer_backend.inference.rendering import ChatRenderer
-
-JsonObject = Mapping[str, Any]
+from trainer_backend.inference.rendering import ChatRenderer, JsonObject
 
 # Guards for text whose outer white space a template would trim. Unicode reserves them for private use.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
@@ -19,23 +17,15 @@ OPEN, CLOSE = "\ufdd0", "\ufdd1"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer of the model, and its place among the messages.
-
-    Attributes:
-        message_hash: `hash_of` the message that was returned to the caller.
-        raw_text, stop_text: the response as sampled, and its stop token ("" if there is none).
-        opening: the beginning of the answer that stood in the prompt, where a call was forced.
-        content: the text given to the template; None: the message as the caller sends it back.
-        has_guards: whether OPEN and CLOSE surround the content.
-    """
+    """An answer of the model, and its place among the messages."""
 
     index: int
-    message_hash: int
-    raw_text: str
-    stop_text: str
-    opening: str = ""
-    content: str | None = None
-    has_guards: bool = False
+    message_hash: int  # `hash_of` the message that was returned to the caller
+    raw_text: str  # the response as sampled
+    stop_text: str  # its stop token; "" if there is none
+    opening: str = ""  # the beginning of the answer that stood in the prompt, where a call was forced
+    content: str | None = None  # given to the template; None: the message as the caller sends it back
+    has_guards: bool = False  # whether OPEN and CLOSE surround the content
 
     @property
     def written(self) -> str:

@@ -73,8 +73,12 @@ def problem_body(error: ServiceError) -> bytes:
 
 async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
     """Wait for work; if the client disconnects first, cancel it and raise ClientDisconnect."""
-    task = asyncio.ensure_future(work)
-    disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
+
+    async def wait_for_disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect())
     try:
         await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -83,11 +87,6 @@ async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -
     finally:
         disconnect.cancel()
         task.cancel()
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 Headers = Sequence[tuple[bytes, bytes]]

@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 
 from trainer_backend.inference.cache import RowCache
 from trainer_backend.inference.columns import Columns
-from trainer_backend.inference.paged_runner import BY_DEVICE, PagedRunner, PageLimits, Step
+from trainer_backend.inference.paged_runner import BY_DEVICE, Likeliest, PagedRunner, PageLimits, Step
 from trainer_backend.inference.pages import victim
 from trainer_backend.inference.prefixes import Prefixes, PrefixIndex
 from trainer_backend.inference.protocol import SampledToken
 from trainer_backend.inference.request import Request
-from trainer_backend.inference.runner import Runner, runner_of
+from trainer_backend.inference.runner import DecoderRunner, TransformersRunner, runner_of
 from trainer_backend.inference.sampler import RowSettings, likeliest, sample, uniforms
 from trainer_backend.models.layout import refuse_unsupported_attention
 
@@ -68,7 +68,16 @@ class RunningBatch:
         needs no logits, and no last positions of rows with different lengths have to be gathered.
         """
         matches = {request: self.prefixes.find(request.prefix) for request in requests}
-        in_order = sorted(requests, key=lambda request: _by_remainder(request, matches[request].length))
+
+        def order(request: Request) -> tuple[bool, bool, int]:
+            """Whole prompts, those with a cached prefix, those that are cached; the longest first.
+
+            Rows of like lengths are adjacent then, and attention pads them to the longest of few.
+            """
+            length = matches[request].length
+            return length == request.cached, length > 0, length - request.cached
+
+        in_order = sorted(requests, key=order)
         first_row = len(self.rows)
         try:
             for row, request in enumerate(in_order, start=first_row):
@@ -100,40 +109,24 @@ class RunningBatch:
     def _read(self, step: Step | None) -> "SampledTokens | None":
         if step is None:
             return None
-        host = step.launched.read()
-        return SampledTokens(
-            step.requests,
-            host[:, 0].astype(np.int64).tolist(),
-            host[:, 1].tolist(),
-            step.likeliest,
-            _lost_masses(step.truncated_B, host[:, 2]),
-        )
+        return SampledTokens.of(step.requests, step.launched.read(), step.likeliest, step.truncated_B)
 
-    def _step_now(self, runner: Runner) -> "SampledTokens":
+    def _step_now(self, runner: DecoderRunner | TransformersRunner) -> "SampledTokens":
         count, columns = len(self.rows), self._columns
         logits_BV = runner.decode(columns.ids[:count], columns.cached[:count]).to(self._draws_on)
         if self._settings is None:
-            self._settings = RowSettings.lean(
-                columns.options[:count],
-                columns.processed[:count] if columns.truncated[:count].any() else None,
-                device=self._draws_on,
-            )
+            processed = columns.processed[:count] if columns.truncated[:count].any() else None
+            self._settings = RowSettings.lean(columns.options[:count], processed, device=self._draws_on)
         uniforms_B = uniforms(columns.keys[:count], columns.counters[:count])
         draw = sample(logits_BV, self._settings, torch.from_numpy(uniforms_B).to(self._draws_on))
         # Ids up to 2**53 and fp32 log-probs are exact in float64: one transfer from the device suffices.
         parts = [draw.tokens_B.double(), draw.logprobs_B.double()]
-        host = torch.stack(parts if draw.mass_B is None else [*parts, draw.mass_B]).cpu().numpy()
+        host = torch.stack(parts if draw.mass_B is None else [*parts, draw.mass_B], 1).cpu().numpy()
         counts = [row.extras.likeliest for row in self.rows]
         tops = likeliest(logits_BV, self._settings, counts=counts) if any(counts) else None
-        columns.ids[:count] = host[0]
+        columns.ids[:count] = host[:, 0]
         columns.advance(slice(count))
-        return SampledTokens(
-            list(self.rows),
-            host[0].astype(np.int64).tolist(),
-            host[1].tolist(),
-            tops,
-            _lost_masses(columns.truncated[:count], host[-1]),
-        )
+        return SampledTokens.of(list(self.rows), host, tops, columns.truncated[:count])
 
     def drop(self, index: int) -> None:
         """Free a row, keeping a copy of its prefix; the last row moves into the gap."""
@@ -190,14 +183,6 @@ class RunningBatch:
         self.prefixes.forget(row.prefix for row in self.rows)
 
 
-def _lost_masses(truncated_B: NDArray[np.bool_], masses_B: NDArray[np.float64]) -> list[float | None] | None:
-    """Return what truncation removed from each row; None for rows that it does not touch."""
-    if not truncated_B.any():
-        return None
-    rows = zip(truncated_B.tolist(), masses_B.tolist(), strict=True)
-    return [max(0.0, 1.0 - mass) if is_truncated else None for is_truncated, mass in rows]
-
-
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
     """One sampled token of each of some requests, by columns: objects would cost more than the sampling.
@@ -208,17 +193,26 @@ class SampledTokens:
     requests: list[Request]
     ids: list[int]
     logprobs: list[float]
-    likeliest: list[tuple[tuple[int, float], ...]] | None
+    likeliest: Likeliest | None
     lost_masses: list[float | None] | None
+
+    @classmethod
+    def of(
+        cls, requests: list[Request], host_BN: NDArray[np.float64], likeliest: Likeliest | None,
+        truncated_B: NDArray[np.bool_],
+    ) -> "SampledTokens":  # fmt: skip
+        """From the columns ids, log-probs and, where any row truncates, the probability that it keeps."""
+        lost: list[float | None] | None = None
+        if truncated_B.any():
+            rows = zip(truncated_B.tolist(), host_BN[:, 2].tolist(), strict=True)
+            lost = [max(0.0, 1.0 - mass) if is_truncated else None for is_truncated, mass in rows]
+        return cls(requests, host_BN[:, 0].astype(np.int64).tolist(), host_BN[:, 1].tolist(), likeliest, lost)
 
     def token(self, row: int) -> SampledToken:
         """Return the token of a row."""
-        return SampledToken(
-            self.ids[row],
-            self.logprobs[row],
-            self.likeliest[row] if self.likeliest else (),
-            self.lost_masses[row] if self.lost_masses else None,
-        )
+        tops = self.likeliest[row] if self.likeliest else ()
+        lost = self.lost_masses[row] if self.lost_masses else None
+        return SampledToken(self.ids[row], self.logprobs[row], tops, lost)
 
 
 def drawing_device(device: torch.device) -> torch.device:
@@ -227,14 +221,6 @@ def drawing_device(device: torch.device) -> torch.device:
     There [B, V] logits travel to the CPU at each step: 0.6 MB per request for a vocabulary of 150,000.
     """
     return torch.device("cpu") if device.type == "mps" else device
-
-
-def _by_remainder(request: Request, length: int) -> tuple[bool, bool, int]:
-    """Return a sort key: whole prompts, those with a cached prefix, those that are cached; the longest first.
-
-    Rows of like lengths are adjacent then, and attention pads them to the longest of few.
-    """
-    return length == request.cached, length > 0, length - request.cached
 
 
 def first_of_siblings(requests: Sequence[Request], prefixes: Prefixes) -> tuple[list[Request], list[Request]]:

@@ -6,7 +6,6 @@ clearing.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -57,16 +56,12 @@ class RowCache(Protocol):
         """Make a row with numbers that are not finite harmless for the next one in its place."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowCopy:
-    """A row's first tokens outside the cache: per layer [heads, length, head_dim] keys and values."""
-
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
+# A row's first tokens outside the cache: the keys of each layer, [heads, length, head_dim], then the values.
+RowCopy = tuple[Tensor, ...]
 
 
 class SlotCache(Cache):
-    """Preallocated [slots, heads, capacity, head_dim] keys and values per layer.
+    """A `RowCache`: preallocated [slots, heads, capacity, head_dim] keys and values per layer.
 
     The capacity doubles on demand up to `max_len`, so short episodes never pay for a long context.
     `begin_prefill` and `begin_append` select the rows that a `transformers` model writes and sees.
@@ -119,7 +114,6 @@ class SlotCache(Cache):
         """A copy is freed with the last reference to it."""
 
     def move_row(self, source: int, target: int, length: int) -> None:
-        """Copy a row's first `length` positions to another row, to close a gap or share a prompt."""
         for tensor in (*self._keys, *self._values):
             tensor[target, :, :length] = tensor[source, :, :length]
 
@@ -129,17 +123,11 @@ class SlotCache(Cache):
             tensor[row] = 0
 
     def copy_out(self, row: int, length: int) -> RowCopy:
-        """Copy a row's first `length` positions to separate memory."""
-        keys, values = (
-            tuple(tensor[row, :, :length].clone() for tensor in tensors)
-            for tensors in (self._keys, self._values)
-        )
-        return RowCopy(keys, values)
+        return tuple(tensor[row, :, :length].clone() for tensor in (*self._keys, *self._values))
 
     def copy_in(self, copy: RowCopy, target: int, length: int, *, room: int) -> None:
-        """Write the first `length` positions of a copy into a row."""
         self.reserve(room)
-        for tensor, old in zip((*self._keys, *self._values), (*copy.keys, *copy.values), strict=True):
+        for tensor, old in zip((*self._keys, *self._values), copy, strict=True):
             tensor[target, :, :length] = old[:, :length]
 
     def update(
@@ -160,16 +148,16 @@ class SlotCache(Cache):
         return keys[rows, :, : self._visible], values[rows, :, : self._visible]
 
     def layer(self, number: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of a layer; the first call for it allocates them.
-
-        Args:
-            key_states, value_states: [..., heads, length, head_dim] of the layer, for their shape.
-        """
+        """Keys and values of a layer; the first call allocates them, for [..., heads, length, head_dim]."""
         if number == len(self._keys):
             # Allocate both first: out of memory in between would leave a layer without values.
-            both = self._allocate(key_states), self._allocate(value_states)
-            self._keys.append(both[0])
-            self._values.append(both[1])
+            sizes = (
+                (self.slots, new.shape[-3], self.capacity, new.shape[-1])
+                for new in (key_states, value_states)
+            )
+            keys, values = (key_states.new_zeros(size, dtype=self.dtype) for size in sizes)
+            self._keys.append(keys)
+            self._values.append(values)
         return self._keys[number], self._values[number]
 
     def reserve(self, length: int) -> None:
@@ -194,10 +182,6 @@ class SlotCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.get_seq_length(layer_idx) + query_length, 0
-
-    def _allocate(self, like: Tensor) -> Tensor:
-        size = (self.slots, like.shape[-3], self.capacity, like.shape[-1])
-        return like.new_zeros(size, dtype=self.dtype)
 
     def _grow(self, old: Tensor, capacity: int) -> Tensor:
         if old.shape[2] >= capacity:

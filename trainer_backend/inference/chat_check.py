@@ -60,21 +60,16 @@ def refuse_without_tools(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def _refuse_unread_call(answer: str, name: str | None, *, where: str) -> None:
-    readers = [
-        form_name
-        for form_name, form in TOOL_FORMATS.items()
-        if form.parse(answer, TOOLS).tool_calls == (CALL,)
-    ]
+    readers = [key for key, form in TOOL_FORMATS.items() if form.parse(answer, TOOLS).tool_calls == (CALL,)]
     if name in readers:
         return
     reason = "in no format that is known here" if name is None else f"otherwise than {name!r} reads it"
-    raise ModelFolderError(
-        f"it writes a call {reason}: {answer!r:.200}",
-        where=where,
-        hint=f"Set model.tool_call_format to {readers[0]!r}."
+    hint = (
+        f"Set model.tool_call_format to {readers[0]!r}."
         if readers
-        else f"Known are {', '.join(TOOL_FORMATS)}.",
+        else f"Known are {', '.join(TOOL_FORMATS)}."
     )
+    raise ModelFolderError(f"it writes a call {reason}: {answer!r:.200}", where=where, hint=hint)
 
 
 # Parsers never raise or rewrite: an unreadable call comes back as whole text with the reason.
@@ -134,7 +129,11 @@ def _differences(own: Tokenizer, other: Tokenizer) -> Iterator[str]:
             yield f"id {token} is {here} to it and {there} to the actor"
     yield from _special_ids(own, other)
     yield from _chat(own, other)
-    yield from _probe(own, other)
+    # For parts that vocabularies do not show: merges, normalisation, splits.
+    text = probe_text(ChatRenderer(own))
+    difference = first_other_id(*(ChatRenderer(tokenizer).encode(text) for tokenizer in (own, other)))
+    if difference is not None:
+        yield difference
 
 
 def _tokens(tokenizer: Tokenizer) -> dict[int, str]:
@@ -181,14 +180,6 @@ def _template(tokenizer: Tokenizer) -> str:
     return template if isinstance(template, str) else json.dumps(template, sort_keys=True)
 
 
-def _probe(own: Tokenizer, other: Tokenizer) -> Iterator[str]:
-    """Compare the ids of a probe, for parts that vocabularies do not show: merges, normalisation, splits."""
-    text = probe_text(ChatRenderer(own))
-    difference = first_other_id(*(ChatRenderer(tokenizer).encode(text) for tokenizer in (own, other)))
-    if difference is not None:
-        yield difference
-
-
 def probe_text(renderer: ChatRenderer) -> str:
     """Return a conversation with a call, as the template writes it."""
     try:
@@ -199,9 +190,10 @@ def probe_text(renderer: ChatRenderer) -> str:
 
 def first_other_id(own: Sequence[int], other: Sequence[int]) -> str | None:
     """Return where the ids of one text differ, as a sentence about the author of `other`; None: nowhere."""
-    for place, (ours, theirs) in enumerate(zip_longest(own, other)):
-        if theirs != ours:
-            return (
-                f"the same text becomes other ids: number {place} is {theirs} to it and {ours} to the actor"
-            )
-    return None
+    pairs = enumerate(zip_longest(own, other))
+    others = (
+        f"the same text becomes other ids: number {place} is {theirs} to it and {ours} to the actor"
+        for place, (ours, theirs) in pairs
+        if theirs != ours
+    )
+    return next(others, None)

@@ -23,11 +23,7 @@ from trainer_backend.inference.stop_strings import StopStrings, cut_before
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A parsed and rendered request. An empty `rollout_id` means none.
-
-    Attributes:
-        call_opening: the beginning of a forced call, which the prompt ends with and the answer is read with.
-    """
+    """A parsed and rendered request. An empty `rollout_id` means none."""
 
     completion_id: str
     created: int
@@ -37,6 +33,7 @@ class Completion:
     max_tokens: int
     rollout_id: str
     call_opening: str = ""
+    """The beginning of a forced call, which the prompt ends with and the answer is read with."""
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -71,13 +68,8 @@ class Completion:
 
     def turn(self, choice: Choice) -> Turn:
         """Return the state from which the rollout's next prompt continues."""
-        answer = Answer(
-            len(self.request.messages),
-            hash_of(choice.message),
-            choice.raw_text,
-            choice.stop_token,
-            self.prompt.opening,
-        )
+        place, opening = len(self.request.messages), self.prompt.opening
+        answer = Answer(place, hash_of(choice.message), choice.raw_text, choice.stop_token, opening)
         return Turn.of(self.prompt, answer, choice.generation.token_ids, self.policy.renderer)
 
     def frame(self, kind: str) -> dict[str, Any]:
@@ -93,7 +85,15 @@ class Completion:
         """Return the whole reply."""
         return {
             **self.frame("chat.completion"),
-            "choices": [self._choice_body(choice) for choice in choices],
+            "choices": [
+                {
+                    "index": choice.index,
+                    "message": choice.message,
+                    "logprobs": self.logprobs_body(choice.generation.sampled()),
+                    **self.exact_fields(choice),
+                }
+                for choice in choices
+            ],
             "usage": usage_body(self.prompt.ids, [choice.generation for choice in choices]),
             **self.prompt_fields(),
         }
@@ -114,14 +114,6 @@ class Completion:
         if not self.request.logprobs:
             return None
         return {"content": logprob_entries(tokens, self.policy.renderer), "refusal": None}
-
-    def _choice_body(self, choice: Choice) -> dict[str, Any]:
-        return {
-            "index": choice.index,
-            "message": choice.message,
-            "logprobs": self.logprobs_body(choice.generation.sampled()),
-            **self.exact_fields(choice),
-        }
 
     def _extras(self, on_token: Callable[[SampledToken], None] | None) -> Extras:
         request = self.request

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from cachetools import LRUCache
 
-from trainer_backend.inference.answers import Answer, JsonObject, View, hash_of, text_with
+from trainer_backend.inference.answers import Answer, View, hash_of, text_with
 from trainer_backend.inference.drift import (
     EDITED,
     FRESH,
@@ -25,9 +25,9 @@ from trainer_backend.inference.drift import (
     Drift,
     drift_of,
 )
-from trainer_backend.inference.rendering import ChatRenderer
+from trainer_backend.inference.rendering import ChatRenderer, JsonObject
+from trainer_backend.tool_formats.tags import THINK_END
 
-THOUGHT_END = "</think>"
 # A position in a text, and the same position in its ids.
 Cut = tuple[int, int]
 
@@ -46,28 +46,25 @@ class RequestHashes:
 
 @dataclass(frozen=True)  # without slots: `ids` is made once
 class Prompt:
-    """A rendered prompt, and how it continues the rollout's last one.
-
-    Attributes:
-        packed_ids: its ids, four bytes each, since 10,000 conversations are kept.
-        reused: number of its first ids that come from the last prompt and response.
-        opening: the end of `text`, which begins a forced call.
-        break_cause: why it does not continue all of them, one of `drift.CAUSES`; None if it does, and for the
-            first prompt of a rollout.
-        answers: the sampled answers among its messages, where known.
-        cuts: ends of earlier prompts and answers in it, where both text and ids may be cut.
-        drift: of the last answer, if it was sent back unedited.
-    """
+    """A rendered prompt, and how it continues the rollout's last one."""
 
     text: str
     packed_ids: "array[int]"
+    """The prompt's ids, four bytes each, since 10,000 conversations are kept."""
     hashes: RequestHashes
     opening: str = ""
+    """The end of `text`, which begins a forced call."""
     reused: int = 0
+    """Number of its first ids that come from the last prompt and response."""
     break_cause: str | None = None
+    """Why it does not continue all of them, one of `drift.CAUSES`; None if it does, and for the first prompt
+    of a rollout."""
     answers: tuple[Answer, ...] = ()
+    """The sampled answers among its messages, where known."""
     cuts: tuple[Cut, ...] = ()
+    """Ends of earlier prompts and answers in it, where both text and ids may be cut."""
     drift: Drift | None = None
+    """The drift of the last answer, if it was sent back unedited."""
 
     @cached_property
     def ids(self) -> list[int]:
@@ -82,21 +79,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The last prompt of a rollout and its response; the size is linear in the conversation.
-
-    Attributes:
-        text, ids: of the prompt and the response together.
-        answers: those in the prompt, and the new one, whose form the next prompt determines.
-        cuts: as in a prompt; the last two are the ends of prompt and response.
-        renderer: the renderer of the ids, which no other tokenizer understands.
-    """
+    """The last prompt of a rollout and its response, as one text; its size is linear in the conversation."""
 
     text: str
     ids: "array[int]"
     hashes: RequestHashes
-    answers: tuple[Answer, ...]
-    cuts: tuple[Cut, ...]
-    renderer: ChatRenderer
+    answers: tuple[Answer, ...]  # those in the prompt, and the new one, whose form the next prompt determines
+    cuts: tuple[Cut, ...]  # as in a prompt; the last two are the ends of prompt and response
+    renderer: ChatRenderer  # of the ids, which no other tokenizer understands
 
     @classmethod
     def of(cls, prompt: Prompt, answer: Answer, token_ids: Sequence[int], renderer: ChatRenderer) -> "Turn":
@@ -139,13 +129,8 @@ class Conversations:
         break_cause = None if turn is None else OTHER_MODEL
         if turn is None and rollout_id and any(message.get("role") == "assistant" for message in messages):
             break_cause = UNKNOWN
-        return Prompt(
-            text,
-            array("i", renderer.encode(text)),
-            RequestHashes.of(messages, tools),
-            opening=opening,
-            break_cause=break_cause,
-        )
+        ids, hashes = array("i", renderer.encode(text)), RequestHashes.of(messages, tools)
+        return Prompt(text, ids, hashes, opening=opening, break_cause=break_cause)
 
     def remember(self, rollout_id: str, turn: Turn) -> None:
         self._turns[rollout_id] = turn
@@ -218,7 +203,7 @@ def _cause(turn: Turn, hashes: RequestHashes, text: str) -> str:
         return TOOLS
     if not newest.stands_in(hashes.messages) or turn.hashes.messages != hashes.messages[: newest.index]:
         return EDITED
-    thoughts = [a.raw_text.partition(THOUGHT_END)[0] for a in turn.answers if THOUGHT_END in a.raw_text]
+    thoughts = [a.raw_text.partition(THINK_END)[0] for a in turn.answers if THINK_END in a.raw_text]
     return REASONING if any(thought.strip() not in text for thought in thoughts) else TEMPLATE
 
 

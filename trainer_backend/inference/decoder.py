@@ -161,24 +161,8 @@ class Rotation:
         return (heads_THD * self.cos_T1D).addcmul_(swapped_THD, self.sin_T1D)
 
 
-class Stream(Protocol):
-    """The residual stream of one pass, and what is computed of it between products."""
-
-    def norm(self, norm: Norm) -> Tensor:
-        """Return the norm of the stream, [T, width]."""
-
-    def add(self, product: Product, input_TI: Tensor) -> None:
-        """Add a product to the stream."""
-
-    def rotary(self, heads_TSD: Tensor, norms: HeadNorms | None, keys: int) -> Tensor:
-        """Return heads, normed and rotated; the last `keys` of them are keys, the others queries."""
-
-    def swiglu(self, gate_up_TM: Tensor) -> Tensor:
-        """Return silu(gate) * up, of both side by side."""
-
-
-class TorchStream:
-    """`Stream` by torch's operators.
+class Stream:
+    """The residual stream of one pass, and what is computed of it between products, by torch's operators.
 
     Args:
         residual_TW: float32, changed in place.
@@ -189,48 +173,47 @@ class TorchStream:
         self._residual_TW, self._rotation = residual_TW, turns.at(positions_T)
 
     def norm(self, norm: Norm) -> Tensor:
+        """Return the norm of the stream, [T, width]."""
         return norm(self._residual_TW)
 
     def add(self, product: Product, input_TI: Tensor) -> None:
+        """Add a product to the stream."""
         product.add_to(self._residual_TW, input_TI)
 
     def rotary(self, heads_TSD: Tensor, norms: HeadNorms | None, keys: int) -> Tensor:
+        """Return heads, normed and rotated; the last `keys` of them are keys, the others queries."""
         return self._rotation(heads_TSD.float() if norms is None else norms(heads_TSD, keys))
 
     def swiglu(self, gate_up_TM: Tensor) -> Tensor:
+        """Return silu(gate) * up, of both side by side."""
         gate_TM, up_TM = gate_up_TM.chunk(2, dim=-1)
         return F.silu(gate_TM, inplace=True).mul_(up_TM)
 
 
-class KernelStream:
-    """`Stream` by Triton's kernels: a product is added when the next norm reads the stream anyway.
-
-    Args:
-        dtype: of the products.
-    """
+class KernelStream(Stream):
+    """By Triton's kernels, products in `dtype`: one is added when the next norm reads the stream anyway."""
 
     def __init__(
         self, residual_TW: Tensor, turns: Rotation, positions_T: Tensor, *, dtype: torch.dtype
     ) -> None:
+        from trainer_backend.models import kernels
+
         self._residual_TW, self._turns, self._positions_T = residual_TW, turns, positions_T
-        self._dtype = dtype
+        self._kernels, self._dtype = kernels, dtype
         self._added_TW: Tensor | None = None
 
     def norm(self, norm: Norm) -> Tensor:
-        from trainer_backend.models.kernels import rms_norm
-
-        added_TW, self._added_TW = self._added_TW, None
-        stream_TW = self._residual_TW
-        return rms_norm(stream_TW, added_TW, norm.weight, norm.eps, sums_TW=stream_TW, out=self._dtype)
+        (stream_TW, added_TW), self._added_TW = (self._residual_TW, self._added_TW), None
+        return self._kernels.rms_norm(
+            stream_TW, added_TW, norm.weight, norm.eps, sums_TW=stream_TW, out=self._dtype
+        )
 
     def add(self, product: Product, input_TI: Tensor) -> None:
         assert self._added_TW is None, "a norm lies between any two products that are added"
         self._added_TW = product(input_TI)
 
     def rotary(self, heads_TSD: Tensor, norms: HeadNorms | None, keys: int) -> Tensor:
-        from trainer_backend.models.kernels import rotary
-
-        return rotary(
+        return self._kernels.rotary(
             heads_TSD,
             None if norms is None else (norms.queries.weight, norms.keys.weight),
             self._turns.cos_T1D,
@@ -242,9 +225,7 @@ class KernelStream:
         )
 
     def swiglu(self, gate_up_TM: Tensor) -> Tensor:
-        from trainer_backend.models.kernels import swiglu
-
-        return swiglu(*gate_up_TM.chunk(2, dim=-1))
+        return self._kernels.swiglu(*gate_up_TM.chunk(2, dim=-1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +275,7 @@ class Decoder:
         self._embedding: Tensor = base.embed_tokens.weight
         self._low = None if self._embedding.dtype == torch.float32 else self._embedding.dtype
         self._turns = Rotation(*rotation_tables(base.rotary_emb, max_len, self._embedding.device))
-        self._stream: Callable[[Tensor, Rotation, Tensor], Stream] = TorchStream
+        self._stream: Callable[[Tensor, Rotation, Tensor], Stream] = Stream
         if by_kernel:
             self._stream = partial(KernelStream, dtype=self._embedding.dtype)
         self._norm = _norm(base.norm)

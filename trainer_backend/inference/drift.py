@@ -1,11 +1,12 @@
 """Drift: whether writing or tokenising the last answer again would give other tokens, and counts of that."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 
 from trainer_backend.errors import BadChatRequest
-from trainer_backend.inference.answers import Answer, JsonObject
-from trainer_backend.inference.rendering import QUESTION, ChatRenderer
+from trainer_backend.inference.answers import Answer
+from trainer_backend.inference.rendering import QUESTION, ChatRenderer, JsonObject
 
 # Characters before an answer to tokenise with it, since its first token may merge with them.
 TAIL = 16
@@ -13,15 +14,12 @@ TAIL = 16
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """The drift of one answer.
-
-    Attributes:
-        tokens: whether its own text, tokenised again, gives other ids.
-        text: whether the template writes the parsed message differently; None if it cannot write it alone.
-    """
+    """The drift of one answer."""
 
     tokens: bool
+    """Whether its own text, tokenised again, gives other ids."""
     text: bool | None
+    """Whether the template writes the parsed message differently; None if it cannot write it alone."""
 
 
 def drift_of(
@@ -40,17 +38,12 @@ def drift_of(
         messages: the answer as it was sent back, and the messages after it; a template may write an answer
             differently when it is not the last.
     """
-    front = renderer.encode(before)
     again = renderer.encode(before + answer.raw_text + answer.stop_text)
-    return Drift(tokens=again != [*front, *sampled], text=_text_differs(answer, messages, renderer))
-
-
-def _text_differs(answer: Answer, messages: Sequence[JsonObject], renderer: ChatRenderer) -> bool | None:
-    try:
+    differs: bool | None = None
+    with suppress(BadChatRequest):
         text = renderer.prompt_text([QUESTION, *messages], [])
-        return not text.startswith(renderer.question + answer.written + answer.stop_text)
-    except BadChatRequest:
-        return None
+        differs = not text.startswith(renderer.question + answer.written + answer.stop_text)
+    return Drift(tokens=again != [*renderer.encode(before), *sampled], text=differs)
 
 
 EDITED, FRESH, TOOLS, REASONING, TEMPLATE = "edited", "fresh", "tools", "reasoning", "template"
@@ -71,22 +64,20 @@ class ConversationFigures:
         template: nothing was edited, but the template does not continue the sampled text for another reason.
         other_model: the last answer came from another policy.
         unknown: the messages hold an answer of an unknown rollout, forgotten or continued from elsewhere.
-
-    Attributes:
-        prefix_extended: prompts that continue all ids of the rollout's last prompt and response.
-        prefix_broken: other prompts, by cause.
-        drift_checked: answers that were sent back unedited, each checked once.
-        drift_tokens: of those, answers whose text gives other ids when tokenised again.
-        drift_text: of those, answers whose parsed message the template writes differently.
-        drift_text_untold: of those, answers that the template cannot write alone.
     """
 
     prefix_extended: int = 0
+    """Prompts that continue all ids of the rollout's last prompt and response."""
     prefix_broken: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
+    """Other prompts, by cause."""
     drift_checked: int = 0
+    """Answers that were sent back unedited, each checked once."""
     drift_tokens: int = 0
+    """Of the checked answers, those whose text gives other ids when tokenised again."""
     drift_text: int = 0
+    """Of the checked answers, those whose parsed message the template writes differently."""
     drift_text_untold: int = 0
+    """Of the checked answers, those that the template cannot write alone."""
 
     def add(self, *, extends: bool, break_cause: str | None, drift: Drift | None) -> None:
         """Count a prompt that was answered."""
@@ -101,11 +92,6 @@ class ConversationFigures:
 
     def totals(self) -> dict[str, int]:
         """Return all counts, flat, with every cause."""
-        return {
-            "prefix_extended": self.prefix_extended,
-            **{f"prefix_broken/{cause}": count for cause, count in self.prefix_broken.items()},
-            "drift_checked": self.drift_checked,
-            "drift_tokens": self.drift_tokens,
-            "drift_text": self.drift_text,
-            "drift_text_untold": self.drift_text_untold,
-        }
+        counts = asdict(self)
+        broken = counts.pop("prefix_broken")
+        return {**counts, **{f"prefix_broken/{cause}": count for cause, count in broken.items()}}

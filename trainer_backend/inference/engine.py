@@ -17,6 +17,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -29,7 +30,7 @@ from trainer_backend.inference.paged_runner import PageLimits
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, WeightSource
 from trainer_backend.inference.request import Request
 from trainer_backend.inference.weights import ServedWeights, read_weights
-from trainer_backend.inference.worker import EngineCounters, EngineWorker
+from trainer_backend.inference.worker import EngineWorker
 from trainer_backend.models.folder import embedding_rows
 
 # Below it, dividing fp32 logits may overflow; callers who want less randomness mean 0.
@@ -39,7 +40,10 @@ ENGINE_THREAD = "turnwise-engine"
 
 
 class LocalEngine:
-    """`InferenceEngine` on a `transformers` model. The engine owns the model: train another copy of it.
+    """A `FrozenEngine` on a `transformers` model, whose weights can be replaced while it serves.
+
+    The engine owns the model: train another copy of it. The same seed, prompt and weights give the same
+    tokens, whatever else is being generated.
 
     Args:
         model: any causal model with full attention, in evaluation mode, on its device. Its weights may be
@@ -84,23 +88,13 @@ class LocalEngine:
             prefill_tokens=prefill_tokens,
             version=version,
         )
+        self.max_model_len = self.keys.max_model_len
+        self.breakdown, self.counters = self._worker.breakdown, self._worker.counters
         self._thread: threading.Thread | None = None
 
     @property
     def version(self) -> int:
         return self._worker.version
-
-    @property
-    def max_model_len(self) -> int:
-        return self.keys.max_model_len
-
-    @property
-    def breakdown(self) -> Future[str]:
-        return self._worker.breakdown
-
-    @property
-    def counters(self) -> EngineCounters:
-        return self._worker.counters
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
@@ -120,24 +114,25 @@ class LocalEngine:
             raise
 
     async def load_weights(self, version: int, source: WeightSource) -> None:
-        """As `InferenceEngine` has it.
+        """Replace the weights. Running requests finish first and new ones wait; none is lost.
+
+        Between `pause` and `resume` the swap is immediate: running requests continue with the new weights,
+        and their `versions` say from which token on. Their earlier keys and values stay those of the old
+        weights, as in other servers, and no other request reuses them.
 
         Raises:
-            EngineOutOfMemory: memory ran out while they were copied; the engine refuses all requests until a
-                later load succeeds.
+            WeightsRefused: the tensors do not fit; the old weights keep serving.
+            EngineOutOfMemory: memory ran out midway; no request is served until a later load succeeds.
         """
-        tensors = await asyncio.to_thread(read_weights, source)
-
-        def swap() -> None:
-            self._worker.swap(version, lambda: self._weights.replace(tensors))
-
-        await self._wait_for(self._inbox.swap(swap))
+        copy = partial(self._weights.replace, await asyncio.to_thread(read_weights, source))
+        await self._wait_for(self._inbox.swap(partial(self._worker.swap, version, copy)))
 
     async def pause(self) -> None:
-        await self._set_paused(True)
+        """Stop sampling after the current step; requests stay where they are."""
+        await self._wait_for(self._inbox.command(partial(setattr, self._worker, "paused", True)))
 
     async def resume(self) -> None:
-        await self._set_paused(False)
+        await self._wait_for(self._inbox.command(partial(setattr, self._worker, "paused", False)))
 
     async def probe(self) -> None:
         """Return once the engine's thread is between two steps."""
@@ -148,6 +143,7 @@ class LocalEngine:
         await self._wait_for(self._inbox.command(self._worker.release))
 
     async def abort(self, request_id: str) -> bool:
+        """End a request with its partial result; return False if no such request waits or runs."""
         return self._inbox.abort(request_id)
 
     def start(self) -> None:
@@ -166,12 +162,6 @@ class LocalEngine:
 
     async def close(self) -> None:
         """Do nothing: the engine does not depend on a caller's event loop."""
-
-    async def _set_paused(self, paused: bool) -> None:
-        def set_paused() -> None:
-            self._worker.paused = paused
-
-        await self._wait_for(self._inbox.command(set_paused))
 
     async def _wait_for(self, future: Future[None]) -> None:
         try:

@@ -15,19 +15,15 @@ from trainer_backend.tool_formats.tags import THINK_START
 
 @dataclass(frozen=True, slots=True)
 class CallOpening:
-    """What stands in a call before its arguments.
-
-    Attributes:
-        lead: what the template writes before the call: the end of reasoning that the prompt has begun. An
-            empty block of reasoning is left out, since templates drop it from earlier answers.
-        before_name, after_name: of the call, around the name of its tool.
-        rest: the arguments of `chat_check.CALL`, and the end of the call.
-    """
+    """What stands in a call before its arguments: text around the name of its tool."""
 
     lead: str
+    """What the template writes before the call: the end of reasoning that the prompt has begun. An empty
+    block of reasoning is left out, since templates drop it from earlier answers."""
     before_name: str
     after_name: str
     rest: str
+    """The arguments of `chat_check.CALL`, and the end of the call."""
 
     def carries(self, name: str, tool_format: ToolFormat) -> bool:
         """Whether a whole call of this tool would be read: a quotation mark ends the name in JSON."""

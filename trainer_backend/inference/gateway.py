@@ -8,9 +8,9 @@ versions.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any
@@ -39,12 +39,12 @@ from trainer_backend.inference.asgi import (
 from trainer_backend.inference.chat_request import ChatRequest, TokenizeRequest, read_chat_request
 from trainer_backend.inference.completion import Completion, all_generations
 from trainer_backend.inference.conversations import Conversations, Prompt
-from trainer_backend.inference.protocol import FrozenEngine
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.reply import Choice
+from trainer_backend.inference.request_body import read_request
 from trainer_backend.inference.served_policy import ServedPolicy, find_policy
 from trainer_backend.inference.streaming import stream_reply
-from trainer_backend.inference.text_completion import read_text_request, text_completion
+from trainer_backend.inference.text_completion import TextRequest, text_completion
 
 # From this size on, rendering and encoding run on a thread, so that other answers do not wait.
 _LARGE_BYTES = 100_000
@@ -83,8 +83,6 @@ def create_gateway(
     if secret is not None and not secret.get_secret_value():
         raise ValueError("the gateway needs a key")
     limits = limits or GatewayLimits()
-    chat = ChatEndpoint(policies, limits=limits, clock=clock)
-    text = TextEndpoint(policies, limits=limits, clock=clock)
 
     async def health(request: Request) -> Response:
         for name, policy in policies.items():
@@ -101,9 +99,9 @@ def create_gateway(
         return JSONResponse(_model(name, find_policy(name, policies), clock()))
 
     routes = [
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/v1/completions", text, methods=["POST"]),
-        Route("/tokenize", TokenizeEndpoint(policies, limits=limits, clock=clock), methods=["POST"]),
+        Route("/v1/chat/completions", ChatEndpoint(policies, limits, clock), methods=["POST"]),
+        Route("/v1/completions", TextEndpoint(policies, limits, clock), methods=["POST"]),
+        Route("/tokenize", TokenizeEndpoint(policies, limits, clock), methods=["POST"]),
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{name:path}", model, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
@@ -156,20 +154,14 @@ def _model(name: str, policy: ServedPolicy, now: float) -> dict[str, Any]:
     }
 
 
+@dataclass(slots=True)
 class _Endpoint:
     """A route as a plain ASGI app, without request and response objects."""
 
-    def __init__(
-        self,
-        policies: Mapping[str, ServedPolicy],
-        *,
-        limits: GatewayLimits,
-        clock: Callable[[], float],
-    ) -> None:
-        self._policies = policies
-        self._limits = limits
-        self._clock = clock
-        self._numbers = count(1)
+    policies: Mapping[str, ServedPolicy]
+    limits: GatewayLimits
+    clock: Callable[[], float]
+    numbers: Iterator[int] = field(default_factory=lambda: count(1))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await boundary(self._answer, scope, receive, send)
@@ -178,23 +170,26 @@ class _Endpoint:
         raise NotImplementedError
 
 
+@dataclass(slots=True)
 class ChatEndpoint(_Endpoint):
     """POST /v1/chat/completions."""
 
-    def __init__(
-        self, policies: Mapping[str, ServedPolicy], *, limits: GatewayLimits, **options: Any
-    ) -> None:
-        super().__init__(policies, limits=limits, **options)
-        self._conversations = Conversations(most=limits.max_conversations)
+    conversations: Conversations = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.conversations = Conversations(most=self.limits.max_conversations)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await whole_body(receive)
-        request, rollout_id = read_chat_request(body, self._limits.leaves_out), _rollout_id(scope)
+        request, rollout_id = read_chat_request(body, self.limits.leaves_out), _rollout_id(scope)
         if len(body) > _LARGE_BYTES:  # others must not wait for it
             completion = await asyncio.to_thread(self._completion, request, rollout_id)
         else:
             completion = self._completion(request, rollout_id)
-        headers = self._say_left_out(completion)
+        headers: Headers = ()
+        if names := sorted(completion.left_out):  # settings without effect here are counted, and named
+            completion.policy.left_out.update(names)
+            headers = [(IGNORED_HEADER.lower().encode(), ", ".join(names).encode())]
         if completion.request.stream:
             stream = stream_reply(completion, EventStream(send, headers), partial(self._remember, completion))
             await while_connected(stream, receive)
@@ -205,14 +200,6 @@ class ChatEndpoint(_Endpoint):
             self._remember(completion, choice)
         await json_response(send, completion.body(choices), headers)
 
-    def _say_left_out(self, completion: Completion) -> Headers:
-        """Count the settings that have no effect here, and name them in a header."""
-        names = sorted(completion.left_out)
-        if not names:
-            return ()
-        completion.policy.left_out.update(names)
-        return [(IGNORED_HEADER.lower().encode(), ", ".join(names).encode())]
-
     def _completion(self, request: ChatRequest, rollout_id: str) -> Completion:
         """Find the policy, render the prompt, and check that there is room for an answer."""
         if rollout_id and request.n > 1:
@@ -221,12 +208,15 @@ class ChatEndpoint(_Endpoint):
                 where="n",
                 hint=f"Leave n out, or leave the header {ROLLOUT_HEADER} out.",
             )
-        policy = find_policy(request.model, self._policies)
+        policy = find_policy(request.model, self.policies)
         policy.renderer.refuse_other_settings(request.chat_template_kwargs)
-        limit = _Limit.of(request, policy.engine)
+        own, asked = policy.engine.max_model_len, request.max_model_length
+        limit = _Limit(own, "the model's own")
+        if asked is not None and asked < own:
+            limit = _Limit(asked, "max_model_length")
         opening = policy.call_opening if request.forces_call else None
         call_opening = "" if opening is None else opening.text(policy.name_to_write(request.active_tools))
-        prompt = self._conversations.prompt(
+        prompt = self.conversations.prompt(
             rollout_id,
             request.messages,
             request.active_tools,
@@ -235,12 +225,12 @@ class ChatEndpoint(_Endpoint):
             opening="" if opening is None else opening.lead + call_opening,
         )
         return Completion(
-            completion_id=f"chatcmpl-{next(self._numbers)}",
-            created=int(self._clock()),
+            completion_id=f"chatcmpl-{next(self.numbers)}",
+            created=int(self.clock()),
             request=request,
             policy=policy,
             prompt=prompt,
-            max_tokens=limit.max_tokens(request, prompt, self._limits.default_max_tokens),
+            max_tokens=limit.max_tokens(request, prompt, self.limits.default_max_tokens),
             rollout_id=rollout_id,
             call_opening=call_opening,
         )
@@ -251,7 +241,7 @@ class ChatEndpoint(_Endpoint):
             completion.policy.figures.add(
                 extends=prompt.extends, break_cause=prompt.break_cause, drift=prompt.drift
             )
-            self._conversations.remember(completion.rollout_id, completion.turn(choice))
+            self.conversations.remember(completion.rollout_id, completion.turn(choice))
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,12 +250,6 @@ class _Limit:
 
     most: int
     whose: str
-
-    @classmethod
-    def of(cls, request: ChatRequest, engine: FrozenEngine) -> "_Limit":
-        if request.max_model_length is not None and request.max_model_length < engine.max_model_len:
-            return cls(request.max_model_length, "max_model_length")
-        return cls(engine.max_model_len, "the model's own")
 
     def refuse_text(self, request: ChatRequest, renderer: ChatRenderer, text: str) -> None:
         """Refuse a text that is surely too long before encoding it, which would take seconds."""
@@ -294,8 +278,8 @@ class TokenizeEndpoint(_Endpoint):
     """POST /tokenize: the ids of a prompt, which may be longer than the model's limit."""
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = read_chat_request(await whole_body(receive), self._limits.leaves_out, TokenizeRequest)
-        policy = find_policy(request.model, self._policies)
+        request = read_chat_request(await whole_body(receive), self.limits.leaves_out, TokenizeRequest)
+        policy = find_policy(request.model, self.policies)
         policy.renderer.refuse_other_settings(request.chat_template_kwargs)
         ids = await asyncio.to_thread(policy.renderer.prompt_ids, request.messages, request.active_tools)
         limit = policy.engine.max_model_len
@@ -306,10 +290,9 @@ class TextEndpoint(_Endpoint):
     """POST /v1/completions."""
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await whole_body(receive)
-        reply = text_completion(
-            read_text_request(body), self._policies, number=next(self._numbers), created=int(self._clock())
-        )
+        request = read_request(TextRequest, await whole_body(receive))
+        created = int(self.clock())
+        reply = text_completion(request, self.policies, number=next(self.numbers), created=created)
         await json_response(send, await while_connected(reply, receive))
 
 

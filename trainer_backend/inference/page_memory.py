@@ -101,19 +101,11 @@ def page_bytes(layers: int, heads: int, dim: int, dtype: torch.dtype) -> int:
 
 
 def slab_pages(page: int, limit: int) -> int:
-    """Pages of a slab: as many as SLAB_BYTES hold, and a small part of those allowed; a power of 2.
-
-    Args:
-        page: bytes of one.
-    """
+    """Pages, of `page` bytes each, of a slab: what SLAB_BYTES hold, a small part of `limit`; a power of 2."""
     most = max(1, min(SLAB_BYTES // page, limit // LEAST_SLABS))
     return 1 << (most.bit_length() - 1)
 
 
 def whole_slabs(page: int, limit: int) -> int:
-    """The most pages, no more than are allowed, that fill their slabs.
-
-    Args:
-        page: bytes of one.
-    """
+    """The most pages, of `page` bytes each and no more than `limit`, that fill their slabs."""
     return limit - limit % slab_pages(page, limit)

@@ -10,17 +10,8 @@ from trainer_backend.inference.page_memory import PageMemory
 from trainer_backend.inference.pages import PAGE, PagePool, pages_for
 
 
-class PagedCopy:
-    """The pages of a kept prefix, which nobody writes in."""
-
-    __slots__ = ("pages",)
-
-    def __init__(self, pages: list[int]) -> None:
-        self.pages = pages
-
-
 class PagedCache:
-    """`RowCache` in pages: nothing is copied but the last page of a shared prefix.
+    """`RowCache` in pages: nothing is copied but the last page of a shared prefix. A copy is a list of pages.
 
     Out of pages is out of memory: a `torch.OutOfMemoryError`, once every kept prefix is evicted.
 
@@ -34,11 +25,7 @@ class PagedCache:
         self._evict: Callable[[], bool] = lambda: False
         self.tables: NDArray[np.int32] = np.zeros((slots, pages_for(max_len)), dtype=np.int32)
         self._rows: list[list[int]] = [[] for _ in range(slots)]
-        self._pool = PagePool(limit, grow=memory.grow, evict=lambda: self._evict(), copy=memory.copy)
-
-    @property
-    def used_pages(self) -> int:
-        return self._pool.used
+        self.pool = PagePool(limit, grow=memory.grow, evict=lambda: self._evict(), copy=memory.copy)
 
     def on_shortage(self, evict: Callable[[], bool]) -> None:
         self._evict = evict
@@ -47,7 +34,6 @@ class PagedCache:
         """Whatever lies behind a row's length is never read."""
 
     def open_row(self, row: int, *, room: int) -> None:
-        """Give a new row pages for `room` tokens."""
         self._begin(row, [], 0, room)
 
     def move_row(self, source: int, target: int, length: int) -> None:
@@ -56,26 +42,22 @@ class PagedCache:
         self._note(target)
 
     def share_row(self, source: int, target: int, length: int, *, room: int) -> None:
-        """Open a row with a running row's first `length` tokens, and pages for `room` tokens."""
         self._begin(target, self._rows[source], length, room)
 
-    def copy_out(self, row: int, length: int) -> PagedCopy:
-        """Keep a row's first `length` tokens beyond its end."""
+    def copy_out(self, row: int, length: int) -> list[int]:
         pages = self._rows[row][: pages_for(length)]
-        self._pool.refer(pages)
-        return PagedCopy(pages)
+        self.pool.refer(pages)
+        return pages
 
-    def copy_in(self, copy: PagedCopy, target: int, length: int, *, room: int) -> None:
-        """Open a row with the first `length` tokens of a copy, and pages for `room` tokens."""
-        self._begin(target, copy.pages, length, room)
+    def copy_in(self, copy: list[int], target: int, length: int, *, room: int) -> None:
+        self._begin(target, copy, length, room)
 
-    def drop_copy(self, copy: PagedCopy) -> None:
-        self._pool.drop(copy.pages)
-        copy.pages = []
+    def drop_copy(self, copy: list[int]) -> None:
+        self.pool.drop(copy)
+        copy.clear()
 
     def close_row(self, row: int) -> None:
-        """Free a row's pages, if it has any."""
-        self._pool.drop(self._rows[row])
+        self.pool.drop(self._rows[row])
         self._rows[row] = []
 
     def extend(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
@@ -83,13 +65,13 @@ class PagedCache:
         for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
             pages = self._rows[row]
             if len(pages) * PAGE < length:
-                if not self._pool.extend(pages, length):
+                if not self.pool.extend(pages, length):
                     self._refuse(length)
                 self._note(row)
 
     def release(self) -> None:
         """Give all memory back to the device; no row is open and no copy kept."""
-        self._pool.clear()
+        self.pool.clear()
         self.memory.release()
 
     def slots_of(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -99,7 +81,7 @@ class PagedCache:
 
     def _begin(self, row: int, source: Sequence[int], shared: int, room: int) -> None:
         assert not self._rows[row], f"row {row} is open"
-        pages = self._pool.begin(source, shared, room=room)
+        pages = self.pool.begin(source, shared, room=room)
         if pages is None:
             self._refuse(room)
         else:
@@ -112,5 +94,5 @@ class PagedCache:
 
     def _refuse(self, tokens: int) -> None:
         raise torch.OutOfMemoryError(
-            f"out of memory: no pages for {tokens} tokens, {self._pool.used} of {self._pool.limit} are in use"
+            f"out of memory: no pages for {tokens} tokens, {self.pool.used} of {self.pool.limit} are in use"
         )

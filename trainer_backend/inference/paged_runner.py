@@ -1,7 +1,6 @@
 """Forward passes of the running batch by our decoder over a cache in pages, each read one step late."""
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -17,9 +16,9 @@ from trainer_backend.inference.paged_attention import kernels_are_here
 from trainer_backend.inference.paged_cache import PagedCache
 from trainer_backend.inference.paged_pass import PrefillAttention
 from trainer_backend.inference.pages import pages_for
-from trainer_backend.inference.request import Request
+from trainer_backend.inference.request import Request, read_rests
 from trainer_backend.inference.sampler import RowSettings, likeliest, uniforms
-from trainer_backend.inference.static_step import Launched, StaticStep, StepInputs
+from trainer_backend.inference.static_step import Launched, StaticStep
 from trainer_backend.models.folder import is_out_of_memory
 
 log = structlog.get_logger(__name__)
@@ -89,10 +88,7 @@ class PagedRunner:
         rows = [row for row, request in enumerate(requests) if request.reused < request.cached]
         if not rows:
             return
-        starts_B = np.array([requests[row].reused for row in rows])
-        counts_B = np.array([requests[row].cached for row in rows]) - starts_B
-        rests = (requests[row].cached_ids()[requests[row].reused :] for row in rows)
-        ids_T = np.fromiter(chain.from_iterable(rests), np.int64, count=int(counts_B.sum()))
+        ids_T, starts_B, counts_B = read_rests([requests[row] for row in rows])
         attention = PrefillAttention(
             self._memory,
             self.cache.tables[first_row + np.array(rows)],
@@ -124,24 +120,18 @@ class PagedRunner:
     def _launch(self, rows: NDArray[np.int64], requests: Sequence[Request], columns: Columns) -> Step:
         positions = columns.cached[rows]
         self.cache.extend(rows, positions + 1)
-        truncated_B = columns.truncated[rows]
-        launched = self._static.launch(
-            StepInputs(
-                ids=columns.ids[rows],
-                sources=columns.sources[rows],
-                positions=positions,
-                slots=self.cache.slots_of(rows, positions),
-                tables_BP=self.cache.tables[rows],
-                uniforms=uniforms(columns.keys[rows], columns.counters[rows]),
-                options_BN=columns.options[rows],
-                processed=columns.processed[rows],
-                truncates=bool(truncated_B.any()),
-            )
-        )
+        truncated_B, options_BN = columns.truncated[rows], columns.options[rows]
+        slots_B = self.cache.slots_of(rows, positions)
+        ints_B4 = np.stack((columns.ids[rows], columns.sources[rows], positions, slots_B), axis=1)
+        uniforms_B = uniforms(columns.keys[rows], columns.counters[rows])
+        floats = (uniforms_B[:, None], columns.processed[rows][:, None], options_BN)
+        floats_BN = np.concatenate(floats, axis=1, dtype=np.float64)
+        tables_BP = self.cache.tables[rows]
+        launched = self._static.launch(ints_B4, floats_BN, tables_BP, truncates=bool(truncated_B.any()))
         columns.sources[rows] = np.arange(len(rows))
         columns.advance(rows)
         of_rows = [requests[row] for row in rows]
-        return Step(of_rows, launched, truncated_B, self._likeliest(of_rows, columns.options[rows]))
+        return Step(of_rows, launched, truncated_B, self._likeliest(of_rows, options_BN))
 
     def _likeliest(self, requests: Sequence[Request], options_BN: NDArray[np.float64]) -> Likeliest | None:
         """Rarely asked for, and waited for at once: the next step overwrites the logits.

@@ -48,19 +48,16 @@ class PagePool:
         self.limit = limit
         self._grow, self._evict, self._copy = grow, evict, copy
         self._free: list[int] = []  # a heap: low numbers first, which keeps the pages in use together
-        self._references: list[int] = []
+        self.references: list[int] = []
 
     @property
     def allocated(self) -> int:
         """The number of pages with memory."""
-        return len(self._references)
+        return len(self.references)
 
     @property
     def used(self) -> int:
-        return len(self._references) - len(self._free)
-
-    def references(self, page: int) -> int:
-        return self._references[page]
+        return len(self.references) - len(self._free)
 
     def begin(self, source: Sequence[int], shared: int, *, room: int) -> list[int] | None:
         """Return the pages of a new row of `room` tokens, the first `shared` of which are those of `source`.
@@ -93,21 +90,21 @@ class PagePool:
     def refer(self, pages: Iterable[int]) -> None:
         """Count one more owner of each page."""
         for page in pages:
-            self._references[page] += 1
+            self.references[page] += 1
 
     def drop(self, pages: Iterable[int]) -> None:
         """Count one owner less of each page; pages without an owner are free."""
         for page in pages:
-            assert self._references[page] > 0, f"page {page} has no owner"
-            self._references[page] -= 1
-            if not self._references[page]:
+            assert self.references[page] > 0, f"page {page} has no owner"
+            self.references[page] -= 1
+            if not self.references[page]:
                 heappush(self._free, page)
 
     def clear(self) -> None:
         """Forget all slabs, because their memory is given back. Nothing may refer to a page."""
         assert not self.used, f"{self.used} pages are in use"
         self._free.clear()
-        self._references.clear()
+        self.references.clear()
 
     def _take(self, count: int) -> list[int] | None:
         while len(self._free) < count:
@@ -122,7 +119,7 @@ class PagePool:
         added = self._grow(more) if more > 0 else 0
         self._free.extend(range(self.allocated, self.allocated + added))
         heapify(self._free)
-        self._references.extend([0] * added)
+        self.references.extend([0] * added)
         return added > 0
 
 

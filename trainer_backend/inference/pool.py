@@ -15,14 +15,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
-from typing import Literal, Protocol
+from typing import Literal
 
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import EngineBusy, EngineStopped, RemoteUnavailable, TrainerError, WeightsRefused
-from trainer_backend.inference.protocol import NO_EXTRAS, Extras, FrozenEngine, Generation
-from trainer_backend.inference.versions import WeightAddress
+from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation
+from trainer_backend.inference.versions import PolicyVersion, ScoredPrompt
+from trainer_backend.inference.vllm_engine import VllmEngine
 
 State = Literal["starting", "stale", "serving", "lost"]
 # Sessions that are remembered; the oldest is forgotten first, and costs a prefix that is computed anew.
@@ -32,93 +32,32 @@ _IMBALANCE = 16
 _LOOK_S = 1.0
 
 
-class ReplicaEngine(FrozenEngine, Protocol):
-    """A server that loads weights and can be tested; `VllmEngine` is one."""
-
-    url: str
-
-    async def load_weights(
-        self, version: int, source: Path | WeightAddress, base: Path | None = None
-    ) -> None:
-        """Replace the weights by those of a folder, of adapters over `base` where there is one, or by those
-        that the learner hands out.
-
-        Samples with them are refused until `accept`.
-        """
-
-    def accept(self) -> None:
-        """Take samples with the weights of the last load."""
-
-    async def refuse_unfit(self) -> str:
-        """Raise an InferenceError where it cannot be trained with; return a line that describes it."""
-
-    async def score(self, ids: Sequence[int]) -> list[float]:
-        """Return the log-probs of ids[1:], each given those before it."""
-
-
 # Is given a replica that has another state, and the version that it serves from now on, or None.
 Show = Callable[["Replica", int | None], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Canary:
-    """A fixed prompt, scored by the learner with the weights that are published.
-
-    Without it a wrong reload is silent: vLLM answers 200 to loads that leave parts of the model as they were.
-
-    Attributes:
-        ids: the prompt.
-        logprobs: of ids[1:], by the learner.
-        limit: largest mean difference that arithmetic explains: 1e-4 in fp32, 0.05 in bf16.
-    """
-
-    ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    limit: float
-
-
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """A version of the policy, as replicas load it.
-
-    Attributes:
-        folder: a model folder, or one of adapters.
-        base: the model folder that adapters are over.
-        address: where the learner hands the weights out, and `folder` is not read; None: it is.
-    """
-
-    version: int
-    folder: Path
-    canary: Canary
-    base: Path | None = None
-    address: WeightAddress | None = None
-
-
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One server, and what the pool knows of it.
+    """One server, and what the pool knows of it."""
 
-    Attributes:
-        fit: whether it was found to be one that can be trained with.
-        task: loads weights into it, or has done so.
-        loads: how often it began to serve.
-        running: requests that it samples now.
-        sessions: rollouts whose decisions go to it.
-        last_error: its last failure; "" before any.
-        expected: whether it served before the publish that goes on, so that its sessions wait for it.
-        away_since: when it ceased to serve, or was last started anew for that.
-    """
-
-    engine: ReplicaEngine
+    engine: VllmEngine
     state: State = "starting"
     running: int = 0
+    """Requests that it samples now."""
     sessions: int = 0
+    """Rollouts whose decisions go to it."""
     fit: bool = False
+    """Whether it was found to be one that can be trained with."""
     task: asyncio.Task[None] | None = None
+    """The load that runs, or the last one."""
     loads: int = 0
+    """How often it began to serve."""
     last_error: str = ""
+    """Its last failure; "" before any."""
     expected: bool = False
+    """Whether it served before the publish that runs now, so that its sessions wait for it."""
     away_since: float | None = None
+    """When it ceased to serve, or was last started again for that."""
 
 
 class ReplicaPool:
@@ -126,24 +65,28 @@ class ReplicaPool:
 
     Args:
         wait_s: how long a request waits for a replica that serves, or has time for it; then the run ends.
+        canary_limit: the largest mean difference of a scored prompt's log-probs that arithmetic explains. A
+            version has such a prompt, its canary; without it a wrong reload would be silent: vLLM answers 200
+            to loads that leave parts of the model as they were.
         tell: is given a line for each replica that is lost or serves again.
         renew: starts the server of an address anew; called when a replica was away for half of `wait_s`.
     """
 
     def __init__(
         self,
-        engines: Sequence[ReplicaEngine],
+        engines: Sequence[VllmEngine],
         *,
         wait_s: float,
+        canary_limit: float,
         tell: Callable[[str], None],
         renew: Callable[[str], None] | None = None,
     ) -> None:
         self.replicas = tuple(map(Replica, engines))
-        self._wait_s, self._tell, self._renew = wait_s, tell, renew
+        self._wait_s, self._limit, self._tell, self._renew = wait_s, canary_limit, tell, renew
         self._show: Show = lambda replica, version: None
         self._homes: OrderedDict[str, Replica] = OrderedDict()
-        self._published: Publication | None = None
-        self._breakdown: Future[str] = Future()
+        self._published: PolicyVersion | None = None
+        self.breakdown: Future[str] = Future()
         self._lock = threading.Lock()
         self._totals = dict.fromkeys(
             ("requests", "prompt_tokens", "prompt_tokens_reused", "sampled_tokens"), 0
@@ -152,15 +95,11 @@ class ReplicaPool:
 
     @property
     def version(self) -> int:
-        return 0 if self._published is None else self._published.version
+        return 0 if self._published is None else self._published.number
 
     @property
     def max_model_len(self) -> int:
         return min(replica.engine.max_model_len for replica in self.replicas)
-
-    @property
-    def breakdown(self) -> Future[str]:
-        return self._breakdown
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
@@ -205,7 +144,7 @@ class ReplicaPool:
         for replica in self.replicas:
             show(replica, None)
 
-    async def publish(self, publication: Publication) -> None:
+    async def publish(self, version: PolicyVersion) -> None:
         """Have all replicas serve this version; those that cannot are lost, and tried again until they do.
 
         It waits for the first one, and then for the others as long again: one that is wedged delays nobody
@@ -214,19 +153,19 @@ class ReplicaPool:
         Raises:
             WeightsRefused: no replica serves it, for `wait_s`.
         """
-        self._published = publication
+        self._published = version
         for replica in self.replicas:
             if replica.state == "serving":
                 self._become(replica, "stale")
                 replica.expected = True
         try:
-            await self._bring_in_time(publication)
+            await self._bring_in_time(version)
         finally:
             for replica in self.replicas:
                 replica.expected = False
             self._wake()
 
-    async def _bring_in_time(self, publication: Publication) -> None:
+    async def _bring_in_time(self, version: PolicyVersion) -> None:
         clock = asyncio.get_running_loop().time
         start = clock()
         while True:
@@ -236,7 +175,7 @@ class ReplicaPool:
             if self._any_serves:
                 break
             if duration > self._wait_s:
-                raise WeightsRefused(f"no replica serves version {publication.version}: {self._answers()}")
+                raise WeightsRefused(f"no replica serves version {version.number}: {self._answers()}")
             await asyncio.sleep(_LOOK_S)
         await asyncio.wait(tasks, timeout=max(_LOOK_S, duration))
 
@@ -308,14 +247,14 @@ class ReplicaPool:
         return [replica.task for replica in self.replicas if replica.task is not None]
 
     async def _bring(self, replica: Replica) -> None:
-        publication = None
+        version = None
         # A publish may come while it loads the version before.
-        while replica.state != "serving" and publication is not self._published:
-            publication = self._published
-            assert publication is not None, "asked once there are weights"
-            await self._load(replica, publication)
+        while replica.state != "serving" and version is not self._published:
+            version = self._published
+            assert version is not None, "asked once there are weights"
+            await self._load(replica, version)
 
-    async def _load(self, replica: Replica, publication: Publication) -> None:
+    async def _load(self, replica: Replica, version: PolicyVersion) -> None:
         """Load a version into a replica, test it, and have it serve."""
         lost = replica.state == "lost"
         replica.state = "stale"  # not shown: a lost one may only be tried
@@ -323,9 +262,8 @@ class ReplicaPool:
             if lost or not replica.fit:
                 await replica.engine.refuse_unfit()
                 replica.fit = True
-            source = publication.address or publication.folder
-            await replica.engine.load_weights(publication.version, source, publication.base)
-            await self._test(replica, publication.canary)
+            await replica.engine.load_weights(version.number, version.address or version.folder, version.base)
+            await self._test(replica, version.prompt)
             replica.engine.accept()
         # A reply of another form, or a folder that cannot be read now, is a reason to lose the replica, and
         # none to stop looking after the others.
@@ -336,22 +274,23 @@ class ReplicaPool:
             if not lost:
                 self._tell(f"replica {replica.engine.url} is lost: {error}")
             return
-        if publication is not self._published:
+        if version is not self._published:
             return  # stale again: who published the next version waits to load it
         replica.loads += 1
-        self._become(replica, "serving", publication.version)
+        self._become(replica, "serving", version.number)
         self._wake()
         if lost:
-            self._tell(f"replica {replica.engine.url} serves version {publication.version} again")
+            self._tell(f"replica {replica.engine.url} serves version {version.number} again")
 
-    async def _test(self, replica: Replica, canary: Canary) -> None:
+    async def _test(self, replica: Replica, canary: ScoredPrompt | None) -> None:
+        assert canary is not None, "the learner scores one for every server that is not ours"
         logprobs = await replica.engine.score(canary.ids)
         differences = [abs(own - learners) for own, learners in zip(logprobs, canary.logprobs, strict=True)]
         difference = fmean(differences)
-        if not difference <= canary.limit:
+        if not difference <= self._limit:
             raise WeightsRefused(
                 f"it loaded weights that are not the learner's: log-probs of the canary differ by "
-                f"{difference:.2g} nats on average, and {canary.limit:g} is the limit",
+                f"{difference:.2g} nats on average, and {self._limit:g} is the limit",
                 where=replica.engine.url,
                 hint="Does its --dtype give the learner's precision: float32 on a CPU, bfloat16 on a GPU?",
             )
@@ -435,8 +374,8 @@ class ReplicaPool:
     def _break_down(self) -> None:
         """End the run: no request can be sampled. Both threads may find that."""
         with self._lock:
-            if not self._breakdown.done():
-                self._breakdown.set_result(self._nobody())
+            if not self.breakdown.done():
+                self.breakdown.set_result(self._nobody())
 
     def _nobody(self) -> str:
         key = "inference.replica_wait_s" if self._renew is None else "twice inference.replica_wait_s"

@@ -96,16 +96,11 @@ class Prefixes:
         cache.on_shortage(self.drop_oldest)
         self._most = most
         self._index = PrefixIndex()
-        self._copies: dict[Prefix, None] = {}  # least recently used first
+        self.copies: dict[Prefix, None] = {}  # least recently used first
 
     @property
     def enabled(self) -> bool:
         return self._most > 0
-
-    @property
-    def copies(self) -> int:
-        """The number of copies."""
-        return len(self._copies)
 
     def find(self, target: Prefix) -> Match:
         """Find the cached prefix that shares the most first tokens."""
@@ -150,8 +145,8 @@ class Prefixes:
 
     def drop_oldest(self) -> bool:
         """Drop the least recently used copy; return False if there is none."""
-        if self._copies:
-            self._drop(next(iter(self._copies)))
+        if self.copies:
+            self._drop(next(iter(self.copies)))
             return True
         return False
 
@@ -168,13 +163,13 @@ class Prefixes:
 
     def _keep(self, new: Prefix, row: int) -> None:
         base, length = self._index.longest(new)
-        if base is not None and base in self._copies:
+        if base is not None and base in self.copies:
             if length == len(new.ids):
                 self._touch(base)
                 return
             if length == len(base.ids):
                 self._drop(base)  # the new one contains it
-        if len(self._copies) >= self._most:
+        if len(self.copies) >= self._most:
             self.drop_oldest()
         try:
             new.place = self._cache.copy_out(row, len(new.ids))
@@ -183,15 +178,15 @@ class Prefixes:
                 raise
             self.drop_copies()
             return
-        self._copies[new] = None
+        self.copies[new] = None
         self._index.add(new)
 
     def _touch(self, prefix: Prefix) -> None:
-        del self._copies[prefix]
-        self._copies[prefix] = None
+        del self.copies[prefix]
+        self.copies[prefix] = None
 
     def _drop(self, prefix: Prefix) -> None:
-        del self._copies[prefix]
+        del self.copies[prefix]
         self._index.remove(prefix)
         self._cache.drop_copy(prefix.place)
         prefix.place = None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from shared_schemas.trajectory import Sampling
+from trainer_backend.inference.stop_strings import StopStrings
 
 if TYPE_CHECKING:  # torch, which whoever only checks a server does without
     from torch import Tensor
@@ -18,57 +19,35 @@ WeightSource: TypeAlias = "Mapping[str, Tensor] | Path | str"
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """One sampled token.
-
-    Attributes:
-        likeliest: (id, log-prob) of the most likely tokens at its place, if requested.
-        lost_mass: the probability that truncation removed there; None without it.
-    """
+    """One sampled token."""
 
     token_id: int
     logprob: float
     likeliest: tuple[tuple[int, float], ...] = ()
+    """(id, log-prob) of the most likely tokens at its place, if requested."""
     lost_mass: float | None = None
-
-
-class StopRule(Protocol):
-    """Decides after each sampled token, in order, whether to stop. One per request.
-
-    Attributes:
-        strings: what it looks for in the text of the tokens.
-    """
-
-    strings: tuple[str, ...]
-
-    def take(self, token_id: int) -> str | None:
-        """Return the stop string that this token completes, or None to continue. It must not raise."""
-
-    def fresh(self) -> "StopRule":
-        """The same rule before its first token, for a request that begins anew elsewhere."""
+    """The probability that truncation removed there; None without it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """Optional parts of a request.
-
-    Attributes:
-        likeliest: how many of the most likely tokens to report at every place; none is reported where memory
-            runs out for them.
-        stop: ends the generation in the engine, so that nothing is sampled beyond it.
-        processed: report log-probs after truncation (see `Generation`).
-        on_token: called in the caller's event loop with each token except the one that ends the generation,
-            which only the return of `generate` reveals.
-        session: the rollout of the request, whose prompts begin alike; "" for none.
-        common_draws: the random numbers follow from the seed alone, and not from the prompt too. An engine
-            that has no seeds of its own ignores it.
-    """
+    """Optional parts of a request."""
 
     likeliest: int = 0
-    stop: StopRule | None = None
+    """How many of the most likely tokens to report at every place; none is reported where memory runs out for
+    them."""
+    stop: StopStrings | None = None
+    """Ends the generation in the engine, so that nothing is sampled beyond it. One per request."""
     processed: bool = False
+    """Report log-probs after truncation (see `Generation`)."""
     on_token: Callable[[SampledToken], None] | None = None
+    """Called in the caller's event loop with each token except the one that ends the generation, which only
+    the return of `generate` reveals."""
     session: str = ""
+    """The rollout of the request, whose prompts begin alike; "" for none."""
     common_draws: bool = False
+    """The random numbers follow from the seed alone, and not from the prompt too. An engine that has no seeds
+    of its own ignores it."""
 
 
 NO_EXTRAS = Extras()
@@ -76,27 +55,24 @@ NO_EXTRAS = Extras()
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The sampled continuation of one prompt.
-
-    Attributes:
-        token_ids: sampled ids, including a stop token that ended the generation.
-        logprobs: of each id under softmax(logits / temperature), before truncation (fp32); after it,
-            renormalised, if `Extras.processed` is set. At temperature 0, where that is degenerate, under
-            softmax(logits).
-        finish_reason: "stop" (a stop token or string), "length" (max_tokens) or "abort" (a partial result).
-        versions: ((first_token, policy_version), ...): the weights from each first token on.
-        stop_string: the one that its last token completed, or None.
-        prompt_tokens_reused: prompt tokens whose keys and values were cached.
-        likeliest: per token, as `Extras.likeliest` requests.
-    """
+    """The sampled continuation of one prompt."""
 
     token_ids: tuple[int, ...]
+    """Sampled ids, including a stop token that ended the generation."""
     logprobs: tuple[float, ...]
+    """Log-prob of each id under softmax(logits / temperature), before truncation (fp32); after it,
+    renormalised, if `Extras.processed` is set. At temperature 0, where that is degenerate, under
+    softmax(logits)."""
     finish_reason: FinishReason
+    """How it ended: "stop" (a stop token or string), "length" (max_tokens) or "abort" (a partial result)."""
     versions: tuple[tuple[int, int], ...]
+    """((first_token, policy_version), ...): the weights from each first token on."""
     stop_string: str | None = None
+    """The one that its last token completed, or None."""
     prompt_tokens_reused: int = 0
+    """Prompt tokens whose keys and values were cached."""
     likeliest: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """Per token, as `Extras.likeliest` requests."""
 
     def sampled(self) -> list[SampledToken]:
         """Return its tokens one by one."""
@@ -140,31 +116,3 @@ class FrozenEngine(Protocol):
 
     async def close(self) -> None:
         """Release what belongs to the running event loop. The gateway calls it before its loop ends."""
-
-
-class InferenceEngine(FrozenEngine, Protocol):
-    """An engine whose weights can be replaced while it serves.
-
-    The same seed, prompt and weights give the same tokens, whatever else is being generated.
-    """
-
-    async def load_weights(self, version: int, source: WeightSource) -> None:
-        """Replace the weights. Running requests finish first and new ones wait; none is lost.
-
-        Between `pause` and `resume` the swap is immediate: running requests continue with the new weights,
-        and their `versions` say from which token on. Their earlier keys and values stay those of the old
-        weights, as in other servers, and no other request reuses them.
-
-        Raises:
-            WeightsRefused: the tensors do not fit; the old weights keep serving.
-            EngineOutOfMemory: memory ran out midway; no request is served until a later load succeeds.
-        """
-
-    async def pause(self) -> None:
-        """Stop sampling after the current step; requests stay where they are."""
-
-    async def resume(self) -> None:
-        """Continue after `pause`."""
-
-    async def abort(self, request_id: str) -> bool:
-        """End a request with its partial result; return False if no such request waits or runs."""

@@ -74,22 +74,10 @@ class RemoteEngine:
         self._url, self._model = completions_url(url), model
         self._key = key.get_secret_value() if key is not None else ""
         self._stop_ids, self._vocabulary = frozenset(stop_ids), vocabulary
-        self._max_model_len, self._processed = max_model_len, processed
-        self._breakdown: Future[str] = Future()
+        self.version, self.max_model_len, self._processed = _VERSION, max_model_len, processed
+        # Never done, since a server that is down may come back.
+        self.breakdown: Future[str] = Future()
         self._session: aiohttp.ClientSession | None = None
-
-    @property
-    def version(self) -> int:
-        return _VERSION
-
-    @property
-    def max_model_len(self) -> int:
-        return self._max_model_len
-
-    @property
-    def breakdown(self) -> Future[str]:
-        """Never done, since a server that is down may come back."""
-        return self._breakdown
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
@@ -100,13 +88,8 @@ class RemoteEngine:
             raise RemoteRefused("the server answered another prompt than it was given")
         token_ids, logprobs = self._tokens(choice, sampling)
         length, finish_reason, stop_string = self._end(token_ids, choice, extras)
-        generation = Generation(
-            token_ids=tuple(token_ids[:length]),
-            logprobs=tuple(logprobs[:length]),
-            finish_reason=finish_reason,
-            versions=((0, _VERSION),),
-            stop_string=stop_string,
-        )
+        kept, kept_logprobs = tuple(token_ids[:length]), tuple(logprobs[:length])
+        generation = Generation(kept, kept_logprobs, finish_reason, ((0, _VERSION),), stop_string)
         if extras.on_token is not None:
             for token in generation.sampled()[:-1]:
                 extras.on_token(token)
@@ -242,7 +225,7 @@ class RemoteEngine:
 
 @contextmanager
 def connection_errors(label: str, timeout: aiohttp.ClientTimeout) -> Iterator[None]:
-    """Raise RemoteUnavailable where a server does not answer, or breaks off; RemoteRefused: it says too
+    """Raise RemoteUnavailable where a server does not answer or breaks off, RemoteRefused where it says too
     much."""
     try:
         yield
@@ -294,9 +277,7 @@ def _missing_field(name: str) -> InferenceError:
 
 
 def _refusal(status: int, body: bytes, *, key: str) -> str:
-    """Return the server's message in OpenAI's form; none for 401 and 403, where servers tend to repeat the
-    key.
-    """
+    """The server's message in OpenAI's form; none for 401 and 403, where servers tend to repeat the key."""
     if status in _AUTH_ERRORS:
         return f"status {status}"
     try:

@@ -46,15 +46,6 @@ _SET_FOR_TEMPLATES = {
 _GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 
 
-def _variables_in(template: str | Mapping[str, str]) -> set[str]:
-    """The names that a chat template, or any of several, reads and is given."""
-    texts = [template] if isinstance(template, str) else template.values()
-    jinja = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
-    return {
-        name for text in texts for name in find_undeclared_variables(jinja.parse(_GENERATION.sub("", text)))
-    }
-
-
 class ChatRenderer:
     """Renders through the tokenizer's own chat template, which `transformers` compiles once."""
 
@@ -83,16 +74,9 @@ class ChatRenderer:
             whole[len(self._before) :]
         )
 
-    def prompt_text(
-        self,
-        messages: Sequence[JsonObject],
-        tools: Sequence[JsonObject],
-        *,
-        add_generation_prompt: bool = True,
-    ) -> str:
+    def prompt_text(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject]) -> str:
         """Return the text that the model continues."""
-        (text,) = self.prompt_texts([messages], tools, add_generation_prompt=add_generation_prompt)
-        return text
+        return self.prompt_texts([messages], tools)[0]
 
     def prompt_texts(
         self,
@@ -130,7 +114,11 @@ class ChatRenderer:
         Raises:
             ModelFolderError: a name of model.chat_template_kwargs is none of the template's variables.
         """
-        variables = _variables_in(self.tokenizer.chat_template)
+        template: str | Mapping[str, str] = self.tokenizer.chat_template
+        jinja = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
+        variables = set[str]()  # the names that the template, or any of several, reads and is given
+        for text in [template] if isinstance(template, str) else template.values():
+            variables |= find_undeclared_variables(jinja.parse(_GENERATION.sub("", text)))
         for name in settings.keys() - variables:
             known = variables - _SET_FOR_TEMPLATES - self.tokenizer.special_tokens_map.keys()
             raise ModelFolderError(
@@ -185,12 +173,8 @@ class ChatRenderer:
             [message for message in conversations[number] if message.get("role") != "system"]
             for number in unknown
         ]
-        again = self._answered(
-            self.prompt_texts(without_system, tools),
-            without_system,
-            [answers[number] for number in unknown],
-            tools,
-        )
+        own = [answers[number] for number in unknown]
+        again = self._answered(self.prompt_texts(without_system, tools), without_system, own, tools)
         for number, text in zip(unknown, again, strict=True):
             texts[number] = text
         return prompts, texts
@@ -309,7 +293,7 @@ def _plain_message(message: JsonObject) -> dict[str, Any]:
     """
     plain = {**message, "content": _text(message.get("content"))}
     if calls := plain.pop("tool_calls", None):
-        plain["tool_calls"] = [_plain_call(call) for call in calls]
+        plain["tool_calls"] = list(map(_plain_call, calls))
     if message.get("tool_call_id") is not None:
         plain["tool_call_id"] = _call_id(message["tool_call_id"])
     return plain

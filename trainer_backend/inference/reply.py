@@ -16,18 +16,15 @@ TOOL_CALL_ERROR = "tool_call_error"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One generation as a message.
-
-    Attributes:
-        raw_text: all sampled text, including a stop string, without the stop token.
-        stop_token: the text of the stop token, or "".
-    """
+    """One generation as a message."""
 
     index: int
     generation: Generation
     message: Mapping[str, Any]
     raw_text: str
+    """All sampled text, including a stop string, without the stop token."""
     stop_token: str
+    """The text of the stop token, or ""."""
 
 
 def split_stop(generation: Generation, renderer: ChatRenderer) -> tuple[str, str]:
@@ -44,7 +41,9 @@ def assistant_message(
     """Build a message from parsed text; `tool_call_error` says why a call in it remains text."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.content}
     if reply.tool_calls:
-        tag = _tag(prompt_ids, token_ids)
+        # From the sampled ids, not from a clock: equal rollouts have equal messages.
+        ids = array("q", [*prompt_ids, -1, *token_ids]).tobytes()
+        tag = hashlib.blake2b(ids, digest_size=6).hexdigest()
         message["content"] = reply.content or None
         message["tool_calls"] = [
             {
@@ -57,15 +56,6 @@ def assistant_message(
     if reply.error is not None:
         message[TOOL_CALL_ERROR] = reply.error
     return message
-
-
-def _tag(prompt_ids: Sequence[int], token_ids: Sequence[int]) -> str:
-    """Derive a tag for call ids from the sampled ids, not from a clock:
-
-    Equal rollouts have equal messages.
-    """
-    digest = hashlib.blake2b(array("q", [*prompt_ids, -1, *token_ids]).tobytes(), digest_size=6)
-    return digest.hexdigest()
 
 
 def choice_body(choice: Choice, *, with_raw_text: bool) -> dict[str, Any]:
@@ -81,11 +71,8 @@ def choice_body(choice: Choice, *, with_raw_text: bool) -> dict[str, Any]:
     return {**body, "raw_text": choice.raw_text} if with_raw_text else body
 
 
-def usage_body(prompt_ids: Sequence[int], generations: Iterable[Generation]) -> dict[str, Any]:
-    """Return OpenAI's `usage`: the prompt once, the tokens of all choices, and the cached part of the
-    prompt.
-    """
-    generations = list(generations)
+def usage_body(prompt_ids: Sequence[int], generations: Sequence[Generation]) -> dict[str, Any]:
+    """Return OpenAI's `usage`: the prompt once, the tokens of all choices, and the prompt's cached part."""
     completion_tokens = sum(len(generation.token_ids) for generation in generations)
     return {
         "prompt_tokens": len(prompt_ids),
@@ -108,8 +95,4 @@ def logprob_entries(tokens: Iterable[SampledToken], renderer: ChatRenderer) -> l
 
 
 def _entry(token_id: int, logprob: float, renderer: ChatRenderer) -> dict[str, Any]:
-    return {
-        "token": renderer.decode([token_id]),
-        "bytes": renderer.token_bytes(token_id),
-        "logprob": logprob,
-    }
+    return {"token": renderer.decode([token_id]), "bytes": renderer.token_bytes(token_id), "logprob": logprob}

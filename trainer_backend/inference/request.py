@@ -5,6 +5,10 @@ import secrets
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import InferenceError
@@ -85,6 +89,14 @@ class Request:
             prompt_tokens_reused=min(self.reused, len(self.prompt_ids)),
             likeliest=tuple(self.likeliest),
         )
+
+
+def read_rests(requests: Sequence[Request]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """What is to be computed of B requests: [T] ids of all, [B] each one's first position, and its tokens."""
+    starts_B = np.array([request.reused for request in requests])
+    counts_B = np.array([request.cached for request in requests]) - starts_B
+    rests = chain.from_iterable(request.cached_ids()[request.reused :] for request in requests)
+    return np.fromiter(rests, np.int64, count=int(counts_B.sum())), starts_B, counts_B
 
 
 def deliver(outcomes: Iterable[tuple[Request, Outcome]]) -> None:

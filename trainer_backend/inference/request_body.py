@@ -69,14 +69,8 @@ class SamplingRequest(OpenBody):
     @property
     def left_out(self) -> tuple[str, ...]:
         """The keys that would have an effect elsewhere, and have none here."""
-        extra = (self.model_extra or {}).items()
-        return tuple(
-            [
-                name
-                for name, value in extra
-                if name in self.neutral and not is_one_of(value, self.neutral[name])
-            ]
-        )
+        known = [(name, value) for name, value in (self.model_extra or {}).items() if name in self.neutral]
+        return tuple([name for name, value in known if not is_one_of(value, self.neutral[name])])
 
     def sampling(self, *, max_tokens: int, choice: int = 0) -> Sampling:
         """Return the sampling of a choice: the first has the request's seed, the others derived ones."""

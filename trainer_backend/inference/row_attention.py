@@ -78,11 +78,7 @@ class RowAttention:
 class RowAttentions:
     """Makes the attention of passes over a cache, which reserves the room for them.
 
-    That may run out of memory, which leaves the cache as it was.
-
-    Args:
-        kv_heads: heads of keys and values.
-        most_waste: see `spans_of`.
+    That may run out of memory, which leaves the cache as it was. `most_waste`: see `spans_of`.
     """
 
     def __init__(self, cache: SlotCache, *, kv_heads: int, device: torch.device, most_waste: int) -> None:

@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from itertools import chain
-from typing import Protocol
 
 import numpy as np
 import structlog
@@ -15,7 +13,7 @@ from transformers import PreTrainedModel
 from trainer_backend.inference.cache import CACHE_NAME, SlotCache
 from trainer_backend.inference.decoder import Decoder, unsupported_because
 from trainer_backend.inference.paged_runner import BY_DEVICE, PagedRunner, PageLimits
-from trainer_backend.inference.request import Request
+from trainer_backend.inference.request import Request, read_rests
 from trainer_backend.inference.row_attention import RowAttentions
 from trainer_backend.models.precision import tokens_for
 
@@ -28,36 +26,10 @@ CHUNK_TOKENS = 512
 CALL_NUMBERS = 2**18
 
 
-class Runner(Protocol):
-    """Computes keys, values and logits of rows of a cache.
-
-    A call that raises (out of memory) changes no row that runs, and may be repeated.
-    """
-
-    cache: SlotCache
-
-    def prefill(self, requests: Sequence[Request], *, first_row: int) -> None:
-        """Compute prompts but for their last tokens, in the rows `first_row` and on.
-
-        Each row has its first `reused` tokens already. Whole prompts come first, then rests of prompts; what
-        needs no computation comes last.
-        """
-
-    def decode(self, ids_B: NDArray[np.int64], cached_B: NDArray[np.int64]) -> Tensor:
-        """Feed a token to each of the first B rows, which have `cached` tokens; return [B, V] logits."""
-
-    def take_weights(self) -> None:
-        """Compute with the model's new weights from now on."""
-
-
 def runner_of(
     model: PreTrainedModel, *, slots: int, max_len: int, kept: int = 0, pages: PageLimits = BY_DEVICE
-) -> "Runner | PagedRunner":
-    """Return the runner of a model; where it is not our decoder's, the log says why.
-
-    Args:
-        kept: the most kept prefixes.
-    """
+) -> "DecoderRunner | TransformersRunner | PagedRunner":
+    """The runner of a model, for `kept` kept prefixes; the log says why where it is not our decoder's."""
     reason = unsupported_because(model)
     if reason is None and pages.wanted_on(model.device):
         return PagedRunner(model, slots=slots, max_len=max_len, kept=kept, most_bytes=pages.most_bytes)
@@ -68,7 +40,10 @@ def runner_of(
 
 
 class DecoderRunner:
-    """Runs our own decoder over flat lists of tokens."""
+    """Runs our own decoder over flat lists of tokens.
+
+    A call that raises (out of memory) changes no row that runs, and may be repeated.
+    """
 
     def __init__(self, model: PreTrainedModel, *, slots: int, max_len: int) -> None:
         self._decoder = Decoder(model, max_len=max_len)
@@ -83,22 +58,26 @@ class DecoderRunner:
         )
 
     def prefill(self, requests: Sequence[Request], *, first_row: int) -> None:
+        """Compute prompts but for their last tokens, in the rows `first_row` and on.
+
+        Each row has its first `reused` tokens already. Whole prompts come first, then rests of prompts; what
+        needs no computation comes last.
+        """
         for chunk in self._chunks(_to_compute(requests)):
             self._prefill(chunk, first_row=first_row)
             first_row += len(chunk)
 
     def decode(self, ids_B: NDArray[np.int64], cached_B: NDArray[np.int64]) -> Tensor:
+        """Feed a token to each of the first B rows, which have `cached` tokens; return [B, V] logits."""
         attention = self._attentions.decode(cached_B)
         return self._decoder.logits(self._on_device(ids_B), attention.positions_T, attention)
 
     def take_weights(self) -> None:
+        """Compute with the model's new weights from now on."""
         self._decoder.assert_in_place()
 
     def _prefill(self, requests: Sequence[Request], *, first_row: int) -> None:
-        starts_B = np.array([request.reused for request in requests])
-        counts_B = np.array([request.cached for request in requests]) - starts_B
-        rests = (request.cached_ids()[request.reused :] for request in requests)
-        ids_T = np.fromiter(chain.from_iterable(rests), np.int64, count=int(counts_B.sum()))
+        ids_T, starts_B, counts_B = read_rests(requests)
         attention = self._attentions.prefill(first_row=first_row, starts_B=starts_B, counts_B=counts_B)
         self._decoder.prefill(self._on_device(ids_T), attention.positions_T, attention)
 
@@ -119,7 +98,7 @@ class DecoderRunner:
 
 
 class TransformersRunner:
-    """Runs any causal model with full attention by `transformers`, in padded rows."""
+    """Runs any causal model with full attention by `transformers`, in padded rows; as `DecoderRunner`."""
 
     def __init__(self, model: PreTrainedModel, *, slots: int, max_len: int) -> None:
         self._model = model
@@ -131,8 +110,10 @@ class TransformersRunner:
     def prefill(self, requests: Sequence[Request], *, first_row: int) -> None:
         requests = _to_compute(requests)
         whole = sum(request.reused == 0 for request in requests)
-        self._prefill_whole(requests[:whole], first_row=first_row)
-        self._prefill_rest(requests[whole:], first_row=first_row + whole)
+        if whole:
+            self._prefill_whole(requests[:whole], first_row=first_row)
+        if requests[whole:]:
+            self._prefill_rest(requests[whole:], first_row=first_row + whole)
 
     def decode(self, ids_B: NDArray[np.int64], cached_B: NDArray[np.int64]) -> Tensor:
         ids_B1, positions_B1 = (torch.from_numpy(x)[:, None].to(self._device) for x in (ids_B, cached_B))
@@ -143,8 +124,6 @@ class TransformersRunner:
 
     def _prefill_whole(self, requests: Sequence[Request], *, first_row: int) -> None:
         """Compute whole prompts, padded on the right to the longest."""
-        if not requests:
-            return
         length = max(request.cached for request in requests)
         ids_BL = self._padded([request.prompt_ids[:-1] for request in requests])
         self.cache.begin_prefill(first_row=first_row, length=length)
@@ -153,8 +132,6 @@ class TransformersRunner:
 
     def _prefill_rest(self, requests: Sequence[Request], *, first_row: int) -> None:
         """Compute the part of each prompt after its cached prefix, padded on the right to the longest."""
-        if not requests:
-            return
         ids_BQ = self._padded([request.prompt_ids[request.reused : -1] for request in requests])
         visible = 1 + max(request.cached for request in requests)
         starts_B1 = torch.tensor([[request.reused] for request in requests], device=self._device)

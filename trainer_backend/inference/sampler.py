@@ -61,19 +61,12 @@ def uniforms(keys_B: NDArray[np.uint64], counters_B: NDArray[np.uint64]) -> NDAr
 
 @dataclass(frozen=True, slots=True)
 class RowSettings:
-    """How each of B rows is sampled. What no row needs may be None: it costs nothing and changes no number.
+    """How each of B rows is sampled. What no row needs may be None: that costs nothing, changes no number."""
 
-    Attributes:
-        temperatures_B: [B] fp32; greedy rows have 1.
-        greedy_B: [B] bool: rows that take the most likely token.
-        truncation: [B] fp32 of each option by its name, for `truncation_mask`.
-        processed_B: [B] bool: rows whose log-probs are taken after truncation.
-    """
-
-    temperatures_B: Tensor | None = None
-    greedy_B: Tensor | None = None
-    truncation: Mapping[str, Tensor] | None = None
-    processed_B: Tensor | None = None
+    temperatures_B: Tensor | None = None  # [B] fp32; greedy rows have 1
+    greedy_B: Tensor | None = None  # [B] bool: rows that take the most likely token
+    truncation: Mapping[str, Tensor] | None = None  # [B] fp32 of each option by name, for `truncation_mask`
+    processed_B: Tensor | None = None  # [B] bool: rows whose log-probs are taken after truncation
 
     @classmethod
     def of(cls, options_BN: Tensor, processed_B: Tensor | None) -> Self:
@@ -93,10 +86,8 @@ class RowSettings:
         cls, options_BN: NDArray[np.float64], processed_B: NDArray[np.bool_] | None, *, device: torch.device
     ) -> Self:
         """As `of`, on the device that samples and without what no row needs."""
-        settings = cls.of(
-            torch.tensor(options_BN, device=device),
-            None if processed_B is None else torch.tensor(processed_B, device=device),
-        )
+        processed = None if processed_B is None else torch.tensor(processed_B, device=device)
+        settings = cls.of(torch.tensor(options_BN, device=device), processed)
         temperatures = set(options_BN[:, OPTIONS.index("temperature")].tolist())
         return replace(
             settings,
@@ -106,18 +97,15 @@ class RowSettings:
 
 
 class Draw(NamedTuple):
-    """One sampled token of each row.
-
-    Attributes:
-        tokens_B: [B] int64 ids.
-        logprobs_B: [B] fp32 log-probs under softmax(logits / temperature) before truncation (greedy rows:
-            under softmax(logits)), or after it, renormalised. NaN where a row's logits hold NaN or +inf.
-        mass_B: [B] float64 probability that truncation kept; None if no row truncates.
-    """
+    """One sampled token of each row."""
 
     tokens_B: Tensor
+    """[B] int64 ids."""
     logprobs_B: Tensor
+    """[B] fp32 log-probs under softmax(logits / temperature) before truncation (greedy rows: under
+    softmax(logits)), or after it, renormalised. NaN where a row's logits hold NaN or +inf."""
     mass_B: Tensor | None
+    """[B] float64 probability that truncation kept; None if no row truncates."""
 
 
 def sample(logits_BV: Tensor, settings: RowSettings, uniforms_B: Tensor) -> Draw:

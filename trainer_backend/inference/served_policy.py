@@ -6,13 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from transformers import (
-    AutoConfig,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from shared_schemas.base import did_you_mean
 from trainer_backend.errors import ModelFolderError, UnknownModel
@@ -23,25 +17,21 @@ from trainer_backend.inference.forced_call import find_opening
 from trainer_backend.inference.protocol import FrozenEngine
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.job.tables import ModelTable
-from trainer_backend.models.folder import embedding_rows, load_tokenizer
-from trainer_backend.models.layout import base_folder, refuse_incomplete, refuse_untrainable
+from trainer_backend.models.folder import embedding_rows, folder_config, load_tokenizer
 from trainer_backend.models.sources import remember_chat_settings
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyFacts:
-    """What servers of a policy must know of it beside its weights.
-
-    Attributes:
-        table: [model] of the job: how the model is spoken to, and where it computes.
-        stop_ids: the token ids that end its answers.
-        vocabulary: how many token ids it embeds.
-    """
+    """What servers of a policy must know of it besides its weights."""
 
     table: ModelTable
+    """[model] of the job: how the model is spoken to, and where it computes."""
     tokenizer: PreTrainedTokenizerFast
     stop_ids: tuple[int, ...]
+    """The token ids that end its answers."""
     vocabulary: int
+    """How many token ids it embeds."""
 
     @classmethod
     def of_model(cls, table: ModelTable, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Self:
@@ -53,12 +43,12 @@ class PolicyFacts:
     @classmethod
     def of_folder(cls, table: ModelTable, folder: Path) -> Self:
         """Of a model folder, whose weights are not read."""
-        refuse_incomplete(folder)
-        refuse_untrainable(folder)
-        try:
-            model = base_folder(folder) or folder
-            config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
-            generation = _generation_config(folder, config)
+        config = folder_config(folder)
+        try:  # the generation config that the folder's model would have
+            if (folder / "generation_config.json").is_file():
+                generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+            else:
+                generation = GenerationConfig.from_model_config(config)
         except Exception as error:  # a dozen types for a value that the library does not take
             raise ModelFolderError(f"its config cannot be used: {error}", where=str(folder)) from error
         vocabulary = config.get_text_config().vocab_size
@@ -67,28 +57,16 @@ class PolicyFacts:
         return cls(table, tokenizer, stop_token_ids(generation, tokenizer), vocabulary)
 
 
-def _generation_config(folder: Path, config: PreTrainedConfig) -> GenerationConfig:
-    """The generation config that the folder's model would have."""
-    if (folder / "generation_config.json").is_file():
-        return GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return GenerationConfig.from_model_config(config)
-
-
 class ServedPolicy:
-    """A policy with its engine, renderer and tool-call format. Raises what the latter two raise.
-
-    Attributes:
-        call_opening: begins a forced call; None: none can be forced.
-        left_out: how often each setting of a request had no effect.
-    """
+    """A policy with its engine, renderer and tool-call format. Raises what the latter two raise."""
 
     def __init__(self, engine: FrozenEngine, tokenizer: PreTrainedTokenizerFast) -> None:
         self.engine = engine
         self.renderer = ChatRenderer(tokenizer)
         self.figures = ConversationFigures()
         self.tool_format = tool_format_in_use(tokenizer)
-        self.call_opening = find_opening(self.renderer, self.tool_format)
-        self.left_out: Counter[str] = Counter()
+        self.call_opening = find_opening(self.renderer, self.tool_format)  # None: no call can be forced
+        self.left_out: Counter[str] = Counter()  # how often each setting of a request had no effect
 
     def name_to_write(self, tools: Sequence[Mapping[str, Any]]) -> str | None:
         """Return the tool's name for the opening of a forced call.

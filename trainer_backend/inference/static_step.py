@@ -19,7 +19,7 @@ from torch import Tensor
 from trainer_backend.inference.decoder import Decoder
 from trainer_backend.inference.page_memory import PageMemory
 from trainer_backend.inference.paged_pass import DecodeAttention
-from trainer_backend.inference.sampler import OPTIONS, PLAIN_OPTIONS, Draw, RowSettings, sample
+from trainer_backend.inference.sampler import OPTIONS, PLAIN_OPTIONS, RowSettings, sample
 from trainer_backend.models.folder import is_out_of_memory
 
 log = structlog.get_logger(__name__)
@@ -36,32 +36,6 @@ PATIENCE = 256
 def buckets(slots: int) -> list[int]:
     """Return the numbers of rows that steps are made for: 1, 2, 4, 8, then every 8, and the most."""
     return sorted({bucket for bucket in (1, 2, 4, *range(_STEP, slots, _STEP)) if bucket < slots} | {slots})
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """What a step reads, each [B] by rows.
-
-    Attributes:
-        ids: the token that a row feeds; not read where `sources` has one.
-        sources: the row's index in the step before, whose token it feeds; -1 for none.
-        positions: of that token.
-        slots: where its keys and values are stored.
-        tables_BP: int32 pages.
-        uniforms: in [0, 1).
-        options_BN, processed: as in `RowSettings.of`.
-        truncates: whether any row does.
-    """
-
-    ids: Ints
-    sources: Ints
-    positions: Ints
-    slots: Ints
-    tables_BP: NDArray[np.int32]
-    uniforms: Floats
-    options_BN: Floats
-    processed: NDArray[np.bool_]
-    truncates: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +65,11 @@ class _Buffers:
         self.tables = torch.zeros((slots, pages), dtype=torch.int32, pin_memory=pinned)
         self.out = torch.zeros((slots, 3), dtype=torch.float64, pin_memory=pinned)
 
-    def fill(self, inputs: StepInputs, bucket: int) -> None:
-        count = len(inputs.ids)
-        ints, floats = self.ints.numpy(), self.floats.numpy()
-        ints[:count] = np.stack((inputs.ids, inputs.sources, inputs.positions, inputs.slots), axis=1)
-        floats[:count, 0], floats[:count, 1] = inputs.uniforms, inputs.processed
-        floats[:count, 2:] = inputs.options_BN
-        self.tables.numpy()[:count] = inputs.tables_BP
+    def fill(self, ints_B4: Ints, floats_BN: Floats, tables_BP: NDArray[np.int32], bucket: int) -> None:
+        count, ints, floats = len(ints_B4), self.ints.numpy(), self.floats.numpy()
+        ints[:count], floats[:count], self.tables.numpy()[:count] = ints_B4, floats_BN, tables_BP
         ints[count:bucket] = (0, -1, -1, -1)
         floats[count:bucket] = (0.0, 0.0, *PLAIN_OPTIONS)
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 class StaticStep:
@@ -127,7 +93,7 @@ class StaticStep:
         on_gpu = device.type == "cuda"
         # Two sets: one is filled while the copies from the other may still run.
         self._hosts = [_Buffers(slots, pages, pinned=on_gpu) for _ in range(2)]
-        self._events = [_event() if on_gpu else None for _ in range(2)]
+        self._events = [torch.cuda.Event() if on_gpu else None for _ in range(2)]  # type: ignore[no-untyped-call]
         self._turn = 0
         self._ints_SN = torch.zeros((slots, 4), dtype=torch.int64, device=device)
         self._floats_SN = torch.zeros((slots, _FLOATS), dtype=torch.float64, device=device)
@@ -139,24 +105,33 @@ class StaticStep:
         self._logits_SV: Tensor | None = None  # of the step launched last, from the first one on
         self._pool: Any = None  # of the graphs, which share it
 
-    def launch(self, inputs: StepInputs) -> Launched:
-        """Begin a step; at most two may be unread."""
-        count = len(inputs.ids)
-        bucket = self.bucket_of(count)
+    def launch(
+        self, ints_B4: Ints, floats_BN: Floats, tables_BP: NDArray[np.int32], *, truncates: bool
+    ) -> Launched:
+        """Begin a step; at most two may be unread.
+
+        Args:
+            ints_B4: of each row the token that it feeds; its index in the step before, whose token it feeds
+                in place of that, or -1; the token's position; where its keys and values are stored.
+            floats_BN: a number in [0, 1) to draw by; whether log-probs are processed; the OPTIONS.
+            tables_BP: pages.
+            truncates: whether any row does.
+        """
+        bucket = self.bucket_of(len(ints_B4))
         host, event = self._hosts[self._turn], self._events[self._turn]
-        host.fill(inputs, bucket)
+        host.fill(ints_B4, floats_BN, tables_BP, bucket)
         for device, source in (
             (self._ints_SN, host.ints),
             (self._floats_SN, host.floats),
             (self._tables_SP, host.tables),
         ):
             device[:bucket].copy_(source[:bucket], non_blocking=True)
-        self._run(bucket, inputs.truncates)
+        self._run(bucket, truncates)
         host.out[:bucket].copy_(self._out_SN[:bucket], non_blocking=True)
         if event is not None:
             event.record()
         self._turn ^= 1  # not before: a launch that fails leaves the unread step its buffers
-        return Launched(count, host.out, event)
+        return Launched(len(ints_B4), host.out, event)
 
     def logits(self, rows: int) -> Tensor:
         """[B, V] logits of the step launched last."""
@@ -197,7 +172,12 @@ class StaticStep:
         else:
             draw = sample(logits_BV, settings, uniforms_B)
         self._keep(logits_BV)
-        self._write(draw, bucket)
+        self._tokens_S[:bucket] = draw.tokens_B
+        # Ids up to 2**53 and fp32 log-probs are exact in float64: one transfer suffices.
+        self._out_SN[:bucket, 0] = draw.tokens_B.double()
+        self._out_SN[:bucket, 1] = draw.logprobs_B.double()
+        if draw.mass_B is not None:
+            self._out_SN[:bucket, 2] = draw.mass_B
 
     def _keep(self, logits_BV: Tensor) -> None:
         """Copy logits to where every graph leaves them: a graph's own would occupy its pool for good.
@@ -207,14 +187,6 @@ class StaticStep:
         if self._logits_SV is None:
             self._logits_SV = logits_BV.new_empty((self._buckets[-1], logits_BV.shape[1]))
         self._logits_SV[: len(logits_BV)] = logits_BV
-
-    def _write(self, draw: Draw, bucket: int) -> None:
-        self._tokens_S[:bucket] = draw.tokens_B
-        # Ids up to 2**53 and fp32 log-probs are exact in float64: one transfer suffices.
-        self._out_SN[:bucket, 0] = draw.tokens_B.double()
-        self._out_SN[:bucket, 1] = draw.logprobs_B.double()
-        if draw.mass_B is not None:
-            self._out_SN[:bucket, 2] = draw.mass_B
 
     def _try_to_capture(self, bucket: int, truncates: bool) -> None:
         """Capture a step; where it cannot be, the log says why.

@@ -36,7 +36,7 @@ class GrowingText:
 
 
 class StopStrings:
-    """A `StopRule`: the first of some strings to appear in the sampled text ends it.
+    """The first of some strings to appear in the sampled text ends it.
 
     Source: `stop` of OpenAI's chat completions.
     """
@@ -49,9 +49,11 @@ class StopStrings:
         self._longest = max(map(len, strings))
 
     def fresh(self) -> "StopStrings":
+        """The same before its first token, for a request that begins again elsewhere."""
         return StopStrings(self._decode, self.strings)
 
     def take(self, token_id: int) -> str | None:
+        """Return the string that this next token completes, or None to continue. It must not raise."""
         new = self._text.take(token_id)
         if not new:
             return None

@@ -10,9 +10,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from trainer_backend.errors import ContextLengthExceeded
-from trainer_backend.inference.protocol import Extras, Generation
+from trainer_backend.inference.protocol import Extras
 from trainer_backend.inference.reply import usage_body
-from trainer_backend.inference.request_body import SamplingRequest, read_request
+from trainer_backend.inference.request_body import SamplingRequest
 from trainer_backend.inference.served_policy import ServedPolicy, find_policy
 
 _MOST_CHARACTERS = 8 << 20
@@ -35,11 +35,6 @@ class TextRequest(SamplingRequest):
     logprobs: Annotated[int, Field(ge=0, le=0)] | None = None  # a Literal would take false for 0
 
 
-def read_text_request(body: bytes) -> TextRequest:
-    """Parse and check a body."""
-    return read_request(TextRequest, body)
-
-
 async def text_completion(
     request: TextRequest, policies: Mapping[str, ServedPolicy], *, number: int, created: int
 ) -> dict[str, Any]:
@@ -53,12 +48,23 @@ async def text_completion(
         request_id=f"cmpl-{number}",
         extras=Extras(processed=request.processed_logprobs, common_draws=request.common_draws),
     )
+    choice: dict[str, Any] = {
+        "index": 0,
+        "text": policy.renderer.decode(generation.token_ids),
+        "finish_reason": generation.finish_reason,
+        "logprobs": None,
+    }
+    if request.logprobs is not None:
+        tokens = [policy.renderer.decode([token]) for token in generation.token_ids]
+        choice["logprobs"] = {"tokens": tokens, "token_logprobs": generation.logprobs}
+    if request.return_token_ids:
+        choice |= {"prompt_token_ids": ids, "token_ids": generation.token_ids}
     return {
         "id": f"cmpl-{number}",
         "object": "text_completion",
         "created": created,
         "model": request.model,
-        "choices": [_choice(request, policy, ids, generation)],
+        "choices": [choice],
         "usage": usage_body(ids, [generation]),
     }
 
@@ -73,20 +79,3 @@ def _ids(text: str, request: TextRequest, policy: ServedPolicy) -> list[int]:
             at_least=True,
         )
     return policy.renderer.encode(text)
-
-
-def _choice(
-    request: TextRequest, policy: ServedPolicy, ids: list[int], generation: Generation
-) -> dict[str, Any]:
-    choice: dict[str, Any] = {
-        "index": 0,
-        "text": policy.renderer.decode(generation.token_ids),
-        "finish_reason": generation.finish_reason,
-        "logprobs": None,
-    }
-    if request.logprobs is not None:
-        tokens = [policy.renderer.decode([token]) for token in generation.token_ids]
-        choice["logprobs"] = {"tokens": tokens, "token_logprobs": generation.logprobs}
-    if request.return_token_ids:
-        choice |= {"prompt_token_ids": ids, "token_ids": generation.token_ids}
-    return choice

@@ -31,22 +31,18 @@ class WeightAddress(Body):
 
 
 class PolicyVersion(Body):
-    """A version of the policy.
-
-    Attributes:
-        number: the policy version.
-        folder: a whole model folder, or one of adapters.
-        base: the model folder that adapters are over, which is the same for all versions; None: `folder` is
-            whole.
-        address: where a server gets the weights instead, those of `folder` being old by now; None: from disk.
-        prompt: tests a server that has loaded the folder; None where an engine of ours loads it.
-    """
+    """A version of the policy."""
 
     number: int
     folder: Path
+    """A whole model folder, or one of adapters."""
     base: Path | None = None
+    """The model folder that adapters are over, which is the same for all versions; None: `folder` is
+    whole."""
     address: WeightAddress | None = None
+    """Where a server gets the weights instead, those of `folder` being old by now; None: from disk."""
     prompt: ScoredPrompt | None = None
+    """The test of a server that has loaded the folder; None where an engine of ours loads it."""
 
     @property
     def model(self) -> Path:

@@ -83,13 +83,10 @@ _TOKENS = re.compile(rb"^vllm:(?:prompt|generation)_tokens_total(?:\{.*\})? ([0-
 
 @dataclass(slots=True)
 class _Answer:
-    """What a server has told of one sample so far.
-
-    Attributes:
-        request_id: the server's own name of the request.
-    """
+    """What a server has told of one sample so far."""
 
     request_id: str = ""
+    """The server's own name of the request."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     likeliest: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
@@ -144,16 +141,14 @@ class VllmEngine(RemoteEngine):
             and they go on with the new weights.
         wait_s: how long a load may take.
         ask: is called before the server asks the learner for weights that are sent.
-
-    Attributes:
-        silence_s: a sample may take any time, but a server that has answered nothing for so long is asked
-            for one token. It is wedged if that takes as long again and its metrics count no further token
-            meanwhile: one whose queue is full of long samples goes on counting. Whoever waits for a sample is
-            more patient than both together: who gave up before would be sent to the same server again.
     """
 
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
     silence_s = 30.0
+    """A sample may take any time, but a server that has answered nothing for so long is asked for one token.
+    It is wedged if that takes as long again and its metrics count no further token meanwhile: one whose queue
+    is full of long samples counts on. A caller of `generate` has to wait longer than both together: one that
+    gave up before would be sent to the same server again."""
 
     def __init__(
         self,
@@ -170,20 +165,16 @@ class VllmEngine(RemoteEngine):
         self.url = url.rstrip("/")
         self.label, self._url = f"vLLM at {self.url}", self.url + _GENERATE
         self._weight_update, self._wait_s, self._ask = weight_update, wait_s, ask
-        self._name, self._version = "", 0  # of the last load
+        self._name = ""  # of the last load, as is the version
         self._versions = {"": 0}  # by name, of weights that were accepted
         self._loads, self._signs = False, 0  # signs of life: answers, chunks, loads
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
     ) -> Generation:
-        if len(ids) + sampling.max_tokens > self._max_model_len:
+        if len(ids) + sampling.max_tokens > self.max_model_len:
             raise ContextLengthExceeded(
-                prompt_tokens=len(ids), max_tokens=sampling.max_tokens, max_model_len=self._max_model_len
+                prompt_tokens=len(ids), max_tokens=sampling.max_tokens, max_model_len=self.max_model_len
             )
         if sampling.is_truncated:
             raise BadChatRequest(
@@ -252,7 +243,7 @@ class VllmEngine(RemoteEngine):
         """Ask for one token; raise where the server gives neither that nor another sign of life."""
         body, count = self._body([1], Sampling(max_tokens=1), 0), await self._token_count()
         try:
-            await self._control("POST", _GENERATE, body=body, timeout_s=self.silence_s)
+            await self._control("POST", _GENERATE, json=body, timeout_s=self.silence_s)
         except EngineBusy:
             pass
         except RemoteUnavailable:
@@ -271,33 +262,26 @@ class VllmEngine(RemoteEngine):
         return None
 
     async def _control(
-        self,
-        method: str,
-        route: str,
-        *,
-        params: Mapping[str, str] | None = None,
-        body: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
+        self, method: str, route: str, *, timeout_s: float | None = None, **sent: Any
     ) -> Mapping[str, Any]:
-        """One request beside the samples, whose reply is JSON. None: the caller has a deadline around it."""
-        status, text = await self._exchange(method, route, params=params, body=body, timeout_s=timeout_s)
+        """One request apart from the samples, whose reply is JSON; arguments as of `_exchange`."""
+        status, text = await self._exchange(method, route, timeout_s=timeout_s, **sent)
         return _reply(status, text, self.url + route)
 
     async def _exchange(
-        self,
-        method: str,
-        route: str,
-        *,
-        params: Mapping[str, str] | None = None,
-        body: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
+        self, method: str, route: str, *, timeout_s: float | None, **sent: Any
     ) -> tuple[int, bytes]:
-        """Status and body, on a connection of its own: its caller may run in another loop."""
+        """Status and body, on a connection of its own: its caller may run in another loop.
+
+        Args:
+            timeout_s: None: the caller has a deadline around it.
+            sent: the `params` or the `json` of the request.
+        """
         where, timeout = self.url + route, aiohttp.ClientTimeout(total=timeout_s)
         with connection_errors(where, timeout):
             async with (
                 aiohttp.ClientSession(timeout=timeout) as session,
-                session.request(method, where, params=params, json=body, allow_redirects=False) as response,
+                session.request(method, where, allow_redirects=False, **sent) as response,
             ):
                 return response.status, await read_bounded(response.content.iter_any(), MOST_REPLY_BYTES)
 
@@ -342,7 +326,7 @@ class VllmEngine(RemoteEngine):
                     raise RemoteRefused(f"{self.url} sampled more than max_tokens {sampling.max_tokens}")
                 if goes_on and answer.stop_string is not None and answer.finish_reason is None:
                     ended = {"request_ids": [answer.request_id]}
-                    await self._control("POST", _ABORT, body=ended, timeout_s=_FRONTEND_TIMEOUT_S)
+                    await self._control("POST", _ABORT, json=ended, timeout_s=_FRONTEND_TIMEOUT_S)
                 if extras.on_token is not None:
                     count = _tell(answer, count, extras)
         return answer
@@ -371,14 +355,14 @@ class VllmEngine(RemoteEngine):
                 async with asyncio.timeout(self._wait_s):
                     await self._control("POST", "/pause", params={"mode": self._weight_update})
                     # A load that fails half-way must not leave the name of the weights before it.
-                    await self._control("POST", "/update_weight_version", body={"new_version": "unknown"})
+                    await self._control("POST", "/update_weight_version", json={"new_version": "unknown"})
                     if isinstance(source, WeightAddress):
                         self._ask()
                     for route, body in update:
-                        await self._control("POST", route, body=body)
+                        await self._control("POST", route, json=body)
                     await self._control("POST", "/reset_prefix_cache")
-                    await self._control("POST", "/update_weight_version", body={"new_version": name})
-                self._name, self._version = name, version
+                    await self._control("POST", "/update_weight_version", json={"new_version": name})
+                self._name, self.version = name, version
             finally:
                 self._loads, self._signs = False, self._signs + 1
                 await self._control("POST", "/resume", timeout_s=_ENGINE_TIMEOUT_S)
@@ -413,7 +397,7 @@ class VllmEngine(RemoteEngine):
 
     def accept(self) -> None:
         """Take samples with the weights of the last load, which were found to be the right ones."""
-        self._versions[self._name] = self._version
+        self._versions[self._name] = self.version
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         """Log-probs of ids[1:], each given those before it, under the weights that serve now."""
@@ -429,17 +413,13 @@ class VllmEngine(RemoteEngine):
             # Nothing may be taken from a cache: what is tested is the weights.
             "cache_salt": f"score {uuid4().hex}",
         }
-        reply = await self._control("POST", _GENERATE, body=body, timeout_s=self._wait_s)
+        reply = await self._control("POST", _GENERATE, json=body, timeout_s=self._wait_s)
         places: Any = reply.get("prompt_logprobs")
         try:
-            return [
-                float(place[str(token_id)]["logprob"])
-                for token_id, place in zip(ids[1:], places[1:], strict=True)
-            ]
+            pairs = zip(ids[1:], places[1:], strict=True)
+            return [float(place[str(token_id)]["logprob"]) for token_id, place in pairs]
         except (TypeError, KeyError, ValueError) as error:
-            raise RemoteRefused(
-                f"vLLM at {self.url} returned no prompt_logprobs for a scored prompt"
-            ) from error
+            raise RemoteRefused(f"{self.label} returned no prompt_logprobs for a scored prompt") from error
 
     async def refuse_unfit(self) -> str:
         """Check that the server can be trained with; return a line that describes it.
@@ -458,50 +438,44 @@ class VllmEngine(RemoteEngine):
         if len(lengths) != 1:
             raise RemoteRefused(f"{self.url} serves the models {sorted(lengths)}, where one is needed")
         ((self._model, length),) = lengths.items()
-        if length < self._max_model_len:
+        if length < self.max_model_len:
             raise RemoteRefused(
                 f"{self.url} has a context of {length} tokens, and inference.max_model_len is "
-                f"{self._max_model_len}",
-                hint=f"Start it with --max-model-len {self._max_model_len}.",
+                f"{self.max_model_len}",
+                hint=f"Start it with --max-model-len {self.max_model_len}.",
             )
         await self._control("GET", "/weight_info", timeout_s=_FRONTEND_TIMEOUT_S)
-        try:
-            await self._control(
-                "POST", "/collective_rpc", body={"method": _READY}, timeout_s=_ENGINE_TIMEOUT_S
-            )
-        except RemoteUnavailable as error:
-            if _READY not in error.detail:
-                raise
-            raise RemoteRefused(  # its worker does not know the method, as its error says
-                f"{self.url} cannot load weights: {error.detail}",
-                hint="Start it with --worker-extension-cls turnwise_vllm.TurnwiseWorker (docs/vllm.md).",
-            ) from error
+        hint = "Start it with --worker-extension-cls turnwise_vllm.TurnwiseWorker (docs/vllm.md)."
+        await self._require(_READY, "cannot load weights", hint)
         await self._refuse_raw_logprobs()
         return f"replica {self.url}: vLLM {release}, context {length}"
 
     async def refuse_deaf(self) -> None:
         """Refuse a server that cannot receive weights from the learner's process."""
+        hint = (
+            'Start it with --weight-transfer-config \'{"backend": "turnwise"}\' (docs/vllm.md), or use '
+            'weight_transfer.backend = "folder".'
+        )
+        await self._require(_RECEIVES, "cannot receive weights from the learner", hint)
+
+    async def _require(self, method: str, what: str, hint: str) -> None:
+        """Refuse a server whose worker does not know a method, as its error says."""
         try:
             await self._control(
-                "POST", "/collective_rpc", body={"method": _RECEIVES}, timeout_s=_ENGINE_TIMEOUT_S
+                "POST", "/collective_rpc", json={"method": method}, timeout_s=_ENGINE_TIMEOUT_S
             )
         except RemoteUnavailable as error:
-            if _RECEIVES not in error.detail:
+            if method not in error.detail:
                 raise
-            raise RemoteRefused(
-                f"{self.url} cannot receive weights from the learner: {error.detail}",
-                hint='Start it with --weight-transfer-config \'{"backend": "turnwise"}\' (docs/vllm.md), or '
-                'use weight_transfer.backend = "folder".',
-            ) from error
+            raise RemoteRefused(f"{self.url} {what}: {error.detail}", hint=hint) from error
 
     async def _refuse_raw_logprobs(self) -> None:
         """Refuse log-probs that ignore the temperature: processed ones at 1/2 and raw ones differ."""
         tops = []
         for temperature in (2.0, 0.5):
-            sampling = Sampling(temperature=temperature, max_tokens=1)
-            answer = _Answer()
+            sampling, answer = Sampling(temperature=temperature, max_tokens=1), _Answer()
             body = self._body(range(1, 17), sampling, _PROBE_TOPS)
-            reply = await self._control("POST", _GENERATE, body=body, timeout_s=_ENGINE_TIMEOUT_S)
+            reply = await self._control("POST", _GENERATE, json=body, timeout_s=_ENGINE_TIMEOUT_S)
             answer.add(reply, Extras(likeliest=_PROBE_TOPS))
             tops.append(answer.likeliest)
         if not tops[0] or tops[0] == tops[1]:
@@ -517,9 +491,9 @@ def refuse_release(release: str, where: str) -> None:
     if numbers is None:
         raise RemoteRefused(f"{where} is no vLLM: its version is {release!r:.40}")
     if not OLDEST <= (int(numbers[1]), int(numbers[2])) < BEYOND:
+        oldest, beyond = (".".join(map(str, limit)) for limit in (OLDEST, BEYOND))
         raise RemoteRefused(
-            f"{where} runs vLLM {release}; releases from {_dotted(OLDEST)} to before {_dotted(BEYOND)} are "
-            "supported"
+            f"{where} runs vLLM {release}; releases from {oldest} to before {beyond} are supported"
         )
 
 
@@ -541,26 +515,20 @@ def _reply(status: int, text: bytes, where: str) -> Mapping[str, Any]:
     raise RemoteUnavailable(f"{where} answered {status}: {excerpt}")
 
 
-async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    lines = Lines(MOST_REPLY_BYTES)
-    async for part in content.iter_any():
-        for line in lines.take(part):
-            yield line
-    yield lines.rest
-
-
 async def _chunks(content: aiohttp.StreamReader, where: str) -> AsyncIterator[Mapping[str, Any]]:
     """The JSON objects of server-sent events, up to [DONE].
 
     Raises:
         RemoteUnavailable: the stream ends without it.
     """
-    async for line in _lines(content):
-        data = line.strip().removeprefix(b"data:").strip()
-        if data == b"[DONE]":
-            return
-        if data:
-            yield _reply(200, data, where)
+    lines = Lines(MOST_REPLY_BYTES)
+    async for part in content.iter_any():
+        for line in lines.take(part):
+            data = line.strip().removeprefix(b"data:").strip()
+            if data == b"[DONE]":
+                return
+            if data:
+                yield _reply(200, data, where)
     raise RemoteUnavailable(f"{where} ended a stream in the middle of an answer")
 
 
@@ -576,7 +544,3 @@ def _tell(answer: _Answer, count: int, extras: Extras) -> int:
     for token in list(tokens)[count:newest]:
         extras.on_token(token)
     return max(count, newest)
-
-
-def _dotted(release: tuple[int, int]) -> str:
-    return ".".join(map(str, release))

@@ -89,20 +89,22 @@ class ServedWeights:
 def _refuse_misfits(
     tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor], required: Mapping[str, Tensor]
 ) -> None:
-    memory = {targets[name].data_ptr() for name in tensors if name in targets}
-    missing = [name for name, tensor in required.items() if tensor.data_ptr() not in memory]
-    unknown = [name for name in tensors if name not in targets]
-    shapes = [
-        f"{name} {tuple(tensors[name].shape)} for {tuple(targets[name].shape)}"
-        for name in tensors
-        if name in targets and tensors[name].shape != targets[name].shape
-    ]
-    kinds = [
-        f"{name} {tensors[name].dtype} for {targets[name].dtype}"
-        for name in tensors
-        if name in targets and tensors[name].is_floating_point() != targets[name].is_floating_point()
-    ]
-    faults = {"missing": missing, "unknown": unknown, "of another shape": shapes, "of another type": kinds}
+    known = [(name, tensor, targets[name]) for name, tensor in tensors.items() if name in targets]
+    memory = {own.data_ptr() for _, _, own in known}
+    faults = {
+        "missing": [name for name, tensor in required.items() if tensor.data_ptr() not in memory],
+        "unknown": [name for name in tensors if name not in targets],
+        "of another shape": [
+            f"{name} {tuple(new.shape)} for {tuple(own.shape)}"
+            for name, new, own in known
+            if new.shape != own.shape
+        ],
+        "of another type": [
+            f"{name} {new.dtype} for {own.dtype}"
+            for name, new, own in known
+            if new.is_floating_point() != own.is_floating_point()
+        ],
+    }
     for what, names in faults.items():
         if names:
             more = f" and {len(names) - NAMES_IN_A_MESSAGE} more" if len(names) > NAMES_IN_A_MESSAGE else ""

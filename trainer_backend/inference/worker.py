@@ -24,30 +24,23 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Totals since the start, for metrics; only the engine thread writes them.
-
-    Attributes:
-        preempted: rows that were freed for older requests; theirs waited, and were computed again.
-        truncated_tokens: sampled tokens under truncation.
-        lost_mass: sum of the probability that truncation removed from them.
-    """
+    """Totals since the start, for metrics; only the engine thread writes them."""
 
     requests: int = 0
     preempted: int = 0
+    """Rows that were freed for older requests; theirs waited, and were computed again."""
     prompt_tokens: int = 0
     prompt_tokens_reused: int = 0
     sampled_tokens: int = 0
     steps: int = 0
     truncated_tokens: int = 0
+    """Sampled tokens under truncation."""
     lost_mass: float = 0.0
+    """Sum of the probability that truncation removed from them."""
 
 
 class EngineWorker:
-    """The work of the engine thread. Other threads only read the counters.
-
-    Attributes:
-        half_loaded: the version of which only some weights are loaded, so that no request is served, or None.
-    """
+    """The work of the engine thread. Other threads only read the counters."""
 
     def __init__(
         self,
@@ -62,6 +55,7 @@ class EngineWorker:
         self.inbox = inbox
         self.version = version
         self.paused = False
+        # The version of which only some weights are loaded, so that no request is served.
         self.half_loaded: int | None = None
         self.counters = EngineCounters()
         self.breakdown: Future[str] = Future()
@@ -80,7 +74,13 @@ class EngineWorker:
             reason = f"its thread ended on {describe_error(error)}"
             log.exception("engine_thread_ended")
             self.breakdown.set_result(reason)
-        self._fail_all(f"the engine does not run: {reason}", reason)
+        requests, orders = self.inbox.empty(reason)
+        self.batch.rows.clear()
+        stopped = f"the engine does not run: {reason}"
+        deliver((request, EngineStopped(stopped)) for request in requests)
+        for order in orders:
+            if order.future.set_running_or_notify_cancel():
+                order.future.set_exception(EngineStopped(stopped))
 
     def turn(self) -> None:
         for order in self.inbox.take_commands():
@@ -107,7 +107,8 @@ class EngineWorker:
         for wave in first_of_siblings(newcomers, self.batch.prefixes):
             self._join(wave)
         if self.batch.rows:
-            deliver(self._step())
+            self.counters.steps += 1
+            deliver(self._taken(self._sample()))
 
     def swap(self, version: int, copy: Callable[[], None]) -> None:
         """Have `copy` write the weights of a version.
@@ -174,10 +175,6 @@ class EngineWorker:
                 request.set_version(self.version)
         return [(request, request.generation("abort")) for request in requests]
 
-    def _step(self) -> list[tuple[Request, Outcome]]:
-        self.counters.steps += 1
-        return self._taken(self._sample())
-
     def _taken(self, sampled: SampledTokens | None) -> list[tuple[Request, Outcome]]:
         """Record sampled tokens, and end the requests whose last they are."""
         if sampled is None:
@@ -232,11 +229,7 @@ class EngineWorker:
     def _with_room(
         self, action: Callable[[], Result], task: str, relief: Callable[[], None] | None = None
     ) -> Result:
-        """Run an action; if memory runs out, call `relief` and try once more.
-
-        Args:
-            relief: frees memory; absent: drops the copies of prefixes.
-        """
+        """Run an action; if memory runs out, call `relief`, or drop copies of prefixes, and try once more."""
         for _ in range(2):
             try:
                 return action()
@@ -293,11 +286,3 @@ class EngineWorker:
         if stop is not None and (stop_string := stop.take(token)) is not None:
             return request.generation("stop", stop_string=stop_string)
         return request.generation("length") if len(request.token_ids) == request.sampling.max_tokens else None
-
-    def _fail_all(self, detail: str, reason: str) -> None:
-        requests, orders = self.inbox.empty(reason)
-        self.batch.rows.clear()
-        deliver((request, EngineStopped(detail)) for request in requests)
-        for order in orders:
-            if order.future.set_running_or_notify_cancel():
-                order.future.set_exception(EngineStopped(detail))

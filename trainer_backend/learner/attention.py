@@ -40,6 +40,10 @@ _NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
 Kernel = Callable[[Tensor, Tensor, Tensor, SegmentBounds, float], Tensor]
 
 
+# The rows that the model is given, on the device, and the keywords that go with them.
+Arranged = tuple[Packed, dict[str, Any]]
+
+
 class PackedAttention(Protocol):
     """The layout of a packed batch for the model, and the keywords that go with it."""
 
@@ -47,10 +51,8 @@ class PackedAttention(Protocol):
     def implementation(self) -> str:
         """The name under which transformers knows the attention function."""
 
-    def arranged(
-        self, packed: Packed, device: torch.device, dtype: torch.dtype
-    ) -> tuple[Packed, dict[str, Any]]:
-        """The rows that the model is given, on the device, and the keywords beside them.
+    def arranged(self, packed: Packed, device: torch.device, dtype: torch.dtype) -> Arranged:
+        """The rows on the device, and their keywords.
 
         Of one row they hold `turnwise_attend`, and where it is cheaper for the tokens that are read
         `turnwise_attend_read`: see `learner.decoder`. `dtype` is that of the queries.
@@ -63,9 +65,7 @@ class BlockMask:
 
     implementation: str = "sdpa"
 
-    def arranged(
-        self, packed: Packed, device: torch.device, dtype: torch.dtype
-    ) -> tuple[Packed, dict[str, Any]]:
+    def arranged(self, packed: Packed, device: torch.device, dtype: torch.dtype) -> Arranged:
         packed = packed.to(device)
         mask_B1LL = block_mask(packed.segment_ids_BL)
         # As numbers to add: torch would make these of the booleans in every layer, and keep them all.
@@ -80,9 +80,7 @@ class OneRow:
     kernel: Kernel
     implementation: str = ONE_ROW
 
-    def arranged(
-        self, packed: Packed, device: torch.device, dtype: torch.dtype
-    ) -> tuple[Packed, dict[str, Any]]:
+    def arranged(self, packed: Packed, device: torch.device, dtype: torch.dtype) -> Arranged:
         row, bounds = one_row(packed)
         bounds = bounds.to(device)
 
@@ -98,18 +96,14 @@ class ByLength:
 
     implementation: str = ONE_ROW
 
-    def arranged(
-        self, packed: Packed, device: torch.device, dtype: torch.dtype
-    ) -> tuple[Packed, dict[str, Any]]:
+    def arranged(self, packed: Packed, device: torch.device, dtype: torch.dtype) -> Arranged:
         row, bounds = one_row(packed)
         groups = groups_of(bounds).to(device)
         reads = reads_of(bounds, row.predict_position_N, dtype)
         return row.to(device), {
             "attention_mask": None,
             "turnwise_attend": partial(attend_by_length, groups),
-            "turnwise_attend_read": None
-            if reads is None
-            else partial(attend_reads, groups, reads.to(device)),
+            "turnwise_attend_read": reads and partial(attend_reads, groups, reads.to(device)),
         }
 
 

@@ -17,16 +17,9 @@ from torch import Tensor
 
 from shared_schemas.trajectory import Sampling
 from trainer_backend.core.aggregation import units_of
-from trainer_backend.core.behaviour import (
-    WeightKeys,
-    counted_share,
-    effective_share,
-    log_weights,
-    truncated,
-)
+from trainer_backend.core.behaviour import WeightKeys, counted_share, effective_share, log_weights, truncated
 from trainer_backend.core.collate import Batch, rows_of
 from trainer_backend.core.columns import Row
-from trainer_backend.core.losses import PolicyLoss
 from trainer_backend.core.mixture_history import COUNTED, metric_of
 from trainer_backend.core.objective import Objective
 from trainer_backend.core.policies import ACTOR
@@ -62,33 +55,25 @@ def objectives_of(
     keys = training.read(plug.keys, algorithm.loss)
     actors = Objective(
         kind="decoupled",
-        loss=plug.compute if keys is training else _with_own_keys(plug.compute, keys),
+        loss=plug.compute
+        if keys is training
+        else lambda new, old, advantages, weights, _: plug.compute(new, old, advantages, weights, keys),
         clip=training,
         ratio_level=algorithm.ratio_level,
         weighting=training,
     )
     weight_keys = set(WeightKeys.model_fields)
-    others = {
-        table.name: replace(
+    objectives = {ACTOR: actors}
+    for table, sampling in fixed:
+        own = table.model_dump(include=weight_keys, exclude_none=True)
+        objectives[table.name] = replace(
             actors,
             kind=table.objective,
-            weighting=WeightKeys(
-                **training.model_dump(include=weight_keys)
-                | table.model_dump(include=weight_keys, exclude_none=True)
-            ),
+            weighting=WeightKeys(**training.model_dump(include=weight_keys) | own),
             trains_head=table.train_value_head,
             samples_truncated=sampling.is_truncated,
         )
-        for table, sampling in fixed
-    }
-    return {ACTOR: actors, **others}
-
-
-def _with_own_keys(loss: PolicyLoss, own: Any) -> PolicyLoss:
-    """A loss that reads other keys than [training] has."""
-    return lambda logprobs, proximal, advantages, weights, keys: loss(
-        logprobs, proximal, advantages, weights, own
-    )
+    return objectives
 
 
 def weighed(
@@ -102,12 +87,11 @@ def weighed(
         objectives: by policy.
     """
     for draft, own in zip(drafts, proximal, strict=True):
-        _refuse_non_finite(draft.segment, own, "the learner's log-prob")
-        _refuse_non_finite(draft.segment, draft.segment.logprobs, "the sampler's log-prob")
-        _refuse_non_finite(
-            draft.segment, () if draft.reference is None else draft.reference, "the reference's log-prob"
-        )
-    rows: dict[int, NDArray[Any]] = {}
+        reference = () if draft.reference is None else draft.reference
+        rows = {"learner": own, "sampler": draft.segment.logprobs, "reference": reference}
+        for whose, values in rows.items():
+            _refuse_non_finite(draft.segment, values, f"the {whose}'s log-prob")
+    weights: dict[int, NDArray[Any]] = {}
     logs: dict[str, NDArray[Any]] = {}
     token_means: dict[str, float] = {}
     for policy in dict.fromkeys(draft.policy for draft in drafts):
@@ -121,12 +105,12 @@ def weighed(
         logs_N = log_weights(*columns_N, unit_N)
         token_means[policy] = log_weights(*columns_N, None).double().exp().mean().item()
         ends = np.cumsum([len(part.logprobs) for part in of_mine])
-        rows |= zip(mine, np.split(truncated(logs_N, keys).numpy(), ends[:-1]), strict=True)
-        logs[policy] = _one_each(logs_N, unit_N)
-    scored = [
-        replace(draft, proximal=own, behaviour=rows[index])
-        for index, (draft, own) in enumerate(zip(drafts, proximal, strict=True))
-    ]
+        weights |= zip(mine, np.split(truncated(logs_N, keys).numpy(), ends[:-1]), strict=True)
+        if unit_N is not None:  # all tokens of a unit have its weight; units are numbered from 0
+            logs_N = logs_N.new_empty(int(unit_N.max()) + 1).index_put((unit_N,), logs_N)
+        logs[policy] = logs_N.numpy()
+    pairs = enumerate(zip(drafts, proximal, strict=True))
+    scored = [replace(draft, proximal=own, behaviour=weights[index]) for index, (draft, own) in pairs]
     return Weighed(scored, logs, token_means)
 
 
@@ -135,34 +119,21 @@ class FirstStep:
 
     Its weights are those that every proximal log-prob is of, so a pass before it would compute the same
     again. That holds without dropout, and where no unit with a weight of its own lies in several pieces.
-
-    Attributes:
-        drafts: in the order of the step.
-        proximal: of the pieces so far, by the segment's place in the step, [N] log-probs.
     """
 
     def __init__(self, drafts: Sequence[Scored], objectives: Mapping[str, Objective]) -> None:
-        self.drafts, self._objectives = drafts, objectives
+        self.drafts, self._objectives = drafts, objectives  # in the order of the step
+        # Of the pieces so far, by the segment's place in the step, [N] log-probs.
         self.proximal: dict[int, NDArray[Any]] = {}
 
     def scored(self, piece: Batch, logprobs_N: Tensor) -> Batch:
-        """A piece with its proximal log-probs, and its weights towards who sampled it.
-
-        Args:
-            piece: on the CPU.
-            logprobs_N: of its own forward pass.
-        """
+        """A piece, on the CPU, with log-probs of its own forward pass, and weights towards who sampled it."""
         own_N = logprobs_N.detach()
         rows = rows_of(piece.packed, own_N)
         self.proximal |= rows
         samples = weighed([self.drafts[index] for index in rows], list(rows.values()), self._objectives)
         weights_N = _column([item.behaviour for item in samples.scored])
         return replace(piece, proximal_logprob_N=own_N, behaviour_weight_N=weights_N)
-
-    def take(self, proximal: Sequence[Mapping[int, NDArray[Any]]]) -> None:
-        """Take the log-probs of the pieces that other ranks have computed."""
-        for rows in proximal:
-            self.proximal |= rows
 
 
 class Scores:
@@ -207,13 +178,6 @@ def _column(rows: Sequence[Row]) -> Tensor:
     return torch.from_numpy(np.concatenate(rows)).float()
 
 
-def _one_each(logs_N: Tensor, unit_N: Tensor | None) -> NDArray[Any]:
-    """The log of each unit's weight, which all tokens of a unit have; units are numbered from 0."""
-    if unit_N is None:
-        return logs_N.numpy()
-    return logs_N.new_empty(int(unit_N.max()) + 1).index_put((unit_N,), logs_N).numpy()
-
-
 def _refuse_non_finite(segment: Segment, values: Row, what: str) -> None:
     """Name the token whose log-prob is not finite."""
     finite_N = np.isfinite(values)
@@ -255,11 +219,8 @@ def mismatch(scored: Sequence[Scored], policy_version: int | None, *, limit: flo
         return share
     gap = float(gap_N.max())
     if gap <= limit:
-        return {
-            "mismatch/logprob_max": gap,
-            "mismatch/logprob_mean": sum(gap_N.tolist()) / len(gap_N),
-            **share,
-        }
+        mean = sum(gap_N.tolist()) / len(gap_N)
+        return {"mismatch/logprob_max": gap, "mismatch/logprob_mean": mean, **share}
     beyond = int((gap_N > limit).sum())
     item, row = next(pair for pair in zip(of_actor, gaps, strict=True) if gap in pair[1])
     segment, n = item.segment, int(row.argmax())

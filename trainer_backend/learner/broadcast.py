@@ -21,7 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from trainer_backend.inference.vllm_worker.turnwise_transfer import Place, Worker, broadcast, leave
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.sharding import whole
-from trainer_backend.learner.shares import weights_of
+from trainer_backend.models.folder import weights_of
 
 _LOOK_S, _TURN_S = 0.02, 0.1
 # Of workers that ask a moment after the first one.
@@ -161,10 +161,7 @@ class _Stream:
             dtype = str(sent.dtype).removeprefix("torch.")
             self._tell(name=name, dtype=dtype, shape=list(sent.shape))
             broadcast(self._group, sent)
-        except (
-            RuntimeError,
-            ValueError,
-        ) as error:  # of torch.distributed: a member is lost, or took too long
+        except (RuntimeError, ValueError) as error:  # of torch.distributed: a member is lost, or too slow
             self._has_failed = True
             if self._group is not None:
                 leave(self._group)

@@ -37,10 +37,10 @@ from trainer_backend.learner.adapter_folder import FOLDER, write_for_transformer
 from trainer_backend.learner.lora import Adapter
 from trainer_backend.learner.own_critic import OwnCritic
 from trainer_backend.learner.ranks import ALONE, Ranks
-from trainer_backend.learner.shares import restore_moments, save_moments, weights_of, write_weights
+from trainer_backend.learner.shares import restore_moments, save_moments, write_weights
 from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.models import save_model_folder
-from trainer_backend.models.folder import save_settings
+from trainer_backend.models.folder import save_settings, weights_of
 from trainer_backend.models.layout import BASE, CONFIG
 from trainer_backend.protocols import Progress, WeightPart
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE, TRAINING_FOLDER
@@ -134,7 +134,8 @@ def _save_model(
     if not ranks.are_several:
         weights = None
         if adapter is not None:
-            weights = adapter.base() if part == "base" else adapter.merged()
+            own = adapter.under()
+            weights = {name: own[name].cpu() for name in own} if part == "base" else adapter.merged()
         save_model_folder(folder, model, tokenizer, weights=weights)
         return
     ranks.first_alone(partial(save_settings, folder, model, tokenizer))

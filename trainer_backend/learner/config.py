@@ -11,28 +11,8 @@ from trainer_backend.job.training_table import LoraTable, TrainingTable
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateConfig:
-    """How an iteration updates the policy."""
-
-    training: TrainingTable
-    objectives: Mapping[str, Objective]
-    """By policy, for its samples; the actor's comes first."""
-    value_level: ValueLevel | None
-    """Where a critic's values are read; None without a critic."""
-    planned_tokens: int
-    """`training.aggregation = "constant"` divides by them."""
-    seed: int
-    """The job's."""
-
-    @property
-    def has_own_critic(self) -> bool:
-        """Whether the critic has layers of its own."""
-        return self.value_level is not None and self.training.critic == "own"
-
-
-@dataclass(frozen=True, slots=True)
 class LearnerConfig:
-    """What a learner trains, on which device, and how."""
+    """What a learner trains, on which device, and how an iteration updates the policy."""
 
     model: ModelTable
     lora: LoraTable | None
@@ -45,16 +25,21 @@ class LearnerConfig:
     """How many share the device; 0: other servers sample, or other machines."""
     processes: int
     """How many use the device, the learner's among them."""
-    update: UpdateConfig
+    training: TrainingTable
+    objectives: Mapping[str, Objective]
+    """By policy, for its samples; the actor's comes first."""
+    value_level: ValueLevel | None
+    """Where a critic's values are read; None without a critic."""
+    planned_tokens: int
+    """`training.aggregation = "constant"` divides by them."""
+    seed: int
+    """The job's."""
     fixed_copies: int
     """How many processes of this machine serve the fixed policies with a local model too."""
     ranks: LearnerTable
     """[learner]."""
 
     @property
-    def training(self) -> TrainingTable:
-        return self.update.training
-
-    @property
-    def seed(self) -> int:
-        return self.update.seed
+    def has_own_critic(self) -> bool:
+        """Whether the critic has layers of its own."""
+        return self.value_level is not None and self.training.critic == "own"

@@ -39,11 +39,6 @@ class Found:
         is_built = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
         return cls(None, mps, cuda_refusal() if is_built else None)
 
-    @property
-    def has_unusable_driver(self) -> bool:
-        """Whether a driver is there that torch cannot use, such as one that is too old."""
-        return self.why_no_cuda is not None and not self.why_no_cuda.startswith(_NO_GPU)
-
     def __str__(self) -> str:
         built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
         gpus = [name for name, there in (("cuda", self.cuda is not None), ("mps", self.mps)) if there]
@@ -84,16 +79,13 @@ class Placement:
         """The dtype of matrices that nobody trains: the engine's, a reference's, those under an adapter."""
         return self.low or torch.float32
 
-    def names(self) -> list[str]:
-        """The GPUs of this machine, as CUDA_VISIBLE_DEVICES names them; none where the device is no GPU."""
-        if self.device.type != "cuda":
-            return []
-        visible = os.environ.get(VISIBLE_DEVICES)
-        return visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
-
     def hardware(self) -> Hardware:
-        """The same for processes without torch."""
-        return Hardware(str(self.held).removeprefix("torch."), tuple(self.names()))
+        """The same for processes without torch, with the GPUs of this machine where it computes on these."""
+        names: list[str] = []
+        if self.device.type == "cuda":
+            visible = os.environ.get(VISIBLE_DEVICES)
+            names = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
+        return Hardware(str(self.held).removeprefix("torch."), tuple(names))
 
     def notes(self) -> tuple[str, ...]:
         """What `auto` left unused, in a sentence; empty: nothing."""
@@ -124,18 +116,15 @@ class Placement:
 
 
 def place(name: str, found: Found | None = None) -> Placement:
-    """The placement that `model.device` names; `auto` takes cuda, then mps, then cpu.
-
-    Args:
-        name: auto, cpu, cuda or mps.
-        found: absent: what torch sees.
-    """
+    """The placement that `model.device` names, by what torch has found; `auto`: cuda, then mps, then cpu."""
     found = found or Found.by_torch()
     there = {"cuda": found.cuda is not None, "mps": found.mps, "cpu": True}
     unusable_gpu = None
     if name == "auto":
         name = next(device for device, is_there in there.items() if is_there)
-        unusable_gpu = str(found) if found.has_unusable_driver else None
+        # A driver may be there that torch cannot use, such as one that is too old.
+        if found.why_no_cuda is not None and not found.why_no_cuda.startswith(_NO_GPU):
+            unusable_gpu = str(found)
     if not there[name]:
         raise JobError(
             f"model.device is {name!r}, but {found}",

@@ -3,9 +3,10 @@
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from trainer_backend.learner.operators import operators_for
 from trainer_backend.learner.optimizer import adamw_of
 from trainer_backend.learner.own_critic import OwnCritic
 from trainer_backend.learner.ranks import ALONE, Ranks
-from trainer_backend.learner.scoring import Scorer, logprobs_in_pieces, refuse_unknown_ids
+from trainer_backend.learner.scoring import Scorer, read_pieces, refuse_unknown_ids, score_by
 from trainer_backend.learner.sharding import gathered_copy, shard
 from trainer_backend.learner.shares import sample_of
 from trainer_backend.learner.stepping import checkpoint_layers, memory_watched
@@ -107,12 +108,9 @@ class LocalLearner:
         self.scorer = scorer_of(model, placement, training.logits_chunk_tokens, ranks)
         self._reference = None if started_from is None else self._started(started_from)
         self._optimizer = adamw_of(
-            model,
-            learning_rate=training.learning_rate,
-            weight_decay=training.weight_decay,
-            offload=training.optimizer_offload,
+            model, training.learning_rate, training.weight_decay, offload=training.optimizer_offload
         )
-        level = config.update.value_level
+        level = config.value_level
         self._head: ValueHead | None = None
         self._critic: OwnCritic | None = None  # a fresh one is a copy of the policy that RL starts from
         if level is not None and training.critic == "head":
@@ -179,7 +177,7 @@ class LocalLearner:
             # The head of a critic with layers of its own reads those, and says nothing of the policy's.
             if learner._head is not None and not (checkpoint / TRAINING_FOLDER / CRITIC_FILE).exists():
                 learner._head.restore(checkpoint)
-            if config.update.has_own_critic:
+            if config.has_own_critic:
                 learner._own_critic().restore(checkpoint)
             return learner
 
@@ -192,7 +190,7 @@ class LocalLearner:
         return ChatRenderer(self.tokenizer)
 
     def _own_critic(self) -> OwnCritic:
-        level, training = self.config.update.value_level, self.config.training
+        level, training = self.config.value_level, self.config.training
         if self._critic is None:
             assert level is not None, "asked only where the estimator needs values"
             self._critic = OwnCritic(self.scorer, training, level, seed=self.config.seed)
@@ -223,49 +221,34 @@ class LocalLearner:
         self.model.train()
         self._draw_apart(0)
         with memory_watched("the warm-up ran out of memory", hint=less_memory(self.config)):
-            result = warm_up(self.scorer, segments, table, training, seed=self.config.seed, tell=tell)
+            metrics = warm_up(self.scorer, segments, table, training, seed=self.config.seed, tell=tell)
         self.model.train(False)
         if self._adapter is not None:
             self._adapter.begin()
-        return {
-            "warmup/examples": float(result.examples),
-            "warmup/steps": float(result.steps),
-            "warmup/loss": result.loss,
-            "warmup/answer_tokens_max": float(result.answer_tokens_max),
-        }
+        return metrics
 
     def values(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, OfEpisode]:
         """V of each episode by rollout id, by decision or by token as the job's estimator reads it."""
         torch.set_num_threads(self.config.training.threads)
         segments = [segment for parts in episodes.values() for segment in parts]
-        level = self.config.update.value_level
+        level = self.config.value_level
         assert level is not None, "asked only where the estimator needs values"
         with memory_watched("scoring the values ran out of memory", hint=less_memory(self.config)):
-            if self.config.update.has_own_critic:
-                of_segments = iter(self._own_critic().values(segments))
-            else:
-                of_segments = iter(self._values_of_head(episodes, segments))
-        return {
-            name: values_of_episode(parts, [next(of_segments) for _ in parts], level=level)
-            for name, parts in episodes.items()
-        }
-
-    def _values_of_head(
-        self, episodes: Mapping[str, Sequence[Segment]], segments: Sequence[Segment]
-    ) -> list[NDArray[Any]]:
-        """The values of the policy's own head; the pass gives the log-probs too, which are kept."""
-        head = self._head
-        assert head is not None, "there is no other critic"
-        values, logprobs = self.scorer.each(
-            segments,
-            lambda states: (head.scored(states), states.logprobs_N),
-            row_tokens=self.config.training.row_tokens,
-            micro_batch_tokens=self.config.training.micro_batch_tokens,
-        )
-        own = iter(logprobs)
-        self._proximal |= {name: [next(own) for _ in parts] for name, parts in episodes.items()}
-        head.settle(self._ranks)
-        return values
+            if (head := self._head) is None:
+                values = self._own_critic().values(segments)
+            else:  # the pass gives the log-probs too, which are kept
+                refuse_unknown_ids(segments, embedding_rows(self.model))
+                values, logprobs = read_pieces(
+                    segments,
+                    self.scorer.states,
+                    lambda states: (head.scored(states), states.logprobs_N),
+                    self.config.training,
+                    self._ranks,
+                )
+                self._proximal |= _by_episode(episodes, logprobs)
+                head.settle(self._ranks)
+        rows = _by_episode(episodes, values)
+        return {name: values_of_episode(parts, rows[name], level=level) for name, parts in episodes.items()}
 
     def score(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, ScoredTokens]:
         """Log-probs of each episode's tokens, under the policy and the one that RL started from.
@@ -288,18 +271,9 @@ class LocalLearner:
         """By rollout id, [N] log-probs of the sampled tokens of each segment."""
         if not episodes:
             return {}
-        table = self.config.training
         segments = [segment for parts in episodes.values() for segment in parts]
         refuse_unknown_ids(segments, embedding_rows(self.model))
-        logprobs = logprobs_in_pieces(
-            policy,
-            segments,
-            ranks=self._ranks,
-            row_tokens=table.row_tokens,
-            micro_batch_tokens=table.micro_batch_tokens,
-        )
-        of_segments = iter(logprobs)
-        return {name: [next(of_segments) for _ in parts] for name, parts in episodes.items()}
+        return _by_episode(episodes, score_by(policy, segments, self.config.training, self._ranks))
 
     def update(
         self, episodes: Sequence[CreditedEpisode], *, iteration: int, policy_version: int | None = None
@@ -313,7 +287,7 @@ class LocalLearner:
             was_on_offer, self._is_on_offer = self._is_on_offer, False
             sender, self._sender = self._sender, None
             metrics = self._update_policy(episodes, iteration, policy_version, cache)
-            if self.config.update.has_own_critic:
+            if self.config.has_own_critic:
                 metrics |= self._fit_critic(episodes, iteration, steps=int(metrics["optim/steps"]))
             if not metrics["optim/steps"]:  # they are those that it offers
                 self._is_on_offer, self._sender = was_on_offer, sender
@@ -333,9 +307,7 @@ class LocalLearner:
             rest, cache = part_of(episodes, numbers), cache.part(numbers)
             share = _tokens(rest) / _tokens(episodes)
             episodes, metrics = rest, {"optim/certain_frac": 1.0 - share}
-        warms_up = (
-            self.config.update.has_own_critic and self._own_critic().iterations < training.critic_warmup
-        )
+        warms_up = self.config.has_own_critic and self._own_critic().iterations < training.critic_warmup
         if warms_up or not episodes:
             return metrics | {"optim/steps": 0.0, "optim/steps_skipped": 0.0}
         return metrics | self.policy_update(share).run(
@@ -345,11 +317,7 @@ class LocalLearner:
     def _fit_critic(
         self, episodes: Sequence[CreditedEpisode], iteration: int, *, steps: int
     ) -> dict[str, float]:
-        """An iteration's passes of the own critic.
-
-        Args:
-            steps: that the policy has taken in this iteration; an error counts them beside the critic's.
-        """
+        """An iteration's passes of the own critic, after `steps` of the policy, which an error counts too."""
         critic = self._own_critic()
         before = critic.steps
         try:
@@ -359,21 +327,11 @@ class LocalLearner:
             error.steps_taken = steps + critic.steps - before
             raise
 
-    def trained(self) -> list[Tensor]:
-        """The weights of the policy that are trained, and of the value head; a rank has a share of each."""
-        head = () if self._head is None else self._head.trained.values()
-        return [*(weight for weight in self.model.parameters() if weight.requires_grad), *head]
-
     def policy_update(self, share: float = 1.0) -> PolicyUpdate:
         """The update of the weights as they are now, from this share of the sampled tokens."""
-        return PolicyUpdate(
-            self.scorer,
-            self._optimizer,
-            self.config,
-            reference=None if self.config.training.kl_coef == 0 else self._held_reference(),
-            head=self._head,
-            share=share,
-        )
+        reference = None if self.config.training.kl_coef == 0 else self._held_reference()
+        parts = self.scorer, self._optimizer, self.config
+        return PolicyUpdate(*parts, reference=reference, head=self._head, share=share)
 
     def save(self, folder: Path, progress: Progress) -> None:
         """A whole checkpoint, or a CheckpointError and nothing."""
@@ -464,11 +422,7 @@ class LocalLearner:
         return self._reference
 
     def _started(self, folder: Path | None = None) -> Reference:
-        """RL's starting policy, on the learner's device and in its precision.
-
-        Args:
-            folder: its checkpoint; None: the present policy is the starting one.
-        """
+        """RL's starting policy, of the checkpoint `folder` or the present one, in the learner's precision."""
         adapter, scorer = self._adapter, self.scorer
         if adapter is not None:
             weights = adapter.copied(None if folder is None else read_adapter(folder / FOLDER))
@@ -522,6 +476,14 @@ def part_of(
         for item in episodes
         if numbers[item.rollout_id]
     ]
+
+
+def _by_episode(
+    episodes: Mapping[str, Sequence[Segment]], rows: Iterable[NDArray[Any]]
+) -> dict[str, list[NDArray[Any]]]:
+    """Rows of all segments in their order, by rollout id."""
+    rest = iter(rows)
+    return {name: list(islice(rest, len(parts))) for name, parts in episodes.items()}
 
 
 def _tokens(episodes: Sequence[CreditedEpisode]) -> int:

@@ -102,14 +102,8 @@ def checked_base(folder: Path) -> Path | None:
 def _described(table: ModelTable) -> str | None:
     """A description of the job's model; None where its folder is gone, though its run has checkpoints."""
     if table.preset is not None:
-        preset = PRESETS[table.preset]
-        return described(
-            {
-                "model_type": "qwen3",
-                "num_hidden_layers": preset.layers,
-                "hidden_size": preset.width,
-            }
-        )
+        layers, width = PRESETS[table.preset].layers, PRESETS[table.preset].width
+        return described({"model_type": "qwen3", "num_hidden_layers": layers, "hidden_size": width})
     try:
         return described(read_config(model_folder(table, cached_only=True)))
     except ModelFolderError:
@@ -131,12 +125,10 @@ def held_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
     Converted one by one: a copy in float32 beside the model need not fit.
     """
-    converted = {
-        id(weight): nn.Parameter(
-            weight.detach().to(held_dtype(weight, dtype), copy=True), requires_grad=False
-        )
-        for weight in model.parameters()
-    }
+    converted = {}
+    for weight in model.parameters():
+        held = weight.detach().to(held_dtype(weight, dtype), copy=True)
+        converted[id(weight)] = nn.Parameter(held, requires_grad=False)
     # What deepcopy meets twice it takes from here; so tied weights stay tied.
     return copy.deepcopy(model, converted)
 

@@ -36,7 +36,7 @@ from trainer_backend.learner.adapter_folder import (
     take_out,
 )
 from trainer_backend.learner.sharding import replace_whole, whole
-from trainer_backend.learner.shares import weights_of
+from trainer_backend.models.folder import weights_of
 
 
 class Adapter:
@@ -78,7 +78,8 @@ class Adapter:
         stored = read_adapter(folder)
         refuse_other_settings(folder, self._settings)
         own = self.weights()
-        if _shapes(own) != _shapes(stored):
+        shapes, stored_shapes = ({name: x.shape for name, x in part.items()} for part in (own, stored))
+        if shapes != stored_shapes:
             raise CheckpointError(f"{folder}: the adapters are those of another model")
         for name, tensor in own.items():
             tensor.copy_(stored[name])
@@ -125,11 +126,6 @@ class Adapter:
         plain, layer = weight.to(device="cpu", dtype=torch.float32), self._adapted.get(name)
         return plain if layer is None else plain + _layer_delta(layer)
 
-    @torch.no_grad()
-    def base(self) -> dict[str, Tensor]:
-        """The weights under the adapters as they are held, in main memory."""
-        return {name: tensor.cpu() for name, tensor in self.under().items()}
-
     def under(self) -> dict[str, Tensor]:
         """The weights under the adapters, by their names in the plain model; of tied ones the first alone."""
         return {
@@ -166,17 +162,15 @@ def adapter_dropouts(model: PreTrainedModel) -> list[nn.Module]:
 
 def _wrapped(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     config._register_custom_module({nn.Linear: AdaptedLinear})
-    with _of_a_newer_transformers():
+    with warnings.catch_warnings():
+        # peft asks by a name that transformers 5 still has, and warns whoever reads the run's output.
+        warnings.simplefilter("ignore", FutureWarning)
         return get_peft_model(model, config)
 
 
 def _layer_delta(layer: Any) -> Tensor:
     down, up = (matrix[ADAPTER].weight.detach() for matrix in (layer.lora_A, layer.lora_B))
     return delta(down, up, layer.scaling[ADAPTER])
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -218,11 +212,3 @@ def adapted_layers(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, 
 
 def _is_target(target: str, name: str) -> bool:
     return f".{name}".endswith(f".{target}")
-
-
-@contextmanager
-def _of_a_newer_transformers() -> Iterator[None]:
-    """peft asks by a name that transformers 5 still has, and warns whoever reads the run's output."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        yield

@@ -12,6 +12,7 @@ away. What the allocator and the libraries themselves need is the flat OVERHEAD 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -27,14 +28,8 @@ from trainer_backend.learner.decoder import FAMILIES
 from trainer_backend.learner.device import Placement, place
 from trainer_backend.learner.operators import computes_by_kernels
 from trainer_backend.learner.ranks import ALONE, Ranks
-from trainer_backend.learner.shapes import (
-    BFLOAT16,
-    FLOAT32,
-    ModelShape,
-    folder_config,
-    model_config,
-    model_shape,
-)
+from trainer_backend.learner.shapes import BFLOAT16, FLOAT32, ModelShape, model_config, model_shape
+from trainer_backend.models.folder import folder_config
 
 # AdamW: two moments in float32.
 MOMENTS = 8
@@ -162,8 +157,7 @@ def _learner_needs(shape: ModelShape, use: MemoryUse, *, is_gpu: bool) -> dict[s
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
+class _Held(NamedTuple):
     """Bytes that a process holds of a model from step to step."""
 
     weights: int
@@ -185,10 +179,7 @@ def _shared(shape: ModelShape, use: MemoryUse) -> _Held:
 
 
 def _held(shape: ModelShape, use: MemoryUse) -> _Held:
-    whole, shared = _whole(shape), _shared(shape, use)
-    return _Held(
-        whole.weights + shared.weights, whole.gradients + shared.gradients, whole.moments + shared.moments
-    )
+    return _Held(*map(sum, zip(_whole(shape), _shared(shape, use), strict=True)))
 
 
 def _reference(shape: ModelShape, use: MemoryUse) -> int:
@@ -214,12 +205,8 @@ def gathered(shape: ModelShape, use: MemoryUse) -> int:
 def serving_needs(shape: ModelShape, use: EngineUse, *, is_gpu: bool) -> MemoryNeeds:
     """What an engine holds of a model that nobody trains. The model must fit; the cache grows with use."""
     weights, overhead = shape.frozen_bytes(use.held), OVERHEAD if is_gpu else 0
-    device = {
-        "engine": weights,
-        "cache": cache(shape, use),
-        "sampling": sampling(shape, use),
-        "overhead": overhead,
-    }
+    device = {"engine": weights, "cache": cache(shape, use), "sampling": sampling(shape, use)}
+    device["overhead"] = overhead
     return MemoryNeeds({kind: size for kind, size in device.items() if size}, {}, weights + overhead)
 
 
@@ -268,9 +255,8 @@ def _main_memory_needs(
         if use.offload:
             stays["optimizer"] = moments
         if ranks.fsdp_cpu_offload:
-            shared = _shared(shape, use)
             frozen = 0 if shape.adapters else _reference(shape, use)
-            stays["shares"] = here * (shared.weights + shared.gradients + shared.moments + frozen)
+            stays["shares"] = here * (sum(_shared(shape, use)) + frozen)
     largest = max(passing, key=lambda kind: passing[kind])
     return stays | {largest: passing[largest]}
 
@@ -371,11 +357,7 @@ def refuse_too_large(plan: MemoryPlan, *, hint: str) -> None:
 
 
 def memory_plan(
-    config: LearnerConfig,
-    checkpoint: Path | None = None,
-    *,
-    fixed: Sequence[Path] = (),
-    ranks: Ranks = ALONE,
+    config: LearnerConfig, checkpoint: Path | None = None, *, fixed: Sequence[Path] = (), ranks: Ranks = ALONE
 ) -> MemoryPlan:
     """Plan the memory of a run on this machine; the model's weights are not read.
 
@@ -390,19 +372,15 @@ def memory_plan(
     is_beside = not ranks.are_several or ranks.index < (1 if is_gpu else config.ranks.nproc_per_node)
     if not is_beside:
         config = replace(config, engines=0, processes=1)
-    critic = None if config.update.value_level is None else config.training.critic
+    critic = None if config.value_level is None else config.training.critic
     others = [folder_config(folder) for folder in fixed]
     # A preset beside a fixed policy has the tokenizer of the first of them.
     vocabulary = others[0].get_text_config().vocab_size if others else config.model.vocab_size
     own = model_config(config.model, checkpoint, vocabulary)
     shape = model_shape(own, config.lora, critic=critic)
     copies = max(1, config.fixed_copies) if is_beside else 0
-    needs = memory_needs(
-        shape,
-        memory_use(config, placement, shape),
-        is_gpu=is_gpu,
-        fixed=[model_shape(other, None) for other in others] * copies,
-    )
+    shapes = [model_shape(other, None) for other in others] * copies
+    needs = memory_needs(shape, memory_use(config, placement, shape), is_gpu=is_gpu, fixed=shapes)
     notes = slower_ways(
         placement,
         head_dim=shape.head_dim,
@@ -411,14 +389,9 @@ def memory_plan(
         wide_products=multiplies_wide(),
         wide_sums=adds_wide(),
     )
-    return _beside_what_is_free(needs, placement, notes, _whose(ranks, config.ranks, is_gpu=is_gpu))
-
-
-def _whose(ranks: Ranks, table: LearnerTable, *, is_gpu: bool) -> str:
-    if not ranks.are_several:
-        return ""
-    here = f"rank {ranks.index}" if is_gpu else str(table.nproc_per_node)
-    return f"{here} of {ranks.count} ranks"
+    here = f"rank {ranks.index}" if is_gpu else str(config.ranks.nproc_per_node)
+    whose = f"{here} of {ranks.count} ranks" if ranks.are_several else ""
+    return _beside_what_is_free(needs, placement, notes, whose)
 
 
 def slower_ways(
@@ -512,7 +485,7 @@ def memory_use(config: LearnerConfig, placement: Placement, shape: ModelShape) -
         reference=training.needs_reference,
         checkpointing=training.gradient_checkpointing,
         offload=training.optimizer_offload,
-        values_by_token=config.update.value_level == "token",
+        values_by_token=config.value_level == "token",
         engines=config.engines,
         processes=config.processes,
         ranks=config.ranks,
@@ -545,7 +518,7 @@ def less_memory(config: LearnerConfig) -> str:
     knobs = [f"lower {sizes}"]
     if not table.gradient_checkpointing:
         knobs.append("set training.gradient_checkpointing = true")
-    if config.update.has_own_critic:  # which neither [lora] nor several ranks go with
+    if config.has_own_critic:  # which neither [lora] nor several ranks go with
         knobs.append("set training.critic = 'head'")
     elif config.lora is None:
         knobs.append("train adapters with [lora]")
@@ -573,7 +546,7 @@ def _of_ranks(config: LearnerConfig, *, is_gpu: bool) -> Iterator[str]:
         if not table.fsdp_cpu_offload:
             yield "set learner.fsdp_cpu_offload = true"
         return
-    if torch.cuda.device_count() > 1 and not config.update.has_own_critic:
+    if torch.cuda.device_count() > 1 and not config.has_own_critic:
         yield "share the weights out to more GPUs with [cluster] and learner.nproc_per_node"
     if not config.training.optimizer_offload:
         yield "set training.optimizer_offload = true"

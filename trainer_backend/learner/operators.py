@@ -108,11 +108,7 @@ BY_TORCH = Operators(
 
 
 def operators_for(placement: Placement, config: Any) -> Operators:
-    """By kernels where they run and the model's gates are theirs.
-
-    Args:
-        config: the model's.
-    """
+    """By kernels where they run and the model's gates are theirs."""
     if placement.low is not None and gates_are_known(config) and computes_by_kernels(placement):
         return by_kernels(placement.low)
     return BY_TORCH
@@ -129,11 +125,7 @@ def computes_by_kernels(placement: Placement) -> bool:
 
 
 def by_kernels(out: torch.dtype = torch.bfloat16) -> Operators:
-    """The same by Triton's kernels, which are there (`paged_attention.kernels_are_here`).
-
-    Args:
-        out: type of products' factors.
-    """
+    """By Triton's kernels, which are there (`kernels_are_here`); `out`: the type of products' factors."""
     from trainer_backend.learner.kernel_operators import operators
 
     return operators(out)

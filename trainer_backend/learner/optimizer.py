@@ -1,13 +1,18 @@
 """AdamW over the weights that are trained; its moments on their device, or in main memory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim.adamw import adamw
 from transformers import PreTrainedModel
+
+from trainer_backend.errors import CheckpointError
 
 # One part is computed, one is under way down, one up.
 _LANES = 3
@@ -15,9 +20,9 @@ _LANES = 3
 
 def adamw_of(
     model: PreTrainedModel,
-    *,
     learning_rate: float,
     weight_decay: float,
+    *,
     betas: tuple[float, float] = (0.9, 0.999),
     offload: bool = False,
 ) -> torch.optim.AdamW:
@@ -33,6 +38,34 @@ def adamw_of(
         return OffloadedAdamW(trained, **settings)
     is_fused = trained[0].device.type in ("cuda", "cpu")
     return torch.optim.AdamW(trained, **settings, fused=True if is_fused else None)
+
+
+def named_state(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights by their names, and what AdamW keeps of each as `name.exp_avg`: what a file holds of them."""
+    states = {name: optimizer.state.get(weight, {}) for name, weight in weights.items()}
+    moments = {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
+    return {name: weight.detach() for name, weight in weights.items()} | moments
+
+
+@contextmanager
+def restored(
+    optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], path: Path, what: str
+) -> Iterator[dict[str, Tensor]]:
+    """Put weights and moments of `named_state` back from a file; CheckpointError: it is another model's."""
+    try:
+        tensors = load_file(path)
+        with torch.no_grad():
+            for name, weight in weights.items():
+                weight.copy_(tensors[name])
+        state = {
+            number: {key: tensors[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+            for number, name in enumerate(weights)
+            if f"{name}.step" in tensors
+        }
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+        yield tensors
+    except Exception as error:  # safetensors and torch raise types of their own
+        raise CheckpointError(f"{path}: {what} cannot be restored: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,19 +15,17 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from safetensors.torch import save_file
 
-from trainer_backend.core.collate import cut_packed, pack_segments
 from trainer_backend.core.critic import CriticTargets, ValueLevel
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.core.segments import Segment
 from trainer_backend.core.value_loss import critic_columns, value_loss
-from trainer_backend.errors import CheckpointError, NonFiniteLoss
+from trainer_backend.errors import NonFiniteLoss
 from trainer_backend.job.training_table import TrainingTable
-from trainer_backend.learner.optimizer import adamw_of
+from trainer_backend.learner.optimizer import adamw_of, named_state, restored
 from trainer_backend.learner.ranks import ALONE
-from trainer_backend.learner.scoring import Scorer, in_pieces, refuse_unknown_ids, row_width
+from trainer_backend.learner.scoring import Scorer, cut_pieces, read_pieces, refuse_unknown_ids
 from trainer_backend.learner.sharding import clip_gradient
 from trainer_backend.learner.stepping import Scored, in_steps, stepping
 from trainer_backend.learner.value_head import ValueHead
@@ -35,7 +33,6 @@ from trainer_backend.models.folder import embedding_rows
 from trainer_backend.protocols import CreditedEpisode
 from trainer_backend.rundir.checkpoint_paths import CRITIC_FILE, TRAINING_FOLDER
 
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 # A key of its file, beside those of its weights.
 _ITERATIONS = "iterations"
 
@@ -48,24 +45,17 @@ class OwnCritic:
         table: its critic_* and value_* keys.
         level: where its values are read.
         seed: of the job; the order of its batches follows from it.
-
-    Attributes:
-        steps: optimizer steps taken since this object was made.
-        iterations: of which it has learned, those before a resume too.
     """
 
     def __init__(self, policy: Scorer, table: TrainingTable, level: ValueLevel, *, seed: int) -> None:
         self._scorer = replace(policy, model=copy.deepcopy(policy.model))
         self._table, self._seed, self.level = table, seed, level
-        self.steps = self.iterations = 0
+        self.steps = 0  # of the optimizer, since this object was made
+        self.iterations = 0  # of which it has learned, those before a resume too
         own = table.model_copy(update={"value_trunk_gradient": True})
         self._head = ValueHead(policy.model.config.hidden_size, policy.placement.device, own, level)
-        self._optimizer = adamw_of(
-            self._scorer.model,
-            learning_rate=table.critic_learning_rate,
-            weight_decay=table.weight_decay,
-            offload=table.optimizer_offload,
-        )
+        rate, decay = table.critic_learning_rate, table.weight_decay
+        self._optimizer = adamw_of(self._scorer.model, rate, decay, offload=table.optimizer_offload)
 
     def values(self, segments: Sequence[Segment]) -> list[NDArray[Any]]:
         """For each segment, [N] V of its sampled tokens in reward units; 0 where none is read.
@@ -74,13 +64,8 @@ class OwnCritic:
             SegmentError: a token that the model has no embedding of.
         """
         refuse_unknown_ids(segments, embedding_rows(self._scorer.model))
-        (values,) = in_pieces(
-            segments,
-            self._scorer.hidden,
-            lambda states: (self._head.scored(states),),
-            ranks=ALONE,
-            row_tokens=self._table.row_tokens,
-            micro_batch_tokens=self._table.micro_batch_tokens,
+        (values,) = read_pieces(
+            segments, self._scorer.hidden, lambda states: (self._head.scored(states),), self._table, ALONE
         )
         self._head.settle(ALONE)
         return values
@@ -116,35 +101,26 @@ class OwnCritic:
 
     def gradient(self, segments: Sequence[Segment], targets: Mapping[str, CriticTargets]) -> float:
         """The gradient of a step, left on layers and head, and its loss."""
-        table = self._table
-        width = row_width(segments, table.row_tokens)
-        packed = pack_segments(segments, row_tokens=width)
+        packed, pieces = cut_pieces(segments, self._table, ALONE)
         columns = critic_columns(segments, targets, list(dict.fromkeys(packed.segment_N.tolist())))
         self._optimizer.zero_grad(set_to_none=True)
         self._head.zero_grad()
         total, first = 0.0, 0
         with stepping(self._scorer.model):
-            for piece in cut_packed(packed, max(1, table.micro_batch_tokens // width)):
+            for piece in pieces:
                 tokens = slice(first, first + len(piece.target_N))
                 part = columns.each(lambda column: column[tokens].to(self._scorer.placement.device))  # noqa: B023
-                loss = value_loss(self._head.values(self._scorer.hidden(piece)), part, clip=table.value_clip)
+                values_N = self._head.values(self._scorer.hidden(piece))
+                loss = value_loss(values_N, part, clip=self._table.value_clip)
                 loss.backward()  # type: ignore[no-untyped-call]
                 total, first = total + loss.item(), tokens.stop
         return total
 
-    def _weights(self) -> dict[str, nn.Parameter]:
-        return dict(self._scorer.model.named_parameters())
-
     def save(self, folder: Path) -> None:
         """Weights and moments of its layers and of its head, as two files of a checkpoint."""
         self._head.save(folder)
-        tensors: dict[str, Tensor] = {_ITERATIONS: torch.tensor(self.iterations)}
-        for name, weight in self._weights().items():
-            tensors[name] = weight.detach()
-            tensors |= {
-                f"{name}.{key}": value for key, value in self._optimizer.state.get(weight, {}).items()
-            }
-        save_file(tensors, folder / CRITIC_FILE)
+        tensors = named_state(self._optimizer, dict(self._scorer.model.named_parameters()))
+        save_file({_ITERATIONS: torch.tensor(self.iterations)} | tensors, folder / CRITIC_FILE)
 
     def restore(self, checkpoint: Path) -> None:
         """Read what `save` wrote; a checkpoint without it leaves a fresh one."""
@@ -152,21 +128,7 @@ class OwnCritic:
         if not path.exists():
             return
         self._head.restore(checkpoint)
-        try:
-            self._take(load_file(path))
-        except Exception as error:  # safetensors and torch raise types of their own
-            raise CheckpointError(f"{path}: the critic cannot be restored: {error}") from error
-
-    def _take(self, tensors: Mapping[str, Tensor]) -> None:
-        weights = self._weights()
-        # The file of an older release has no count; its critic was warm.
-        self.iterations = int(tensors.get(_ITERATIONS, self._table.critic_warmup))
-        with torch.no_grad():
-            for name, weight in weights.items():
-                weight.copy_(tensors[name])
-        state = {
-            number: {key: tensors[f"{name}.{key}"] for key in _MOMENTS}
-            for number, name in enumerate(weights)
-            if f"{name}.step" in tensors
-        }
-        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state})
+        weights = dict(self._scorer.model.named_parameters())
+        with restored(self._optimizer, weights, path, "the critic") as tensors:
+            # The file of an older release has no count; its critic was warm.
+            self.iterations = int(tensors.get(_ITERATIONS, self._table.critic_warmup))

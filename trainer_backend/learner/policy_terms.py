@@ -39,11 +39,7 @@ class StepSums:
 
 
 class PolicyTerms:
-    """The objectives of a job, and its loss over tokens of any of its policies.
-
-    Args:
-        share: of the iteration's sampled tokens, that its steps hold.
-    """
+    """The objectives of a job, and its loss over a `share` of an iteration's tokens, of any policy of it."""
 
     def __init__(self, objectives: Mapping[str, Objective], table: TrainingTable, share: float = 1.0) -> None:
         self.objectives, self._table, self._share = objectives, table, share
@@ -76,11 +72,8 @@ class PolicyTerms:
     def sums(self, batch: Batch) -> StepSums:
         """Return sums over a whole step, so that a reported mean is over a policy's own samples."""
         weights = {policy: float(batch.weight_N[chosen].sum()) for policy, chosen in self._chosen(batch)}
-        return StepSums(
-            len(batch.weight_N) / self._share,
-            weights,
-            0.0 if batch.critic is None else float(batch.critic.weight_N.sum()),
-        )
+        critic = 0.0 if batch.critic is None else float(batch.critic.weight_N.sum())
+        return StepSums(len(batch.weight_N) / self._share, weights, critic)
 
     def spans_pieces(self, batch: Batch) -> bool:
         """Whether tokens of one unit may lie in several pieces of this step."""
@@ -96,11 +89,7 @@ class PolicyTerms:
         return replace(batch, unit_log_N=logs_N)
 
     def of(
-        self,
-        batch: Batch,
-        logprobs_N: Tensor,
-        entropies_N: Tensor,
-        sums: StepSums,
+        self, batch: Batch, logprobs_N: Tensor, entropies_N: Tensor, sums: StepSums
     ) -> tuple[Tensor, dict[str, float]]:
         """The policy's loss over a piece: surrogate, entropy bonus and KL term; and the piece's metrics.
 
@@ -118,29 +107,24 @@ class PolicyTerms:
         loss, metrics = logprobs_N.new_zeros(()), {DRIFT: 0.0}
         for policy, chosen in self._chosen(batch):
             tokens = _tokens(batch, logprobs_N).at(chosen)
-            unit_logs = self._unit_logs(policy, tokens, batch, chosen)
+            unit_logs = None if batch.unit_log_N is None else batch.unit_log_N[chosen]
+            if unit_logs is None or self.objectives[policy].unit_level != "episode":
+                unit_logs = self.objectives[policy].unit_logs(tokens)
             surrogate, terms = self._surrogate(policy, tokens, unit_logs)
             moved_N = token_kl(tokens.logprobs, tokens.proximal_logprobs, tokens.weights)
             terms["approx_kl"] = float(weighted_sum(moved_N, tokens.weights))
             terms["policy"] = surrogate.item()
             terms["entropy"] = weighted_sum(entropies_N[chosen].detach(), tokens.weights).item()
-            loss = (
-                loss
-                + surrogate
-                + self._table.entropy_coef
-                * entropy_loss(entropies_N[chosen], tokens.weights * _trust(policy, tokens))
-            )
+            # By these factors a mean over the policy's samples is one over the proximal policy's.
+            trust_N = torch.ones_like(tokens.weights) if policy == ACTOR else tokens.behaviour_weights
+            weights_N = tokens.weights * trust_N
+            loss = loss + surrogate + self._table.entropy_coef * entropy_loss(entropies_N[chosen], weights_N)
             if batch.reference_logprob_N is not None:
                 pulls_to_N = batch.reference_logprob_N[chosen]
-                distance = kl_loss(
-                    tokens.logprobs,
-                    pulls_to_N,
-                    tokens.weights * _trust(policy, tokens),
-                    name=self._table.kl_kind,
-                )
+                distance = kl_loss(tokens.logprobs, pulls_to_N, weights_N, name=self._table.kl_kind)
                 loss = loss + self._table.kl_coef * distance
                 terms["kl"] = distance.item()
-            metrics[DRIFT] += float((moved_N * _trust(policy, tokens)).sum()) / sums.tokens
+            metrics[DRIFT] += float((moved_N * trust_N).sum()) / sums.tokens
             metrics |= self._metrics(policy, terms, sums.weights[policy])
         return loss, metrics
 
@@ -149,13 +133,8 @@ class PolicyTerms:
     ) -> tuple[Tensor, dict[str, float]]:
         """The loss of a policy's samples, and how their ratios lie."""
         objective = self.objectives[policy]
-        ratios = clip_metrics(
-            objective.levelled(tokens, unit_logs),
-            objective.denominators(tokens),
-            tokens.advantages,
-            tokens.weights,
-            objective.clip,
-        )
+        levelled, denominators = objective.levelled(tokens, unit_logs), objective.denominators(tokens)
+        ratios = clip_metrics(levelled, denominators, tokens.advantages, tokens.weights, objective.clip)
         shares = {name.removeprefix("loss/"): value for name, value in ratios.items()}
         return objective.surrogate(tokens, unit_logs), shares
 
@@ -172,12 +151,6 @@ class PolicyTerms:
             return {f"loss/{name}": value for name, value in of_step.items()}
         names = _OF_FIXED + (_OF_CLIPPED if self.objectives[policy].clips else ())
         return {metric_of(policy, name): of_step[name] for name in names}
-
-    def _unit_logs(self, policy: str, tokens: Tokens, batch: Batch, chosen: Tensor | slice) -> Tensor | None:
-        objective = self.objectives[policy]
-        if objective.unit_level != "episode" or batch.unit_log_N is None:
-            return objective.unit_logs(tokens)
-        return batch.unit_log_N[chosen]
 
     def _chosen(self, batch: Batch) -> Iterator[tuple[str, Tensor | slice]]:
         """The policies that sampled some of these tokens, with where they are."""
@@ -198,8 +171,3 @@ def _tokens(batch: Batch, logprobs_N: Tensor) -> Tokens:
         behaviour_weights=batch.behaviour_weight_N,
         units=batch.unit_N,
     )
-
-
-def _trust(policy: str, tokens: Tokens) -> Tensor:
-    """[N] factors by which a mean over these samples is one over the proximal policy's."""
-    return torch.ones_like(tokens.weights) if policy == ACTOR else tokens.behaviour_weights

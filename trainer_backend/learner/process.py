@@ -70,7 +70,7 @@ from trainer_backend.learner.device import place
 from trainer_backend.learner.factory import LocalFactory
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.ranks import ALONE, Ranks, join_ranks, refuse_other_count
-from trainer_backend.learner.relay import Relay, call_error
+from trainer_backend.learner.relay import Caller, Relay, call_error
 from trainer_backend.protocols import CreditedEpisode, Progress
 
 log = structlog.get_logger("learner")
@@ -78,6 +78,8 @@ log = structlog.get_logger("learner")
 _BODY_S = 600.0
 # For the answer of a call to leave this process, before it ends because its ranks are not in step any more.
 _LAST_WORDS_S, _BROKEN = 0.25, 3
+# Calls that need a job, and no learner.
+_OF_THE_FACTORY = frozenset({"fixed_folders", "plan_memory", "gradient_cosines"})
 # Of the number of a call, and characters of a malformed header in an error.
 _MOST_DIGITS, _SHOWN = 18, 80
 
@@ -91,15 +93,12 @@ class Host:
         self._learner: LocalLearner | None = None
 
     def do(self, name: str, *arguments: Any) -> Any:
-        """Carry out a call and return its result.
-
-        Raises:
-            LearnerFailed: it comes before the call that it needs.
-        """
+        """Carry out a call and return its result; LearnerFailed: it comes before the call that it needs."""
         own = getattr(self, f"_{name}", None)
         if own is not None:
             return own(*arguments)
-        return getattr(self._made(), name)(*arguments)
+        home = self._opened() if name in _OF_THE_FACTORY else self._made()
+        return getattr(home, name)(*arguments)
 
     def _open(self, job: str) -> None:
         config = parse_job(tomli.loads(job), where="the job").config
@@ -119,21 +118,12 @@ class Host:
             is_seen = False
         return all(self._ranks.of_every_rank(is_seen))
 
-    def _fixed_folders(self, checkpoint: Path | None) -> dict[str, Path]:
-        return dict(self._opened().fixed_folders(checkpoint))
-
-    def _plan_memory(self, checkpoint: Path | None, fixed: list[Path]) -> str:
-        return self._opened().plan_memory(checkpoint, fixed)
-
     def _fresh(self, prompts: list[Trajectory], tokenizer_of: Path | None) -> None:
         self._learner = self._opened().fresh(prompts, tokenizer_of)
 
     def _resumed(self, checkpoint: Path) -> Progress:
         self._learner, progress = self._opened().resumed(checkpoint)
         return progress
-
-    def _gradient_cosines(self, *arguments: Any) -> list[tuple[str, str, float]]:
-        return self._opened().gradient_cosines(*arguments)
 
     def _update(
         self, episodes: list[CreditedEpisode], iteration: int, policy_version: int | None
@@ -151,12 +141,8 @@ class Host:
         return self._factory
 
 
-class Call:
-    """One call: it runs once, and everybody who asked for it gets its lines.
-
-    Args:
-        digest: of its arguments.
-    """
+class Call(Caller):
+    """One call: it runs once, and all who asked for it get its lines. `digest` is of its arguments."""
 
     def __init__(self, number: int, name: str, digest: bytes) -> None:
         self.number, self.name, self.digest = number, name, digest

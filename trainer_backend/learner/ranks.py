@@ -67,10 +67,6 @@ class Ranks:
             number = first + self.index
             yield pieces[min(number, len(pieces) - 1)], number < len(pieces)
 
-    def sums_by_rank(self, sizes: Sequence[int]) -> list[int]:
-        """[ranks] what each rank gets by `own_pieces`, of pieces of these sizes, but what does not count."""
-        return [sum(sizes[index :: self.count]) for index in range(self.count)]
-
     def in_order(self, own: Sequence[Item]) -> list[Item]:
         """What all ranks found for the pieces that count, in the order of the pieces; alike on every rank."""
         if not self.are_several:
@@ -171,18 +167,13 @@ class Ranks:
 ALONE = Ranks()
 
 
-def is_one_of_several() -> bool:
-    """Whether torchrun has started this process as one of several ranks."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
 def join_ranks() -> Ranks:
     """Join the ranks that torchrun has started.
 
     Raises:
         LearnerFailed: their versions differ, or they did not come together.
     """
-    if not is_one_of_several():
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ALONE
     limit = timedelta(seconds=RANKS_JOIN_S)
     backend = "cpu:gloo"

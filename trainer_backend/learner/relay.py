@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import structlog
 import torch
@@ -34,28 +34,18 @@ _LIMIT = timedelta(seconds=600)
 _LOOK = timedelta(seconds=0.2)
 
 
-class Caller(Protocol):
-    """Whoever waits for a call."""
+class Caller:
+    """What waits for a call. This one, of a rank that follows, hears nothing and stops nothing."""
 
     def tell(self, done: int, total: int) -> None:
         """Hear of the progress of a call that reports it."""
 
     def is_halted(self) -> bool:
         """Return whether the call is to stop."""
+        return False
 
     def broken(self, error: TrainerError) -> None:
         """Hear that the call has ended with this error, and that this process has to end."""
-
-
-class Nobody:
-    """The caller of a rank that follows."""
-
-    def tell(self, done: int, total: int) -> None: ...
-
-    def is_halted(self) -> bool:
-        return False
-
-    def broken(self, error: TrainerError) -> None: ...
 
 
 class Halted(Exception):
@@ -63,11 +53,7 @@ class Halted(Exception):
 
 
 class Relay:
-    """One rank's end of the calls.
-
-    Args:
-        do: carries out a call by name and arguments on this rank.
-    """
+    """One rank's end of the calls; `do` carries one out by name and arguments on this rank."""
 
     def __init__(self, ranks: Ranks, do: Callable[..., Any]) -> None:
         self._ranks, self._do, self._number = ranks, do, 0
@@ -116,7 +102,7 @@ class Relay:
             name = self._store.get(f"call/{self._number}").decode()
             text = ""
             try:
-                self._carry_out(name, self._share(b""), Nobody())
+                self._carry_out(name, self._share(b""), Caller())
             except Exception as error:
                 text = ErrorBody.of(call_error(error, name)).model_dump_json()
                 self._store.set(self._failure, text)

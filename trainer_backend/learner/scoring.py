@@ -13,6 +13,7 @@ from trainer_backend.core.collate import Packed, by_segment, cut_packed, pack_se
 from trainer_backend.core.logprobs import chunked_logprobs
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import SegmentError, place
+from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.learner.attention import PackedAttention
 from trainer_backend.learner.decoder import Operators, is_known, read_states
 from trainer_backend.learner.device import Placement
@@ -113,47 +114,27 @@ class Scorer:
         """[N] log-probs of the sampled tokens, differentiable in the model's weights."""
         return self.states(packed).logprobs_N
 
-    def score(
-        self, segments: Sequence[Segment], *, row_tokens: int, micro_batch_tokens: int
-    ) -> list[NDArray[Any]]:
+    def score(self, segments: Sequence[Segment], keys: LoopKeys) -> list[NDArray[Any]]:
         """For each segment, the log-prob of each of its sampled tokens (nats), without gradient."""
-        (found,) = self.each(
-            segments,
-            lambda states: (states.logprobs_N,),
-            row_tokens=row_tokens,
-            micro_batch_tokens=micro_batch_tokens,
-        )
-        return found
-
-    def each(
-        self,
-        segments: Sequence[Segment],
-        columns: Callable[[States], tuple[Tensor, ...]],
-        *,
-        row_tokens: int,
-        micro_batch_tokens: int,
-    ) -> list[list[NDArray[Any]]]:
-        """As `in_pieces`, of the states of each piece."""
         refuse_unknown_ids(segments, embedding_rows(self.model))
-        return in_pieces(
-            segments,
-            self.states,
-            columns,
-            ranks=self.ranks,
-            row_tokens=row_tokens,
-            micro_batch_tokens=micro_batch_tokens,
-        )
+        return score_by(self.logprobs, segments, keys, self.ranks)
+
+
+def cut_pieces(segments: Sequence[Segment], keys: LoopKeys, ranks: Ranks) -> tuple[Packed, list[Packed]]:
+    """Segments in packed rows, and these rows in pieces of one forward pass."""
+    width = row_width(segments, keys.row_tokens)
+    packed = pack_segments(segments, row_tokens=width)
+    rows = ranks.rows_of_a_piece(len(packed.token_ids_BL), keys.micro_batch_tokens // width)
+    return packed, list(cut_packed(packed, rows))
 
 
 @torch.no_grad()  # inference mode would leave tensors in a sharded model that no backward pass takes
-def in_pieces(
+def read_pieces(
     segments: Sequence[Segment],
     forward: Callable[[Packed], Piece],
     columns: Callable[[Piece], tuple[Tensor, ...]],
-    *,
+    keys: LoopKeys,
     ranks: Ranks,
-    row_tokens: int,
-    micro_batch_tokens: int,
 ) -> list[list[NDArray[Any]]]:
     """For each [N] column of the pieces: for each segment, the numbers of its sampled tokens.
 
@@ -161,34 +142,19 @@ def in_pieces(
         forward: a forward pass of a piece, which all ranks make at a time.
         columns: what is read of it, on the rank that its numbers are taken from.
     """
-    width = row_width(segments, row_tokens)
-    packed = pack_segments(segments, row_tokens=width)
-    rows = ranks.rows_of_a_piece(len(packed.token_ids_BL), micro_batch_tokens // width)
-    passes = ((forward(piece), counts) for piece, counts in ranks.own_pieces(list(cut_packed(packed, rows))))
+    packed, pieces = cut_pieces(segments, keys, ranks)
+    passes = ((forward(piece), counts) for piece, counts in ranks.own_pieces(pieces))
     own = [columns(found) for found, counts in passes if counts]
     if ranks.are_several:
         own = ranks.in_order([tuple(column.cpu() for column in piece) for piece in own])
     return [by_segment(packed, torch.cat(column)) for column in zip(*own, strict=True)]
 
 
-def logprobs_in_pieces(
-    policy: Callable[[Packed], Tensor],
-    segments: Sequence[Segment],
-    *,
-    ranks: Ranks,
-    row_tokens: int,
-    micro_batch_tokens: int,
+def score_by(
+    policy: Callable[[Packed], Tensor], segments: Sequence[Segment], keys: LoopKeys, ranks: Ranks
 ) -> list[NDArray[Any]]:
     """For each segment, the [N] log-probs (nats) that `policy` gives its sampled tokens."""
-    (found,) = in_pieces(
-        segments,
-        policy,
-        lambda logprobs_N: (logprobs_N,),
-        ranks=ranks,
-        row_tokens=row_tokens,
-        micro_batch_tokens=micro_batch_tokens,
-    )
-    return found
+    return read_pieces(segments, policy, lambda logprobs_N: (logprobs_N,), keys, ranks)[0]
 
 
 def refuse_unknown_ids(segments: Sequence[Segment], rows: int) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.errors import ModelFolderError
@@ -15,7 +15,7 @@ from trainer_backend.learner.attention import head_dim_of
 from trainer_backend.learner.decoder import is_known
 from trainer_backend.learner.lora import adapted_layers
 from trainer_backend.learner.operators import gates_are_known
-from trainer_backend.models.layout import base_folder, refuse_incomplete, refuse_untrainable
+from trainer_backend.models.folder import folder_config
 from trainer_backend.models.presets import preset_config
 from trainer_backend.models.sources import model_folder
 
@@ -56,20 +56,12 @@ class ModelShape:
         return (self.parameters - self.ends) // self.layers
 
     @property
-    def trained(self) -> int:
-        return (self.adapters or self.parameters) + self.critic
-
-    @property
     def cached_numbers(self) -> int:
         """Of the keys and values of a token."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
     def frozen_bytes(self, matrices: int) -> int:
-        """Bytes of all its weights but adapters and value head, for a copy that nobody trains.
-
-        Args:
-            matrices: bytes of a number in a matrix.
-        """
+        """Bytes of a copy without adapters and value head, with `matrices` bytes a number in a matrix."""
         return self.parameters * matrices + self.vectors * (FLOAT32 - matrices)
 
 
@@ -113,11 +105,7 @@ def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None, *, criti
 
 
 def refuse_unknown_targets(table: ModelTable, lora: LoraTable) -> None:
-    """Refuse adapters of layers that the job's model lacks, where the model is on this machine.
-
-    Raises:
-        JobError: as `adapted_layers`.
-    """
+    """Refuse adapters (JobError) of layers that the job's model lacks, where the model is on this machine."""
     try:
         folder = None if table.preset is not None else model_folder(table, cached_only=True)
         config = model_config(table, folder, table.vocab_size)
@@ -130,13 +118,3 @@ def model_config(table: ModelTable, checkpoint: Path | None, vocabulary: int) ->
     if checkpoint is None and table.preset is not None:
         return preset_config(PRESETS[table.preset], vocabulary=vocabulary)
     return folder_config(checkpoint or model_folder(table))
-
-
-def folder_config(folder: Path) -> Any:
-    refuse_incomplete(folder)
-    refuse_untrainable(folder)
-    try:
-        model = base_folder(folder) or folder
-        return AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # a dozen types for a value that the library does not take
-        raise ModelFolderError(f"config.json cannot be used: {error}", where=str(folder)) from error

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from trainer_backend.errors import CheckpointError
 from trainer_backend.learner.ranks import Ranks
 from trainer_backend.learner.sharding import sent_to
+from trainer_backend.models.folder import weights_of
 from trainer_backend.models.layout import INDEX
 
 # In a checkpoint's training_state/: the whole optimizer of one rank, or a folder with every rank's share.
@@ -32,13 +33,6 @@ OPTIMIZER_FILE, OPTIMIZER_FOLDER = "optimizer.safetensors", "optimizer"
 # The number of a weight among those that are trained, and what AdamW keeps of it: `0.exp_avg`.
 _ENDS = 64
 _MOMENT = re.compile(r"(\d+)\.(\w+)")
-
-
-def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What a model folder holds of a model, by name; of tied weights the first alone."""
-    saved = model.state_dict().keys()
-    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
-    return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *buffers)}
 
 
 @torch.no_grad()
@@ -123,11 +117,7 @@ def _as_checkpoint_error(folder: Path) -> Iterator[None]:
 
 
 def restore_moments(folder: Path, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
-    """Read what `save_moments` wrote, on whatever number of ranks.
-
-    Raises:
-        CheckpointError: it is another model's.
-    """
+    """Read what `save_moments` wrote, on any number of ranks; CheckpointError where it is another model's."""
     path = folder / OPTIMIZER_FOLDER if (folder / OPTIMIZER_FOLDER).is_dir() else folder
     reader = HuggingFaceStorageReader(str(path))
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]

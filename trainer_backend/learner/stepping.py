@@ -57,11 +57,7 @@ def stepping(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def memory_watched(doing: str, *, hint: str) -> Iterator[None]:
-    """Turn running out of memory in here into an error; `hint` names what to lower.
-
-    Raises:
-        OutOfMemory: instead of torch's error.
-    """
+    """Turn running out of memory in here into OutOfMemory; `hint` names what to lower."""
     try:
         yield
     except RuntimeError as error:

@@ -4,13 +4,10 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer_backend.core.aggregation import units_of
@@ -23,18 +20,11 @@ from trainer_backend.core.segments import Segment
 from trainer_backend.core.value_loss import value_loss
 from trainer_backend.errors import NonFiniteLoss, UpdateStopped
 from trainer_backend.job.training_table import MISMATCH_LIMIT_FLOAT32, MISMATCH_LIMIT_LOW
-from trainer_backend.learner.behaviour import (
-    FirstStep,
-    Scores,
-    Weighed,
-    mismatch,
-    mixture_metrics,
-    weighed,
-)
+from trainer_backend.learner.behaviour import FirstStep, Scores, Weighed, mismatch, mixture_metrics, weighed
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.memory import less_memory
 from trainer_backend.learner.policy_terms import DRIFT, PolicyTerms, StepSums
-from trainer_backend.learner.scoring import Scorer, logprobs_in_pieces, refuse_unknown_ids, row_width
+from trainer_backend.learner.scoring import Scorer, refuse_unknown_ids, row_width, score_by
 from trainer_backend.learner.sharding import clip_gradient
 from trainer_backend.learner.stepping import Scored, in_steps, memory_watched, stepping, together
 from trainer_backend.learner.value_head import ValueHead
@@ -90,12 +80,14 @@ class PolicyUpdate:
     ) -> None:
         self._scorer, self._optimizer, self._reference, self._head = scorer, optimizer, reference, head
         self._config, self._table, self._ranks = config, config.training, scorer.ranks
-        self._terms = PolicyTerms(config.update.objectives, config.training, share)
+        self._terms = PolicyTerms(config.objectives, config.training, share)
         name = config.training.aggregation
         self._aggregation = aggregation(name)
         self._aggregation_keys = config.training.read(self._aggregation.keys, name)
         # Of the pieces of all steps so far, by rank.
         self._tokens_by_rank = np.zeros(scorer.ranks.count)
+        of_products = MISMATCH_LIMIT_FLOAT32 if scorer.placement.low is None else MISMATCH_LIMIT_LOW
+        self._mismatch_limit = config.training.mismatch_limit or of_products
 
     def run(
         self,
@@ -136,7 +128,7 @@ class PolicyUpdate:
                         is_first=number == 0, first=scores.first, drift_limit=limit,
                     )  # fmt: skip
                     if number == 0:
-                        gaps = mismatch(scores.samples.scored, policy_version, limit=self._mismatch_limit())
+                        gaps = mismatch(scores.samples.scored, policy_version, limit=self._mismatch_limit)
                     moved = part.pop(DRIFT)
                     if moved > limit:
                         break
@@ -166,14 +158,11 @@ class PolicyUpdate:
         imbalance = float(tokens.max() / tokens.mean())
         return {"learner/ranks": float(len(tokens)), "learner/tokens_imbalance": imbalance}
 
-    def weighed(
-        self,
-        episodes: Sequence[CreditedEpisode],
-        cache: LogprobCache = EMPTY,
-    ) -> Weighed:
+    def weighed(self, episodes: Sequence[CreditedEpisode], cache: LogprobCache = EMPTY) -> Weighed:
         """Stop 8: score each segment before the first step, without dropout, and weigh its tokens."""
-        proximal = self._logprobs(episodes, cache.proximal, self._scorer.score)
-        return weighed(self._drafts(episodes, cache), proximal, self._terms.objectives)
+        drafts = self._drafts(episodes, cache)
+        proximal = self._logprobs(episodes, cache.proximal, self._scorer.logprobs)
+        return weighed(drafts, proximal, self._terms.objectives)
 
     def _drafts(self, episodes: Sequence[CreditedEpisode], cache: LogprobCache) -> list[Scored]:
         """All segments, with what is known of them before the policy scores them.
@@ -186,10 +175,8 @@ class PolicyUpdate:
         refuse_unknown_ids(segments, embedding_rows(self._scorer.model))
         policies = [episode.policy for episode in episodes for _ in episode.segments]
         reference: Sequence[Row | None] = [None] * len(segments)
-        pull = self._reference
-        if pull is not None:
-            score = partial(logprobs_in_pieces, pull, ranks=self._ranks)
-            reference = self._logprobs(episodes, cache.reference, score)
+        if self._reference is not None:
+            reference = self._logprobs(episodes, cache.reference, self._reference)
         shares: Sequence[Row] = [()] * len(segments)
         if self._aggregation.over == "iteration":
             shares = self._aggregation.weights(segments, self._aggregation_keys)
@@ -205,11 +192,7 @@ class PolicyUpdate:
         episodes: Sequence[CreditedEpisode],
         cache: LogprobCache,
     ) -> Scores:
-        """Score all segments, but for those of a first step that can do that itself.
-
-        Args:
-            members: the numbers of the first step's segments.
-        """
+        """Score all segments, but for the first step's, `members`, where that can score its own."""
         objectives = self._terms.objectives
         units = {
             level
@@ -218,32 +201,22 @@ class PolicyUpdate:
         }
         cached = all(episode.rollout_id in cache.proximal for episode in episodes)
         if cached or self._head is not None or self._drops or "episode" in units:
-            rows = self._logprobs(episodes, cache.proximal, self._scorer.score)
+            rows = self._logprobs(episodes, cache.proximal, self._scorer.logprobs)
             return Scores(drafts, dict(enumerate(rows)), objectives)
         first = FirstStep([drafts[member] for member in members], objectives)
         others = sorted(set(range(len(drafts))) - set(members))
-        found = self._scorer.score([drafts[i].segment for i in others], **self._size) if others else []
+        found = self._scorer.score([drafts[i].segment for i in others], self._table) if others else []
         proximal = dict(zip(others, found, strict=True))
         return Scores(drafts, proximal, objectives, members=members, first=first)
 
     def _logprobs(
-        self,
-        episodes: Sequence[CreditedEpisode],
-        cached: Mapping[str, Sequence[Row]],
-        score: Callable[..., list[NDArray[Any]]],
+        self, episodes: Sequence[CreditedEpisode], cached: Mapping[str, Sequence[Row]], policy: Reference
     ) -> list[Row]:
         """For each segment, [N] its log-probs: all from the cache, or all scored now."""
         if all(episode.rollout_id in cached for episode in episodes):
             return list(chain.from_iterable(cached[episode.rollout_id] for episode in episodes))
         segments = [segment for episode in episodes for segment in episode.segments]
-        return [*score(segments, **self._size)]
-
-    @property
-    def _size(self) -> dict[str, int]:
-        return {
-            "row_tokens": self._table.row_tokens,
-            "micro_batch_tokens": self._table.micro_batch_tokens,
-        }
+        return [*score_by(policy, segments, self._table, self._ranks)]
 
     @property
     def _drops(self) -> bool:
@@ -295,7 +268,7 @@ class PolicyUpdate:
         pieces = self._pieces(batch, rows, is_first=is_first)
         if ranks.are_several:
             tokens = [int(piece.packed.segment_ids_BL.count_nonzero()) for piece in pieces]
-            self._tokens_by_rank += ranks.sums_by_rank(tokens)
+            self._tokens_by_rank += [sum(tokens[rank :: ranks.count]) for rank in range(ranks.count)]
         with stepping(model):
             for piece, counts in ranks.own_pieces(pieces):
                 with torch.set_grad_enabled(moved <= drift_limit):
@@ -308,7 +281,8 @@ class PolicyUpdate:
         head = () if self._head is None else self._head.trained.values()
         ranks.sum_gradients([*model.parameters(), *head])
         if first is not None:
-            first.take(ranks.of_every_rank(first.proximal))
+            for rows_of_rank in ranks.of_every_rank(first.proximal):
+                first.proximal |= rows_of_rank
         return merge_metrics(ranks.in_order(parts))
 
     def _checked_piece(
@@ -346,7 +320,7 @@ class PolicyUpdate:
         weights = self._aggregation.weights([item.segment for item in step], self._aggregation_keys)
         if self._aggregation.over == "step":
             return weights
-        return [np.asarray(row) / self._config.update.planned_tokens for row in weights]
+        return [np.asarray(row) / self._config.planned_tokens for row in weights]
 
     def _batch(
         self,
@@ -381,12 +355,10 @@ class PolicyUpdate:
         with torch.no_grad():
             logprobs_N = batch.proximal_logprob_N
             if not is_first:
-                passes = [
-                    (self._scorer.logprobs(piece.packed), counts)
-                    for piece, counts in self._ranks.own_pieces(pieces)
-                ]
-                own = [logprobs.cpu() for logprobs, counts in passes if counts]
-                logprobs_N = torch.cat(self._ranks.in_order(own))
+                own = self._ranks.own_pieces(pieces)
+                passes = [(self._scorer.logprobs(piece.packed), counts) for piece, counts in own]
+                parts = [logprobs_N.cpu() for logprobs_N, counts in passes if counts]
+                logprobs_N = torch.cat(self._ranks.in_order(parts))
             if spans:
                 batch = self._terms.with_unit_logs(batch, logprobs_N)
             if self._drops:
@@ -425,12 +397,6 @@ class PolicyUpdate:
             loss = loss + table.value_coef * missed
             metrics["value/loss"] = missed.item() / sums.critic
         return loss, metrics
-
-    def _mismatch_limit(self) -> float:
-        """Return the job's limit, or else the limit for the precision of matrix products."""
-        if self._table.mismatch_limit is not None:
-            return self._table.mismatch_limit
-        return MISMATCH_LIMIT_FLOAT32 if self._scorer.placement.low is None else MISMATCH_LIMIT_LOW
 
     def _set_learning_rate(self, iterations_done: float) -> None:
         table = self._table

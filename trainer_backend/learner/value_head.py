@@ -12,13 +12,14 @@ job without a critic, are as they would be alone.
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shared_schemas.rounding import TOLERANCE
 from trainer_backend.core.critic import ValueLevel
-from trainer_backend.errors import CheckpointError, NonFiniteLoss
+from trainer_backend.errors import NonFiniteLoss
 from trainer_backend.job.training_table import TrainingTable
+from trainer_backend.learner.optimizer import named_state, restored
 from trainer_backend.learner.ranks import Ranks
 from trainer_backend.learner.scoring import Hidden
 from trainer_backend.rundir.checkpoint_paths import TRAINING_FOLDER, VALUE_HEAD_FILE
@@ -27,7 +28,6 @@ from trainer_backend.rundir.checkpoint_paths import TRAINING_FOLDER, VALUE_HEAD_
 _BIAS_SHARE = 0.1
 # An input that hardly varies is not blown up: its std counts as this share of the median one at least.
 _LEAST_STD = 0.1
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class ValueHead:
@@ -100,11 +100,7 @@ class ValueHead:
         self._optimizer.zero_grad(set_to_none=True)
 
     def refuse_non_finite(self) -> None:
-        """Before a step of the policy or of its own.
-
-        Raises:
-            NonFiniteLoss: its gradient is not finite; no weight has been touched.
-        """
+        """Raise NonFiniteLoss where its gradient is not finite, before a step of the policy or of its own."""
         for weight in self.trained.values():
             if weight.grad is not None and not torch.isfinite(weight.grad).all():
                 raise NonFiniteLoss(
@@ -120,38 +116,19 @@ class ValueHead:
 
     def save(self, folder: Path) -> None:
         """Weights, what is known of the inputs, and moments, as one file of a checkpoint."""
-        tensors = {name: weight.detach() for name, weight in self.trained.items()}
-        if self._seen is None:
-            tensors |= {"mean": self._mean_D, "std": self._std_D}
-        for name, weight in self.trained.items():
-            state = self._optimizer.state.get(weight, {})
-            tensors |= {f"{name}.{key}": value for key, value in state.items()}
-        save_file(tensors, folder / VALUE_HEAD_FILE)
+        inputs = {"mean": self._mean_D, "std": self._std_D} if self._seen is None else {}
+        save_file(inputs | named_state(self._optimizer, self.trained), folder / VALUE_HEAD_FILE)
 
     def restore(self, checkpoint: Path) -> None:
         """Read what `save` wrote; a checkpoint without a value head leaves a fresh one."""
         path = checkpoint / TRAINING_FOLDER / VALUE_HEAD_FILE
         if not path.exists():
             return
-        try:
-            self._take(load_file(path))
-        except Exception as error:  # safetensors and torch raise types of their own
-            raise CheckpointError(f"{path}: the value head cannot be restored: {error}") from error
-
-    def _take(self, tensors: dict[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, weight in self.trained.items():
-                weight.copy_(tensors[name])
-        if "mean" in tensors:
-            self._mean_D.copy_(tensors["mean"])
-            self._std_D.copy_(tensors["std"])
-            self._seen = None
-        state = {
-            number: {key: tensors[f"{name}.{key}"] for key in _MOMENTS}
-            for number, name in enumerate(self.trained)
-            if f"{name}.step" in tensors
-        }
-        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state})
+        with restored(self._optimizer, self.trained, path, "the value head") as tensors:
+            if "mean" in tensors:
+                self._mean_D.copy_(tensors["mean"])
+                self._std_D.copy_(tensors["std"])
+                self._seen = None
 
 
 class _Inputs:

@@ -3,7 +3,6 @@
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ import torch
 from shared_schemas.messages import Message
 from shared_schemas.trajectory import StepData, Trajectory, prompts
 from trainer_backend.core.aggregation import token_mean
-from trainer_backend.core.collate import cut_packed, pack_segments
 from trainer_backend.core.schedules import learning_rate
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.core.segments import CONTEXT, Segment
@@ -20,7 +18,7 @@ from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.job.rollout_table import WarmupTable
 from trainer_backend.job.training_table import TrainingTable
 from trainer_backend.learner.optimizer import adamw_of
-from trainer_backend.learner.scoring import Scorer, row_width
+from trainer_backend.learner.scoring import Scorer, cut_pieces
 from trainer_backend.learner.sharding import clip_gradient
 
 # Share of the warm-up's steps over which the learning rate rises.
@@ -29,18 +27,6 @@ _RISE = 0.03
 _RENDERED = 64
 # The key of an action that holds what a teacher would have done (task_app.policies.labelled).
 LABEL = "label"
-
-
-@dataclass(frozen=True, slots=True)
-class WarmupResult:
-    """The outcome of a warm-up."""
-
-    examples: int
-    steps: int
-    loss: float
-    """Mean log-loss (nats) of a token over the last epoch."""
-    answer_tokens_max: int
-    """Tokens of the longest answer that was imitated, with the one that ends it."""
 
 
 def demonstrations(
@@ -77,21 +63,20 @@ def warm_up(
     *,
     seed: int,
     tell: Callable[[int, int], None],
-) -> WarmupResult:
+) -> dict[str, float]:
     """Minimise the mean negative log-prob of the demonstrations' tokens.
 
     Args:
         training: says where the optimizer is and how many tokens are computed at a time.
         seed: of the job; the order of the demonstrations follows from it.
         tell: is called with the steps done and their total; what it raises ends the warm-up there.
+
+    Returns:
+        The metrics, such as the mean log-loss (nats) of a token over the last epoch, and the tokens of the
+        longest answer with the one that ends it.
     """
-    optimizer = adamw_of(
-        scorer.model,
-        learning_rate=table.learning_rate,
-        weight_decay=table.weight_decay,
-        betas=(0.9, 0.98),
-        offload=training.optimizer_offload,
-    )
+    rate, decay, offload = table.learning_rate, table.weight_decay, training.optimizer_offload
+    optimizer = adamw_of(scorer.model, rate, decay, betas=(0.9, 0.98), offload=offload)
     batches_per_epoch = -(-len(segments) // table.batch_decisions)
     total = batches_per_epoch * table.epochs
     losses: list[float] = []
@@ -107,8 +92,12 @@ def warm_up(
             losses.append(_step(scorer, optimizer, batch, table, training=training))
             tell(len(losses), total)
     last = losses[-batches_per_epoch:]
-    longest = max(len(segment.logprobs) for segment in segments)
-    return WarmupResult(len(segments), len(losses), sum(last) / len(last), longest)
+    return {
+        "warmup/examples": float(len(segments)),
+        "warmup/steps": float(len(losses)),
+        "warmup/loss": sum(last) / len(last),
+        "warmup/answer_tokens_max": float(max(len(segment.logprobs) for segment in segments)),
+    }
 
 
 def _step(
@@ -119,13 +108,10 @@ def _step(
     *,
     training: TrainingTable,
 ) -> float:
-    width = row_width(segments, training.row_tokens)
-    packed = pack_segments(segments, row_tokens=width)
     weight = float(token_mean(segments)[0][0])
     optimizer.zero_grad(set_to_none=True)
     total, ranks, weights = 0.0, scorer.ranks, list(scorer.model.parameters())
-    rows = ranks.rows_of_a_piece(len(packed.token_ids_BL), training.micro_batch_tokens // width)
-    for piece, counts in ranks.own_pieces(list(cut_packed(packed, rows))):
+    for piece, counts in ranks.own_pieces(cut_pieces(segments, training, ranks)[1]):
         loss = -(weight if counts else 0.0) * scorer.logprobs(piece).sum()
         (of_all,) = ranks.sums(loss.item())
         if not math.isfinite(of_all):
@@ -168,13 +154,8 @@ def _answer(step: StepData) -> dict[str, Any]:
 def _segment(name: str, t: int, prompt: Sequence[int], target: Sequence[int]) -> Segment:
     if not prompt or not target:
         raise JobTeachesNothing(f"{place(name, t + 1)}: an empty prompt or answer")
-    count = len(prompt)
-    return Segment.of(
-        rollout_id=name,
-        token_ids=[*prompt, *target],
-        logprobs=[0.0] * len(target),
-        spans=[(count, count + len(target), t, CONTEXT, 1.0)],
-    )
+    span = (len(prompt), len(prompt) + len(target), t, CONTEXT, 1.0)
+    return Segment.of(name, [*prompt, *target], [0.0] * len(target), [span])
 
 
 def worth_imitating(step: StepData) -> bool:

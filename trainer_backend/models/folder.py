@@ -4,18 +4,28 @@ import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging
 
 from trainer_backend.errors import EngineOutOfMemory, ModelFolderError
-from trainer_backend.models.layout import refuse_incomplete, refuse_own_tokenizer, refuse_untrainable
+from trainer_backend.models.layout import (
+    TOKENIZER_CONFIG,
+    base_folder,
+    refuse_incomplete,
+    refuse_own_tokenizer,
+    refuse_untrainable,
+)
 from trainer_backend.models.tokenizer import id_count
 
 # One of these holds a tokenizer's vocabulary. Without any, the library makes an empty tokenizer in silence.
@@ -52,6 +62,17 @@ def load_model_folder(
     tokenizer = load_tokenizer(folder, known_ids=embedding_rows(model))
     _refuse_foreign_tokenizer(model, tokenizer, folder)
     return model, tokenizer
+
+
+def folder_config(folder: Path) -> Any:
+    """The config of a folder's model, or of the one that its adapters are over; no weights are read."""
+    refuse_incomplete(folder)
+    refuse_untrainable(folder)
+    try:
+        model = base_folder(folder) or folder
+        return AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # a dozen types for a value that the library does not take
+        raise ModelFolderError(f"config.json cannot be used: {error}", where=str(folder)) from error
 
 
 def load_tokenizer(folder: str | Path, *, known_ids: int | None = None) -> PreTrainedTokenizerFast:
@@ -107,17 +128,15 @@ def save_settings(path: str | Path, model: PreTrainedModel, tokenizer: PreTraine
 
 
 def _save_tokenizer(path: str | Path, tokenizer: PreTrainedTokenizerFast | None) -> None:
-    if tokenizer is not None:
-        tokenizer.save_pretrained(path, save_jinja_files=False)
-        _name_the_class_of_transformers_4(Path(path) / "tokenizer_config.json")
-
-
-def _name_the_class_of_transformers_4(config_file: Path) -> None:
-    """Servers with transformers 4 refuse `TokenizersBackend`; both versions know its older name."""
-    settings = json.loads(config_file.read_text(encoding="utf-8"))
+    if tokenizer is None:
+        return
+    tokenizer.save_pretrained(path, save_jinja_files=False)
+    file = Path(path) / TOKENIZER_CONFIG
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    # Servers with transformers 4 refuse this class; both versions know its older name.
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-        config_file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @contextmanager
@@ -180,16 +199,22 @@ def out_of_memory(doing: str, *, running: int, max_model_len: int) -> EngineOutO
     )
 
 
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a model folder holds of a model, by name; of tied weights the first alone."""
+    saved = model.state_dict().keys()
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+    return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *buffers)}
+
+
 def fingerprint(model: nn.Module) -> str:
     """sha256, in hex, over name, type, shape and bytes of every weight in the order of their names.
 
     Tied weights count once, and buffers that are saved with the weights are some. The same weights in another
     type have another one.
     """
-    digest, saved = hashlib.sha256(), model.state_dict().keys()
-    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
-    for name, weight in sorted(chain(model.named_parameters(), buffers), key=itemgetter(0)):
-        tensor = weight.detach().cpu().contiguous()
+    digest = hashlib.sha256()
+    for name, weight in sorted(weights_of(model).items()):
+        tensor = weight.cpu().contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         # As plain bytes: numpy knows no bfloat16.
         digest.update(tensor.flatten().view(torch.uint8).numpy().data)

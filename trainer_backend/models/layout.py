@@ -4,7 +4,7 @@ No model code runs here, that of `transformers` included, and none of the folder
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,14 +92,13 @@ def refuse_untrainable(folder: Path) -> None:
             where=where,
             hint="Take the model that it was made from.",
         )
+    architecture = str((config.get("architectures") or [kind])[0])
     if config.get("is_encoder_decoder"):
-        raise ModelFolderError(
-            f"{_architecture(config)} is an encoder with a decoder; {_NEEDED}", where=where
-        )
+        raise ModelFolderError(f"{architecture} is an encoder with a decoder; {_NEEDED}", where=where)
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(kind), ())
     known = {names} if isinstance(names, str) else set(names)
     if not known & set(config.get("architectures") or known):
-        raise ModelFolderError(f"it holds {_architecture(config)}; {_NEEDED}", where=where)
+        raise ModelFolderError(f"it holds {architecture}; {_NEEDED}", where=where)
 
 
 def refuse_own_tokenizer(folder: Path) -> None:
@@ -137,11 +136,6 @@ def described(config: Mapping[str, Any]) -> str:
     """
     layers, width = config.get("num_hidden_layers"), config.get("hidden_size")
     return f"{config.get('model_type')} with {layers} layers of width {width}"
-
-
-def _architecture(config: Mapping[str, Any]) -> str:
-    named = config.get("architectures") or [config.get("model_type")]
-    return str(named[0])
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -218,7 +212,9 @@ def _refuse_windows(config: PreTrainedConfig, longest: int) -> None:
 def _refuse_rotations_by_length(config: PreTrainedConfig, longest: int) -> None:
     """In one batch the longest sequence would choose the rotation of all."""
     made_for = getattr(config, "max_position_embeddings", None)
-    for rotation in _rotations(config):
+    stated = getattr(config, "rope_parameters", None) or {}
+    # One for all layers, or one for each kind of layer.
+    for rotation in [inner for inner in stated.values() if isinstance(inner, Mapping)] or [stated]:
         kind = str(rotation.get("rope_type", rotation.get("type")))
         if "dynamic" not in kind and kind != "longrope":
             continue
@@ -231,9 +227,3 @@ def _refuse_rotations_by_length(config: PreTrainedConfig, longest: int) -> None:
                 where="model",
                 hint=f"Set inference.max_model_len to {limit} or less.",
             )
-
-
-def _rotations(config: PreTrainedConfig) -> Iterator[Mapping[str, Any]]:
-    """One for all layers, or one for each kind of layer."""
-    stated = getattr(config, "rope_parameters", None) or {}
-    yield from [inner for inner in stated.values() if isinstance(inner, Mapping)] or [stated]

@@ -36,17 +36,10 @@ def build_preset(name: str, tokenizer: PreTrainedTokenizerFast, *, seed: int = 0
     return model
 
 
-# Standard deviation of the first weights, and the widest model that has it.
+# Standard deviation of the first weights, and the widest model that has it. The usual 0.02 is meant for wide
+# models: at width 96 it makes the first logits nearly flat and the warm-up slow to start. Wider models have
+# less, so that a product with a row of the embedding stays as large.
 _DEVIATION, _NARROW = 0.06, 128
-
-
-def initial_deviation(width: int) -> float:
-    """Standard deviation of a preset's first weights.
-
-    The usual 0.02 is meant for wide models: at width 96 it makes the first logits nearly flat and the warm-up
-    slow to start. Wider models have less, so that a product with a row of the embedding stays as large.
-    """
-    return _DEVIATION * min(1.0, math.sqrt(_NARROW / width))
 
 
 def preset_config(
@@ -64,7 +57,7 @@ def preset_config(
         max_position_embeddings=preset.max_positions,
         tie_word_embeddings=True,
         use_sliding_window=False,
-        initializer_range=initial_deviation(preset.width),
+        initializer_range=_DEVIATION * min(1.0, math.sqrt(_NARROW / preset.width)),
         eos_token_id=end_id,
         pad_token_id=pad_id,
         bos_token_id=None,

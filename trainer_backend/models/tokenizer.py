@@ -83,7 +83,15 @@ def train_tokenizer(
             where="model.vocab_size",
             hint=f"{len(whole_words)} words must be single tokens; allow a larger vocabulary.",
         )
-    return _as_hugging_face(tokenizer)
+    wrapped: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        clean_up_tokenization_spaces=False,
+        **{TOOL_CALL_FORMAT_KEY: "turnwise"},
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
 
 
 def id_count(tokenizer: PreTrainedTokenizerFast) -> int:
@@ -101,15 +109,3 @@ def _corpus(texts: Iterable[str], whole_words: Sequence[str]) -> Iterable[str]:
         # Few long lines: a list of twenty thousand strings a word would take longer than the training.
         for _ in range(WHOLE_WORD_COUNT // 10_000):
             yield f" {word}" * 10_000
-
-
-def _as_hugging_face(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    wrapped: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer,
-        eos_token="<|end|>",
-        pad_token="<|pad|>",
-        clean_up_tokenization_spaces=False,
-        **{TOOL_CALL_FORMAT_KEY: "turnwise"},
-    )
-    wrapped.chat_template = CHAT_TEMPLATE
-    return wrapped

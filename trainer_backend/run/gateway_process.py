@@ -55,7 +55,7 @@ from trainer_backend.run.gateway import (
 )
 from trainer_backend.run.policy_server import engine_of_folder, first_breakdown
 from trainer_backend.run.process_engine import EngineSetup, ProcessEngine
-from trainer_backend.run.replicas import pool_of, publication_of, shown_by
+from trainer_backend.run.replicas import pool_of, shown_by
 from trainer_backend.rundir.fixed_record import continue_record
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.state import is_final
@@ -156,7 +156,6 @@ class PoolActor:
         facts = PolicyFacts.of_folder(setup.model, setup.version.model)
         # The run, whose child such a server is, starts it again.
         renew = None if setup.inference.vllm_python is None else lambda url: _tell(f"{RENEW}{url}")
-        self._model = setup.model
         # The run, which has the learner, hands the weights out again.
         self._pool = pool_of(setup.inference, facts, _tell, renew, lambda: _tell(SERVE_AGAIN))
         self.policy = ServedPolicy(self._pool, facts.tokenizer)
@@ -166,7 +165,7 @@ class PoolActor:
         """The servers run already; what they have is told by a load."""
 
     async def load(self, version: PolicyVersion) -> None:
-        await self._pool.publish(publication_of(version, self._model))
+        await self._pool.publish(version)
 
     def totals(self) -> Mapping[str, float]:
         return {**self._pool.totals(), **self.policy.figures.totals()}

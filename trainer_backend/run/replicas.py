@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from trainer_backend.inference.pool import Canary, Publication, Replica, ReplicaPool, Show
+from trainer_backend.inference.pool import Replica, ReplicaPool, Show
 from trainer_backend.inference.served_policy import PolicyFacts
-from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.inference.vllm_engine import VllmEngine
-from trainer_backend.job.tables import InferenceTable, ModelTable
+from trainer_backend.job.tables import InferenceTable
 from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.protocols import Reporter
@@ -41,14 +40,14 @@ class ReplicaPublisher:
             broadcasts=broadcasts, has_adapters=learner.config.lora is not None,
         )  # fmt: skip
         ask = self._weights.serve_again
-        self.engine, self._model = pool_of(table, facts, tell, renew, ask), facts.table
+        self.engine = pool_of(table, facts, tell, renew, ask)
 
     async def publish(self, policy_version: int) -> None:
         """Write or send the policy, and have every replica serve it; at first, start servers."""
         version = await self._weights.write(policy_version)
         if self._servers is not None:
             await self._servers.start(version.model)
-        await self._weights.deliver(self.engine.publish(publication_of(version, self._model)))
+        await self._weights.deliver(self.engine.publish(version))
 
     def totals(self) -> dict[str, float]:
         return self.engine.totals()
@@ -101,13 +100,6 @@ def pool_of(
         )
         for url in table.urls
     ]  # fmt: skip
-    return ReplicaPool(engines, wait_s=table.replica_patience_s, tell=tell, renew=renew)
-
-
-def publication_of(version: PolicyVersion, model: ModelTable) -> Publication:
-    """A version as replicas load it, with the canary that its scored prompt is."""
-    prompt = version.prompt
-    assert prompt is not None, "the learner scores one for every server that is not ours"
-    limit = _CANARY_LIMIT_FLOAT32 if place(model.device).low is None else _CANARY_LIMIT_BFLOAT16
-    canary = Canary(prompt.ids, prompt.logprobs, limit)
-    return Publication(version.number, version.folder, canary, version.base, version.address)
+    is_exact = place(facts.table.device).low is None
+    limit = _CANARY_LIMIT_FLOAT32 if is_exact else _CANARY_LIMIT_BFLOAT16
+    return ReplicaPool(engines, wait_s=table.replica_patience_s, canary_limit=limit, tell=tell, renew=renew)

@@ -1,8 +1,12 @@
-"""Calls between `<tool_call>` and `</tool_call>`, possibly after reasoning."""
+"""Calls between `<tool_call>` and `</tool_call>`, possibly after reasoning.
 
-from collections.abc import Callable
+Hermes, Qwen2.5, Qwen3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them.
+"""
 
-from trainer_backend.tool_formats.calls import ParsedCall, ParsedReply, unreadable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trainer_backend.tool_formats.calls import ParsedCall, ParsedReply, as_call, read_json, unreadable
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 THINK_START, THINK_END = "<think>", "</think>"
@@ -42,3 +46,20 @@ def _calls(text: str, position: int, read_call: Callable[[int], tuple[ParsedCall
             return unreadable(text, len(calls) + 1, error)
         calls.append(call)
     return ParsedReply((content + text[position:]).strip() if calls else text, tuple(calls))
+
+
+def parse_hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
+    """Parse calls with text around them.
+
+    Source: NousResearch's Hermes function calling; Qwen's chat templates.
+    """
+
+    def read_call(start: int) -> tuple[ParsedCall, int]:
+        # The JSON decoder finds the end, since an argument may contain the closing tag as text.
+        value, body_end = read_json(text, start)
+        rest = text[body_end:].lstrip()
+        if not rest.startswith(CLOSE):
+            raise ValueError(f"{CLOSE} is missing after its JSON")
+        return as_call(value), len(text) - len(rest) + len(CLOSE)
+
+    return parse_tagged(text, read_call)

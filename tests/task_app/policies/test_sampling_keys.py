@@ -10,8 +10,8 @@ from shared_schemas.base import Body, with_optional
 from shared_schemas.trajectory import PLAIN_SAMPLING, Sampling, SamplingKeys
 from task_app.policies.openai import OpenAIAgentPolicy
 from task_app.policies.openai_config import OpenAIConfig
-from trainer_backend.inference.request_body import NEUTRAL, SamplingRequest
-from trainer_backend.inference.text_completion import read_text_request
+from trainer_backend.inference.request_body import NEUTRAL, SamplingRequest, read_request
+from trainer_backend.inference.text_completion import TextRequest
 from trainer_backend.inference.vllm_engine import VllmEngine
 
 # None has its default's value.
@@ -62,7 +62,7 @@ def test_a_vllm_server_of_ours_is_sent_all_but_the_seed():
 
 def test_the_gateway_samples_as_it_is_asked():
     request = {"model": "m", "prompt": [1], **OTHER.whole_request_keys()}
-    assert read_text_request(to_json(request)).sampling(max_tokens=9) == OTHER
+    assert read_request(TextRequest, to_json(request)).sampling(max_tokens=9) == OTHER
     # An option that it samples with is no longer one that is refused unless it has no effect.
     assert Sampling.model_fields.keys() <= SamplingRequest.model_fields.keys()
     assert not Sampling.model_fields.keys() & (NEUTRAL.keys() | PLAIN_SAMPLING.keys())

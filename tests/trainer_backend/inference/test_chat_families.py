@@ -21,7 +21,7 @@ from trainer_backend.inference.chat_check import refuse_without_tools, tool_form
 from trainer_backend.inference.engine import LocalEngine, stop_token_ids
 from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.keys import EngineKeys
-from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, InferenceEngine
+from trainer_backend.inference.protocol import NO_EXTRAS, Extras, FrozenEngine, Generation
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.job.tables import ModelTable
@@ -58,7 +58,7 @@ class WrittenEngine:
 
 
 @contextmanager
-def client_of(engine: InferenceEngine, tokenizer: PreTrainedTokenizerFast) -> Iterator[openai.OpenAI]:
+def client_of(engine: FrozenEngine, tokenizer: PreTrainedTokenizerFast) -> Iterator[openai.OpenAI]:
     app = create_gateway({"job/actor": ServedPolicy(engine, tokenizer)}, key="key")
     with (
         ServerThread(app, Listener("127.0.0.1", 0)) as base,

@@ -11,7 +11,7 @@ from trainer_backend.inference.conversations import Conversations, Prompt, Turn
 from trainer_backend.inference.drift import Drift
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.reply import assistant_message
-from trainer_backend.tool_formats.hermes import parse_hermes
+from trainer_backend.tool_formats.tags import parse_hermes
 
 USER = {"role": "user", "content": "wood 2 tree"}
 RESULT = {"role": "tool", "tool_call_id": "x", "content": "tree 3"}

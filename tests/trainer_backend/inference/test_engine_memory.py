@@ -75,7 +75,7 @@ async def test_the_kept_prefixes_make_room_first(start_engine: StartEngine, tigh
     engine = start_engine(tight)
     prompt, other = list(range(120)), list(range(200, 320))
     await ask(engine, prompt)
-    tight.fits = lambda rows, tokens: engine._worker.batch.prefixes.copies == 0
+    tight.fits = lambda rows, tokens: len(engine._worker.batch.prefixes.copies) == 0
     result = await ask(engine, other)
     tight.fits = lambda rows, tokens: True
     assert_equal_to_naive(tight, [(other, Sampling(seed=1, max_tokens=5))], [result])
@@ -176,8 +176,8 @@ def test_a_cache_that_ran_out_of_memory_while_growing_still_holds_everything_and
     assert cache.capacity == 256
     for layer in range(2):
         row = cache.copy_out(1, 100)
-        torch.testing.assert_close(row.keys[layer], numbers[1] + layer)
-        torch.testing.assert_close(row.values[layer], -numbers[1] - layer)
+        torch.testing.assert_close(row[layer], numbers[1] + layer)
+        torch.testing.assert_close(row[2 + layer], -numbers[1] - layer)
 
 
 @pytest.mark.parametrize("left", [0, 1, 2, 3], ids=lambda left: f"{left} of 4 tensors grew")

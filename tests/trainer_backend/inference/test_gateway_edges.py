@@ -28,7 +28,7 @@ KEY = "the-key-of-this-job"
 
 
 class StandInEngine:
-    """An `InferenceEngine` that waits for ever, or raises `error`."""
+    """An engine that waits for ever, or raises `error`."""
 
     version = 0
     max_model_len = 1000
@@ -152,7 +152,7 @@ async def test_a_stopped_engine_is_a_503_with_its_reason(tokenizer: PreTrainedTo
 
 
 class BrokenRule:
-    """A `StopRule` that breaks its promise not to raise: on the engine's thread, which that ends."""
+    """Breaks the promise of `StopStrings` not to raise: on the engine's thread, which that ends."""
 
     def take(self, token_id: int) -> str | None:
         raise ValueError("the rule is broken")

@@ -16,9 +16,9 @@ from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.chat_request import ChatRequest, read_chat_request
 from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation
-from trainer_backend.inference.request_body import BYSTANDERS, SamplingRequest
+from trainer_backend.inference.request_body import BYSTANDERS, SamplingRequest, read_request
 from trainer_backend.inference.served_policy import ServedPolicy
-from trainer_backend.inference.text_completion import TextRequest, read_text_request
+from trainer_backend.inference.text_completion import TextRequest
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 SCHEMA = {"type": "object", "properties": {}}
@@ -45,7 +45,8 @@ TEXT: dict[str, Any] = {
 def read(body: dict[str, Any], kind: type[SamplingRequest] = ChatRequest) -> SamplingRequest | str | None:
     """A request, or the place that is refused."""
     try:
-        return (read_chat_request if kind is ChatRequest else read_text_request)(json.dumps(body).encode())
+        data = json.dumps(body).encode()
+        return read_chat_request(data) if kind is ChatRequest else read_request(kind, data)
     except BadChatRequest as error:
         return error.where
 

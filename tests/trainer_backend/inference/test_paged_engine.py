@@ -119,11 +119,11 @@ async def test_pages_of_ended_requests_are_free_again_but_for_kept_prefixes(
 ):
     engine = start_engine(kept_prefixes=0)
     await all_of(engine, long_requests(5, model.config.vocab_size))
-    assert engine._worker.batch._cache.used_pages == 0
+    assert engine._worker.batch._cache.pool.used == 0
     keeping = start_engine(kept_prefixes=1)
     await keeping.generate(list(range(4 * PAGE)), Sampling(max_tokens=2, seed=0), request_id="a")
     # all but the last sampled token: 4 pages and one token
-    assert keeping._worker.batch._cache.used_pages == 5
+    assert keeping._worker.batch._cache.pool.used == 5
 
 
 async def test_kept_prefixes_make_room_before_anybody_waits(
@@ -134,7 +134,7 @@ async def test_kept_prefixes_make_room_before_anybody_waits(
         prompt = list(range(first, first + 5 * PAGE))
         await engine.generate(prompt, Sampling(max_tokens=2, seed=0), request_id=str(first))
     assert engine.counters.preempted == 0
-    assert engine._worker.batch.prefixes.copies == 1
+    assert len(engine._worker.batch.prefixes.copies) == 1
 
 
 async def test_the_likeliest_tokens_are_those_of_the_same_step(

@@ -35,7 +35,7 @@ class Machine:
 
     def write(self, pages: list[int], position: int, token: int) -> None:
         page = pages[position // PAGE]
-        assert self.pool.references(page) == 1, "a page that others see is never written in"
+        assert self.pool.references[page] == 1, "a page that others see is never written in"
         self.contents[page][position % PAGE] = token
 
     def seen(self, pages: list[int], length: int) -> list[int | None]:
@@ -102,7 +102,7 @@ class AnyOrder(RuleBasedStateMachine):
         lists = [pages for pages, _ in [*self.rows, *self.machine.kept]]
         owned = {page for pages in lists for page in pages}
         assert self.machine.pool.used == len(owned)
-        assert all(self.machine.pool.references(page) == sum(page in one for one in lists) for page in owned)
+        assert all(self.machine.pool.references[page] == sum(page in one for one in lists) for page in owned)
         assert self.machine.pool.allocated <= LIMIT
 
     def teardown(self) -> None:
@@ -154,7 +154,7 @@ def test_the_least_recently_used_prefix_goes_first_and_running_rows_never():
     assert [tokens for _, tokens in machine.kept] == [[2]]
     assert machine.pool.begin([], 0, room=2 * PAGE) is None
     assert machine.kept == []
-    assert all(machine.pool.references(page) == 1 for page in running)
+    assert all(machine.pool.references[page] == 1 for page in running)
 
 
 def test_a_prefix_that_is_evicted_to_make_room_for_its_own_reader_is_read_first():

@@ -12,13 +12,14 @@ from bench.scale_model import SimulatedReplica, Speed
 from bench.virtual_time import in_virtual_time
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import EngineStopped, WeightsRefused
-from trainer_backend.inference.pool import Canary, Publication, ReplicaPool
+from trainer_backend.inference.pool import ReplicaPool
 from trainer_backend.inference.protocol import Extras
-from trainer_backend.inference.versions import WeightAddress
+from trainer_backend.inference.versions import PolicyVersion, ScoredPrompt, WeightAddress
 
 # A token takes 10 ms.
 SPEED = Speed(weights_s=0.01, row_s=0.0, prompt_s=0.0, cached_s=0.0, room=1e9, max_running=99, load_s=3.0)
-CANARY = Canary((1, 2), (0.0,), 1e-4)
+CANARY = ScoredPrompt(ids=(1, 2), logprobs=(0.0,))
+FIRST, SECOND = (PolicyVersion(number=number, folder="weights", prompt=CANARY) for number in (0, 1))
 SESSIONS = ("a", "b", "c", "d")
 
 
@@ -57,10 +58,10 @@ def served(engines: Sequence[Noting]) -> tuple[dict[str, int], float]:
     """Sessions' requests by replica, "0a": those asked before a publish, and those asked while it goes on."""
 
     async def work() -> dict[str, int]:
-        pool = ReplicaPool(engines, wait_s=1e9, tell=lambda line: None)
-        await pool.publish(Publication(0, Path("weights"), CANARY))
+        pool = ReplicaPool(engines, wait_s=1e9, canary_limit=1e-4, tell=lambda line: None)
+        await pool.publish(FIRST)
         await asked(pool)
-        publish = asyncio.ensure_future(pool.publish(Publication(1, Path("weights"), CANARY)))
+        publish = asyncio.ensure_future(pool.publish(SECOND))
         await asyncio.sleep(0.5)
         await asked(pool)
         await publish
@@ -103,11 +104,11 @@ def test_a_request_that_nobody_took_in_time_ends_the_run_by_itself():
 
     async def work() -> str:
         engine = Noting("http://0", 3.0)
-        pool = ReplicaPool([engine], wait_s=2.0, tell=lambda line: None)
-        await pool.publish(Publication(0, Path("weights"), CANARY))
+        pool = ReplicaPool([engine], wait_s=2.0, canary_limit=1e-4, tell=lambda line: None)
+        await pool.publish(FIRST)
         engine.refused = 1
         with pytest.raises(WeightsRefused, match="no replica serves version 1"):
-            await pool.publish(Publication(1, Path("weights"), CANARY))
+            await pool.publish(SECOND)
         assert not pool.breakdown.done(), "nobody has asked"
         with pytest.raises(EngineStopped, match=r"no replica has served for 2 s .*http://0: no$"):
             await asked(pool)

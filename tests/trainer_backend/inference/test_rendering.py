@@ -39,7 +39,7 @@ def test_a_call_is_written_as_the_parser_reads_it(
 ):
     renderer = ChatRenderer(tokenizer)
     message = called('{"actions": ["do", "sleep"]}')
-    whole = renderer.prompt_text([USER, message], tools, add_generation_prompt=False)
+    (whole,) = renderer.prompt_texts([[USER, message]], tools, add_generation_prompt=False)
     answer = whole.removeprefix(renderer.prompt_text([USER], tools))
     assert answer == "<|call|> do sleep<|end|>"
     assert len(renderer.encode(answer)) == 4, "an action is one token, a call costs two more"
@@ -65,15 +65,15 @@ def test_a_single_item_stands_alone_and_whatever_else_keeps_its_json(
 ):
     parameters = {"properties": {"way": schema}}
     tools = [{"type": "function", "function": {"name": "interact_many", "parameters": parameters}}]
-    text = ChatRenderer(tokenizer).prompt_text([called(arguments)], tools, add_generation_prompt=False)
+    (text,) = ChatRenderer(tokenizer).prompt_texts([[called(arguments)]], tools, add_generation_prompt=False)
     assert text == f"<|assistant|>{written}<|end|>"
     (call,) = parse_turnwise(written, tools).tool_calls
     assert call.arguments == arguments
 
 
 def test_without_the_short_form_a_call_is_its_name_and_json(tokenizer: PreTrainedTokenizerFast):
-    text = ChatRenderer(tokenizer).prompt_text(
-        [called('{"actions": ["do"]}')], [], add_generation_prompt=False
+    (text,) = ChatRenderer(tokenizer).prompt_texts(
+        [[called('{"actions": ["do"]}')]], [], add_generation_prompt=False
     )
     assert text == '<|assistant|><|call|> interact_many {"actions": ["do"]}<|end|>'
 
@@ -91,8 +91,8 @@ def test_a_tool_without_a_list_of_names_is_called_in_the_general_form(
     tokenizer: PreTrainedTokenizerFast, function: dict[str, object]
 ):
     tools = [{"type": "function", "function": function}]
-    text = ChatRenderer(tokenizer).prompt_text(
-        [called('{"names": ["a"]}')], tools, add_generation_prompt=False
+    (text,) = ChatRenderer(tokenizer).prompt_texts(
+        [[called('{"names": ["a"]}')]], tools, add_generation_prompt=False
     )
     assert text == '<|assistant|><|call|> interact_many {"names": ["a"]}<|end|>'
 

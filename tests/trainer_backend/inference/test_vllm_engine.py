@@ -4,7 +4,6 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,10 @@ from trainer_backend.errors import (
     RemoteUnavailable,
     WeightsRefused,
 )
-from trainer_backend.inference.pool import Canary, Publication, ReplicaPool
+from trainer_backend.inference.pool import ReplicaPool
 from trainer_backend.inference.protocol import Extras, SampledToken
 from trainer_backend.inference.stop_strings import StopStrings
+from trainer_backend.inference.versions import PolicyVersion, ScoredPrompt
 from trainer_backend.inference.vllm_engine import VllmEngine
 from trainer_backend.models import build_preset, save_model_folder
 
@@ -56,9 +56,9 @@ def logprobs_under(model: PreTrainedModel, ids: tuple[int, ...]) -> list[float]:
     return [logprobs[place, token].item() for place, token in enumerate(ids[1:])]
 
 
-def publication(version: int, folders: list[Path], models: list[PreTrainedModel]) -> Publication:
-    canary = Canary(CANARY, tuple(logprobs_under(models[version], CANARY)), 1e-4)
-    return Publication(version, folders[version], canary)
+def publication(version: int, folders: list[Path], models: list[PreTrainedModel]) -> PolicyVersion:
+    canary = ScoredPrompt(ids=CANARY, logprobs=tuple(logprobs_under(models[version], CANARY)))
+    return PolicyVersion(number=version, folder=folders[version], prompt=canary)
 
 
 @asynccontextmanager
@@ -268,7 +268,7 @@ async def pool_of(
     engines = [
         VllmEngine(url, **limits | {"wait_s": load_s}) for url, load_s in zip(fakes, loads_s, strict=False)
     ]
-    pool = ReplicaPool(engines, tell=lines.append, wait_s=wait_s, renew=renew)
+    pool = ReplicaPool(engines, tell=lines.append, wait_s=wait_s, canary_limit=1e-4, renew=renew)
     try:
         yield pool
     finally:
@@ -337,7 +337,7 @@ async def test_a_version_that_cannot_be_read_loses_a_replica_and_leaves_it_looke
 ):
     with fake_vllm(folders[0]) as (_, url):
         async with pool_of([url], [], wait_s=0.0) as pool:
-            unreadable = replace(publication(0, folders, models), folder=tmp_path / ("x" * 300))
+            unreadable = publication(0, folders, models).model_copy(update={"folder": tmp_path / ("x" * 300)})
             with pytest.raises(WeightsRefused, match=r"no replica serves version 0: .*File name too long"):
                 await pool.publish(unreadable)
             watch = asyncio.ensure_future(pool.look_after())

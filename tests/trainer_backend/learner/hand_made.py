@@ -7,11 +7,12 @@ import torch
 from tests.conftest import tiny_job
 from trainer_backend import learner_parts
 from trainer_backend.core.segments import Segment
+from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.protocols import CreditedEpisode
 
-SIZE = {"row_tokens": 64, "micro_batch_tokens": 1024}
+SIZE = LoopKeys(row_tokens=64, micro_batch_tokens=1024)
 
 
 def tiny_tokenizer():
@@ -40,7 +41,7 @@ def segment(
 def episodes_of(learner: LocalLearner, advantages: Sequence[float]) -> list[CreditedEpisode]:
     """Single-decision episodes whose log-probs are the learner's own, as if it had sampled them."""
     drafts = [segment(f"r{i}", [5, 6, 7 + i], [20 + i, 30 + i], [0.0, 0.0]) for i in range(len(advantages))]
-    own = learner.scorer.score(drafts, **SIZE)
+    own = learner.scorer.score(drafts, SIZE)
     segments = [
         segment(item.rollout_id, item.token_ids[:3].tolist(), item.token_ids[3:].tolist(), values)
         for item, values in zip(drafts, own, strict=True)

@@ -19,6 +19,7 @@ from transformers import (
 
 from tests.trainer_backend.segment_columns import segment_of
 from trainer_backend.core.collate import cut_packed, pack_segments
+from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.learner.attention import BlockMask, ByLength, OneRow
 from trainer_backend.learner.by_length import SHORTEST_SHARE, SegmentBounds, groups_of, one_row
 from trainer_backend.learner.device import Placement
@@ -91,7 +92,9 @@ def alone(model, part):
 @pytest.mark.parametrize("row_tokens", [23, 40, 200])
 def test_packed_log_probs_are_those_of_each_segment_alone(architecture, attention, row_tokens):
     scorer, parts = scorer_of(architecture, attention), segments()
-    found = scorer.score(parts, row_tokens=row_tokens, micro_batch_tokens=2 * row_tokens)
+    found = scorer.score(
+        parts, LoopKeys.model_construct(row_tokens=row_tokens, micro_batch_tokens=2 * row_tokens)
+    )
     with torch.no_grad():
         expected = [alone(scorer.model, part) for part in parts]
     for mine, theirs in zip(found, expected, strict=True):

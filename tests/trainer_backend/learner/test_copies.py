@@ -20,7 +20,7 @@ from shared_schemas.trajectory import Sampling
 from tests.trainer_backend.learner.hand_made import segment
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.protocol import Generation
-from trainer_backend.job.training_table import LoraTable
+from trainer_backend.job.training_table import LoopKeys, LoraTable
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.learner import held_scorer, scorer_of
 from trainer_backend.learner.loading import copy_to_serve, held_copy, hold_in
@@ -88,7 +88,10 @@ def test_engine_and_reference_compute_what_the_learner_does(family: str, adapted
             segment(f"r{i}", prompt, found.token_ids, found.logprobs)
             for i, (prompt, found) in enumerate(zip(prompts, sampled, strict=True))
         ]
-        rows = [one.score(parts, row_tokens=64, micro_batch_tokens=512) for one in (scorer, reference, exact)]
+        rows = [
+            one.score(parts, LoopKeys(row_tokens=64, micro_batch_tokens=512))
+            for one in (scorer, reference, exact)
+        ]
         own, *others = (torch.tensor(list(chain.from_iterable(row))) for row in rows)
         engine = torch.tensor(list(chain.from_iterable(found.logprobs for found in sampled)))
         return tuple(float((other - own).square().mean().sqrt()) for other in (engine, *others))

@@ -14,6 +14,7 @@ from trainer_backend.core.aggregation import units_of
 from trainer_backend.core.collate import collate
 from trainer_backend.core.losses import RatioLevel
 from trainer_backend.core.segments import Segment
+from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.policy_terms import DRIFT, PolicyTerms
 from trainer_backend.models import build_preset, train_tokenizer
@@ -40,7 +41,7 @@ def episode(learner: LocalLearner, name: str, advantage: float) -> CreditedEpiso
     def segment(logprob: float) -> Segment:
         return Segment.of(name, (5, 6, 20), [logprob], [(2, 3, 0, 0, 1.0)])
 
-    ((own,),) = learner.scorer.score([segment(0.0)], row_tokens=64, micro_batch_tokens=1024)
+    ((own,),) = learner.scorer.score([segment(0.0)], LoopKeys(row_tokens=64, micro_batch_tokens=1024))
     return CreditedEpisode(name, [segment(own)], [advantage])
 
 
@@ -72,7 +73,7 @@ def test_the_distance_told_is_that_of_the_last_step_looked_at(tokenizer):
     one_step = learner_of(tokenizer, update_passes=1, entropy_coef=0.0)
     one_step.update([episode(one_step, "r", 1.0)], iteration=1)
     # With d = new - old log-prob of the one token, k3 of KL(old || new) is exp(d) - 1 - d.
-    ((new,),) = one_step.scorer.score(played.segments, row_tokens=64, micro_batch_tokens=1024)
+    ((new,),) = one_step.scorer.score(played.segments, LoopKeys(row_tokens=64, micro_batch_tokens=1024))
     d = new - played.segments[0].logprobs[-1]
     told = learner.update([played], iteration=1)["loss/kl_to_proximal"]
     assert told == pytest.approx(math.expm1(d) - d, rel=1e-3)
@@ -142,7 +143,7 @@ def test_the_distance_is_the_same_for_every_loss_ratio_level_and_aggregation():
     found = []
     for loss, level, name in product(LOSSES, get_args(RatioLevel), AGGREGATIONS):
         job = tiny_job(algorithm={"loss": loss, "ratio_level": level}, training__aggregation=name)
-        terms = PolicyTerms(learner_parts.learner_config(job).update.objectives, job.training)
+        terms = PolicyTerms(learner_parts.learner_config(job).objectives, job.training)
         batch = collate(
             parts,
             advantages={"long": [1.0], "short": [1.0]},

@@ -31,7 +31,7 @@ def off_by(episodes: list[CreditedEpisode], nats: float) -> list[CreditedEpisode
 
 def scored_before(learner: LocalLearner, episodes: list[CreditedEpisode]) -> LogprobCache:
     """The log-probs of a pass of their own, with which no step has to score."""
-    rows = learner.scorer.score([item.segments[0] for item in episodes], **SIZE)
+    rows = learner.scorer.score([item.segments[0] for item in episodes], SIZE)
     return LogprobCache({item.rollout_id: [row] for item, row in zip(episodes, rows, strict=True)})
 
 

@@ -38,7 +38,7 @@ def tokenizer():
 
 
 def logprob_of(learner: LocalLearner, episode: CreditedEpisode) -> float:
-    return sum(learner.scorer.score(episode.segments, **SIZE)[0])
+    return sum(learner.scorer.score(episode.segments, SIZE)[0])
 
 
 def test_what_went_well_becomes_likelier_and_what_went_badly_less_so(tokenizer):
@@ -295,7 +295,7 @@ def test_policy_and_reference_are_scored_for_rewards_and_the_update_scores_nothi
     parts = {item.rollout_id: item.segments for item in episodes}
     first = learner.score(parts)
     for item in episodes:
-        (own,) = learner.scorer.score(item.segments, **SIZE)
+        (own,) = learner.scorer.score(item.segments, SIZE)
         assert first[item.rollout_id].policy_T == [pytest.approx(own, abs=1e-5)]
         assert first[item.rollout_id].reference_T == [pytest.approx(own, abs=1e-5)]
     assert "loss/kl" not in learner.update(episodes, iteration=1), "the loss has no term of it"

@@ -76,7 +76,7 @@ def logits(model, ids=(5, 6, 7, 20)) -> torch.Tensor:
 
 def test_only_adapters_are_trained_and_at_first_they_change_nothing(tokenizer):
     plain, adapted = learner_of(tokenizer), learner_of(tokenizer, **LORA)
-    assert lists(adapted.scorer.score(PROBE, **SIZE)) == lists(plain.scorer.score(PROBE, **SIZE))
+    assert lists(adapted.scorer.score(PROBE, SIZE)) == lists(plain.scorer.score(PROBE, SIZE))
     before = tensors_of(adapted)
     adapted.update(episodes_of(adapted, [1.0, -1.0]), iteration=1)
     changed = {name for name, tensor in tensors_of(adapted).items() if not torch.equal(tensor, before[name])}
@@ -98,7 +98,7 @@ def test_the_engine_computes_with_the_adapters_and_is_given_theirs_alone(tokeniz
     assert (logits(served) - at_first).abs().max() > 1e-3, "the update did something"
     ids = PROBE[0].token_ids.tolist()
     sampled = logits(served, ids)[0, 2:-1].log_softmax(-1).gather(1, torch.tensor(ids[3:])[:, None])[:, 0]
-    assert learner.scorer.score(PROBE, **SIZE)[0] == pytest.approx(sampled.tolist(), abs=1e-5)
+    assert learner.scorer.score(PROBE, SIZE)[0] == pytest.approx(sampled.tolist(), abs=1e-5)
     assert len(learner.weights()) == 2 * 7 * 2
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(learner).items())
 
@@ -222,9 +222,9 @@ def test_the_kl_is_to_the_model_without_its_adapters(tokenizer):
     episodes = episodes_of(lora, [1.0, -1.0])
     found = lora.update(episodes, iteration=2)["loss/kl"]
     with lora._adapter.replaced(learner_of(tokenizer, **LORA).weights()):
-        base = [lists(lora.scorer.score(part.segments, **SIZE)) for part in episodes]
-    own = [lists(lora.scorer.score(part.segments, **SIZE)) for part in episodes]
-    assert base == [lists(full.scorer.score(part.segments, **SIZE)) for part in episodes]
+        base = [lists(lora.scorer.score(part.segments, SIZE)) for part in episodes]
+    own = [lists(lora.scorer.score(part.segments, SIZE)) for part in episodes]
+    assert base == [lists(full.scorer.score(part.segments, SIZE)) for part in episodes]
     assert found > 0
     assert own != base
 
@@ -492,7 +492,7 @@ def test_dropout_is_in_the_gradient_of_steps_and_in_no_log_prob(tokenizer, level
     assert not torch.allclose(gradients[0], gradients[2]), "which inputs are left out is drawn"
     for weight in learner.weights().values():
         weight.mul_(1.2)
-    after = learner.scorer.score([item.segment for item in before], **SIZE)
+    after = learner.scorer.score([item.segment for item in before], SIZE)
     # Each unit is all that its rollout sampled, or a token; the mean of ratios is over tokens.
     pairs = [zip(item.proximal, now, strict=True) for item, now in zip(before, after, strict=True)]
     logs = [[new - old for old, new in pair] for pair in pairs]

@@ -45,7 +45,7 @@ def parts_of(learner, name: str, i: int, shift: float) -> list[Segment]:
     drafts = [([5, 6, 7 + i], [20 + i, 30 + i]), ([8, 9 + i], [40 + i, 50, 60 + i])]
     parts = []
     for t, (prompt, answer) in enumerate(drafts):
-        (own,) = learner.scorer.score([segment(name, prompt, answer, [0.0] * len(answer))], **SIZE)
+        (own,) = learner.scorer.score([segment(name, prompt, answer, [0.0] * len(answer))], SIZE)
         parts.append(segment(name, prompt, answer, [value + shift for value in own], t))
     return parts
 
@@ -125,7 +125,7 @@ def test_a_mixed_step_is_the_same_however_it_is_cut(tokenizer, kind, level):
         with torch.no_grad():  # as after some steps
             known = {
                 item.rollout_id: [
-                    [logprob + 0.1 for logprob in learner.scorer.score([part], **SIZE)[0]]
+                    [logprob + 0.1 for logprob in learner.scorer.score([part], SIZE)[0]]
                     for part in item.segments
                 ]
                 for item in episodes

@@ -73,7 +73,7 @@ def segment(name, t, tokens):
 @pytest.mark.parametrize(("loss", "aggregation"), [*product(LOSSES, AGGREGATIONS)])
 def test_the_gradient_is_that_of_the_papers_formula(loss, aggregation):
     job = tiny_job(algorithm__loss=loss, training__aggregation=aggregation, training__entropy_coef=0.0)
-    terms = PolicyTerms(learner_parts.learner_config(job).update.objectives, job.training)
+    terms = PolicyTerms(learner_parts.learner_config(job).objectives, job.training)
     moves = [PLAYED[name][t][1] for name, t in DECISIONS]
     parts = [segment(name, t, len(row)) for (name, t), row in zip(DECISIONS, moves, strict=True)]
     planned = PLANNED if aggregation == "constant" else 1.0

@@ -23,7 +23,7 @@ def two_segments_each(learner: LocalLearner, advantages: Sequence[float]) -> lis
         drafts = [([5, 6, 7 + i], [20 + i, 30 + i]), ([8, 9 + i], [40 + i, 50, 60 + i])]
         parts = []
         for t, (prompt, answer) in enumerate(drafts):
-            (own,) = learner.scorer.score([segment(f"r{i}", prompt, answer, [0.0] * len(answer))], **SIZE)
+            (own,) = learner.scorer.score([segment(f"r{i}", prompt, answer, [0.0] * len(answer))], SIZE)
             parts.append(segment(f"r{i}", prompt, answer, own, t))
         made.append(CreditedEpisode(f"r{i}", parts, [advantage, -advantage / 2]))
     return made

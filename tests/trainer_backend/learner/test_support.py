@@ -31,6 +31,7 @@ from tests.model_folders import FAMILIES, SIZE
 from tests.trainer_backend.learner.hand_made import segment
 from trainer_backend import learner_parts
 from trainer_backend.errors import ModelFolderError
+from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.shapes import model_shape
 from trainer_backend.learner.support import refuse_unsupported
@@ -161,7 +162,7 @@ def test_the_learner_scores_a_family_as_the_model_itself_does(family: str, model
     learner = LocalLearner.fresh(learner_parts.learner_config(job), [])
     answers = [[7, 8, 9], [300, 2], [11, 12, 13, 14]]
     segments = [segment(f"r{i}", [5, 6 + i], answer, [0.0] * len(answer)) for i, answer in enumerate(answers)]
-    packed_together = learner.scorer.score(segments, row_tokens=64, micro_batch_tokens=1024)
+    packed_together = learner.scorer.score(segments, LoopKeys(row_tokens=64, micro_batch_tokens=1024))
     for item, scored in zip(segments, packed_together, strict=True):
         with torch.no_grad():
             logits_LV = learner.model(torch.tensor([item.token_ids.tolist()])).logits[0]

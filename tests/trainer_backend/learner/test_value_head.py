@@ -127,7 +127,7 @@ def test_a_batch_cut_into_pieces_of_one_row_gives_the_same_gradients_of_the_valu
     episodes, found = episodes_of(learner, [2.0, -1.0, 0.5] * 4), []
     for tokens in (4096, 64):
         training = learner.config.training.model_copy(update={"micro_batch_tokens": tokens})
-        learner.config = replace(learner.config, update=replace(learner.config.update, training=training))
+        learner.config = replace(learner.config, training=training)
         update = learner.policy_update()
         parts = update.weighed(episodes).scored
         metrics = update.gradient(parts, {episode.rollout_id: episode for episode in episodes})

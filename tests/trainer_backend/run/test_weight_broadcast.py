@@ -13,7 +13,7 @@ from tests.trainer_backend.learner.hand_made import learner_of, tiny_tokenizer
 from trainer_backend.errors import LearnerLost
 from trainer_backend.inference.pool import ReplicaPool
 from trainer_backend.learner.learner import LocalLearner
-from trainer_backend.run.replicas import pool_of, publication_of
+from trainer_backend.run.replicas import pool_of
 from trainer_backend.run.weight_broadcast import WeightBroadcast
 
 
@@ -43,8 +43,7 @@ class Run:
 
     async def publish(self, number: int) -> None:
         version = await self.weights.write(number)
-        publication = publication_of(version, self.learner.config.model)
-        await self.weights.deliver(self.pool.publish(publication))
+        await self.weights.deliver(self.pool.publish(version))
 
 
 @asynccontextmanager

@@ -64,18 +64,15 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A process's place in a group.
-
-    Attributes:
-        backend: "gloo" or "nccl".
-        timeout_s: of one tensor.
-    """
+    """A process's place in a group."""
 
     group: str
     backend: str
+    """It is "gloo" or "nccl"."""
     rank: int
     size: int
     timeout_s: float
+    """The bound of one tensor's transfer."""
 
     def join(self, store: Store) -> Backend:
         """The group, apart from every other one of this process."""
