@@ -28,14 +28,13 @@ from task_app.protocols import DecisionOutcome, Observation, ToolRequest
 CHILDREN = Path(__file__).with_name("children")
 
 
-def textarena_environment(argument: str, config: TextArenaConfig, reach: Reach) -> "Replayable":
-    peer = LibraryPeer("textarena", argument, config.game, reach)
-    return Replayable(f"textarena:{argument}", peer, instructions=config.instructions)
-
-
-def reasoning_gym_environment(argument: str, config: ReasoningGymConfig, reach: Reach) -> "Replayable":
-    peer = LibraryPeer("reasoning_gym", argument, config.dataset, reach)
-    return Replayable(f"reasoning_gym:{argument}", peer, instructions=config.instructions)
+def replayable_environment(
+    argument: str, config: TextArenaConfig | ReasoningGymConfig, reach: Reach
+) -> "Replayable":
+    is_game = isinstance(config, TextArenaConfig)
+    library, settings = ("textarena", config.game) if is_game else ("reasoning_gym", config.dataset)
+    peer = LibraryPeer(library, argument, settings, reach)
+    return Replayable(f"{library}:{argument}", peer, instructions=config.instructions)
 
 
 def verifiers_environment(argument: str, config: VerifiersConfig, reach: Reach) -> ForeignConversation:
