@@ -7,12 +7,12 @@ from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
 
 import aiohttp
-from pydantic import AliasChoices, SecretStr, ValidationError
+from pydantic import AliasChoices, SecretStr
 
 from shared_schemas.base import Body
 from shared_schemas.prefixes import PREFIXES, list_prefixes
 from shared_schemas.rollouts import EnvSpec
-from task_app.complaints import invalid, most_specific, validated
+from task_app.complaints import validated
 from task_app.environments.babyai.environment import BABYAI_STATE_KEYS, BabyAIConfig, BabyAIEnvironment
 from task_app.environments.crafter.balrog import BalrogEnvironment
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
@@ -78,12 +78,7 @@ def config_of(model: type[B], config: Mapping[str, Any]) -> B:
     Raises:
         InvalidRequest: a key is unknown, missing or out of bounds; the message says which.
     """
-    keys = {key: value for key, value in config.items() if key != "name"}
-    try:
-        return model.model_validate(keys)
-    except ValidationError as exc:
-        error = most_specific(exc.errors(include_url=False))
-        raise invalid(error, where="config", known=model.model_fields) from exc
+    return validated(model, {key: value for key, value in config.items() if key != "name"}, where="config")
 
 
 C = TypeVar("C", bound=Body)

@@ -11,12 +11,13 @@ from typing import Any
 from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import EnvSpec, MultiTurn, RolloutRequest
 from shared_schemas.task_definition import TaskDefinitionModel
-from shared_schemas.trajectory import StepData, StepMetadata
+from shared_schemas.trajectory import StepData
 from task_app.captures.agents import AgentEnvironment
 from task_app.captures.door import Captures
 from task_app.captures.session import CaptureSpec
 from task_app.captures.worker import AgentWorker, refuse_without_effect
 from task_app.episode.conversation import Conversation
+from task_app.episode.decisions import NO_METADATA
 from task_app.episode.prompts import FreshPrompts, Prompts
 from task_app.episode.state_keys import EpisodeStateKeys, keys_by_name, select_keys
 from task_app.episode.worker import Keep, RLRolloutWorker
@@ -42,7 +43,7 @@ from task_app.protocols import (
     steps_quickly,
     takes_answers,
 )
-from task_app.sessions.snapshots import EnvironmentSnapshot, Moment, episode_snapshot
+from task_app.sessions.snapshots import EnvironmentFacts, EnvironmentSnapshot
 from task_app.sessions.switches import agree_on_step_rewards, take_step_rewards
 from task_app.snapshots.envelope import from_text
 from task_app.snapshots.starts import EpisodeStart, Worlds
@@ -290,12 +291,12 @@ class SnapshotTaker:
         assert isinstance(environment, RestorableEnvironment), "checked when the request was accepted"
         state = await self._state(environment)
         env_steps = sum(len(step.env_rewards or ()) for step in steps)
-        metadata = steps[-1].metadata if steps else StepMetadata()
-        moment = Moment(len(steps), env_steps, past=tuple(past), metadata=metadata)
-        return episode_snapshot(
-            state, moment, self.spec, seed=self.seed, step_rewards=self.step_rewards,
-            at_most_bytes=self.at_most_bytes,
+        facts = EnvironmentFacts(
+            env=self.spec, seed=self.seed, step_idx=env_steps, turn=len(steps), over=False,
+            step_rewards=self.step_rewards, metadata=steps[-1].metadata if steps else NO_METADATA,
+            past=tuple(past), rl_run_id=None,
         )  # fmt: skip
+        return EnvironmentSnapshot(facts, state).text(at_most_bytes=self.at_most_bytes)
 
     async def _state(self, environment: RestorableEnvironment) -> bytes:
         """The environment's state, read in the same kind of thread as its steps (task_app.episode.worker)."""

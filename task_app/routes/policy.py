@@ -7,14 +7,14 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import Field, SecretStr, ValidationError
+from pydantic import Field, SecretStr
 from starlette.responses import Response
 
 from shared_schemas.base import OpenReply, Reply
 from shared_schemas.messages import Message, ToolCall, ToolSpec
 from shared_schemas.rollouts import EnvSpec, InferenceKey, Name, PolicySpec, Seed
 from shared_schemas.trajectory import DecisionRewards, Sampling, StepMetadata
-from task_app.complaints import invalid
+from task_app.complaints import validated
 from task_app.episode.actions import Action, Choice, read_action
 from task_app.episode.decisions import NO_METADATA
 from task_app.errors import CriticalError, DeadlineExceeded, InferenceKeyNeeded, InvalidRequest, boundary
@@ -232,10 +232,7 @@ def _observation(observation: dict[str, Any], environment: Environment | None) -
 def _messages(value: Any) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
         raise InvalidRequest("observation.messages is no list of messages", where="observation.messages")
-    try:
-        return tuple(Message.model_validate(message) for message in value)
-    except ValidationError as exc:
-        raise invalid(exc.errors(include_url=False)[0], where="observation.messages") from exc
+    return tuple(validated(Message, message, where="observation.messages") for message in value)
 
 
 def _choice_meta(choice: Choice, action: Action) -> dict[str, Any]:
