@@ -83,11 +83,7 @@ class Keys:
 
 
 class LoginSessions:
-    """Signed cookies with an expiry, which the log-in page gives for the key; a new key ends them all.
-
-    Args:
-        clock: seconds since the epoch.
-    """
+    """Signed cookies with an expiry, which the log-in page gives for the key; a new key ends them all."""
 
     def __init__(self, key: SecretStr | None, *, clock: Callable[[], float] = time.time) -> None:
         self._secret = _digest(_PURPOSE + key.get_secret_value().encode()) if key is not None else None
@@ -112,11 +108,7 @@ class LoginSessions:
 
 
 class Guesses:
-    """Counts wrong keys at the log-in page by address. The right key is no guess, and always opens.
-
-    Args:
-        clock: a monotonic clock in seconds.
-    """
+    """Counts wrong keys at the log-in page by address. The right key is no guess, and always opens."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

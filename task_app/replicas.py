@@ -89,8 +89,7 @@ class Replica:
 async def supervise(replicas: Sequence[Replica], stop: asyncio.Event, *, tell: Callable[[str], None]) -> int:
     """Run all replicas until `stop` is set; return the exit code.
 
-    Args:
-        tell: called with the line for a job's [services] when all are ready.
+    `tell` is called with the line for a job's [services] when all are ready.
     """
     tasks = [asyncio.ensure_future(replica.run_forever()) for replica in replicas]
     stop_task = asyncio.ensure_future(_all_set([stop]))

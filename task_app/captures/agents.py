@@ -124,12 +124,10 @@ class AgentProcess:
     async def start(
         cls, name: str, agent: Agent, task: Mapping[str, Any], base_url: str, key: str
     ) -> "AgentProcess":
-        """Start the agent, and give it its task and its model.
+        """Start the agent, and give it its task and its model at the capture's `base_url`, without /v1.
 
-        Args:
-            name: of its environment, in the log, which has its output as lines of level debug.
-            base_url: of the capture, without /v1.
-            key: of the capture alone.
+        The log has its output under the environment's name, as lines of level debug. The key is of the
+        capture alone.
         """
         model = {
             "OPENAI_BASE_URL": f"{base_url}/v1",

@@ -138,8 +138,7 @@ class Keys:
     def form(self, value: Any, where: str) -> None:
         """Note the form that the agent wants of the answer; text is none.
 
-        Args:
-            value: as Chat Completions has it, or with the schema's keys at its top, as the others do.
+        `value` is as Chat Completions has it, or with the schema's keys at its top, as the others do.
         """
         kind = value.get("type") if isinstance(value, dict) else value
         if kind in (None, "text"):
@@ -196,12 +195,7 @@ def role_of(item: Json, roles: Mapping[str, str], where: str) -> str:
 
 
 def parts_text(content: Any, kinds: Iterable[str], *, where: str, first: int = 0) -> str:
-    """The text of a message's content: absent, a text, or a list of text parts.
-
-    Args:
-        kinds: types of text parts in this dialect.
-        first: place of the first part.
-    """
+    """The text of a message: absent, a text, or a list of parts of these kinds from place `first` on."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -231,11 +225,7 @@ def objects(value: Any, name: str) -> list[Json]:
 
 
 def text_at(item: Json, name: str, *, where: str, default: str | None = None) -> str:
-    """The text under a key of an item.
-
-    Args:
-        default: of an absent key; None: it may not be absent.
-    """
+    """The text under a key of an item; without a default it may not be absent."""
     if name not in item and default is not None:
         return default
     text: str = value_at(item, name, str, "a text", where=where)
@@ -254,11 +244,7 @@ def tool_call(call_id: str, name: str, arguments: str) -> ToolCall:
 
 
 def tool_spec(function: Json, schema_key: str, *, where: str) -> ToolSpec:
-    """A tool in OpenAI's form.
-
-    Args:
-        schema_key: the dialect's name of the arguments' schema.
-    """
+    """A tool in OpenAI's form; `schema_key` is the dialect's name of the arguments' schema."""
     has_schema = schema_key in function
     schema = value_at(function, schema_key, dict, "a JSON Schema", where=where) if has_schema else {}
     try:

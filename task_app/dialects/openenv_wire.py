@@ -149,9 +149,7 @@ def step_data(
 ) -> dict[str, Any]:
     """`data` of the reply to a step; `reward` is the sum over the decision's env steps.
 
-    Args:
-        tool: tool of a `call_tool` action, whose clients read `tool_name` and `result`.
-        metadata: fields that every reply of the episode has.
+    Clients of a `call_tool` action read `tool_name` and `result`; `metadata` is what every reply has.
     """
     step = step_json(before, outcome, turn=session.turn, step_idx=session.step_idx, metadata=session.metadata)
     observation = dict(step["observation"])

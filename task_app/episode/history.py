@@ -95,8 +95,7 @@ class History:
     def with_result(self, call: ToolCall, text: str, *, fields: Mapping[str, Any] | None = None) -> "History":
         """The history with the result of a call of the last assistant message.
 
-        Args:
-            fields: the text's content if it is an object: shown beside the ids, not as text within text.
+        `fields` are the text's content if it is an object: shown with the ids, not as text within text.
         """
         invoking = self.last_assistant_id
         if invoking is None:

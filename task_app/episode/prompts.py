@@ -118,11 +118,7 @@ def open_with(opening: Sequence[Message], own: Sequence[Message]) -> tuple[Messa
 
 
 class FreshPrompts:
-    """Prompts that the environment renders from its observation and the last decisions.
-
-    Args:
-        opening: messages of the task, which begin every prompt.
-    """
+    """The `opening`, then what the environment renders from its observation and the last decisions."""
 
     tools: tuple[ToolSpec, ...] = ()
     # Each prompt is independent of the last decision, so none can be blamed for its length.

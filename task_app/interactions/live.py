@@ -47,13 +47,8 @@ class InteractionReply:
 class Calls:
     """The calls to one interaction object, in their published form, one at a time.
 
-    All of it runs on the interaction's loop, the object's construction too: any of it may block.
-
-    Args:
-        instance_id: passed to start_interaction; the class may return another one.
-        kwargs: passed to start_interaction and generate_response, as published.
-        context: of the episode, for an interaction that uses parts of the service.
-        at_most_bytes: size limit of one answer.
+    All of it runs on the interaction's loop, the object's construction too: any of it may block. The class
+    may return another instance_id than this one.
     """
 
     def __init__(

@@ -18,11 +18,7 @@ _CLOSE_S = 5.0
 
 
 class Interactions:
-    """The interactions that the operator's file defines, and those that run.
-
-    Args:
-        make_context: makes the context of an episode from its id.
-    """
+    """The interactions that the operator's file defines, and those that run."""
 
     def __init__(
         self,

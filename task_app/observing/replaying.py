@@ -108,11 +108,9 @@ class Replay:
     def moments(
         self, turns: Collection[int], *, until_s: float, clock: Callable[[], float] = time.monotonic
     ) -> Iterator[EnvironmentFacts]:
-        """Play the record, and stop after each of the turns. A decision takes milliseconds: use a thread.
+        """Play the record, and stop after each of the turns (at least one).
 
-        Args:
-            turns: at least one.
-            until_s: on `clock`; later than this the replay gives up.
+        A decision takes milliseconds: use a thread. Later than `until_s` on `clock` the replay gives up.
 
         Raises:
             ReplayDeparts, RequestDeadline, CriticalError: the record cannot be played to the last of them.

@@ -17,9 +17,7 @@ def random_call(
 ) -> tuple[str, dict[str, Any]]:
     """Name and arguments of a call that one of the tools accepts, as far as any does (`random_object`).
 
-    Args:
-        tools: in OpenAI's form; at least one.
-        longest: length of lists, if their schema allows it.
+    The tools, at least one, are in OpenAI's form. Lists are so long where their schema allows it.
     """
     # A single tool costs no draw, so the calls depend on its arguments alone.
     function = (tools[0] if len(tools) == 1 else source.choice(tools))["function"]

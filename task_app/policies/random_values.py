@@ -64,11 +64,7 @@ def random_object(schema: Schema, source: random.Random, *, longest: int) -> dic
 
 
 class _Draws:
-    """One draw of a schema.
-
-    Args:
-        varies: whether optional properties may be left out, and lists be shorter.
-    """
+    """One draw of a schema; one that `varies` may leave out optional properties, and have shorter lists."""
 
     def __init__(self, root: Schema, source: random.Random, longest: int, *, varies: bool) -> None:
         self._root, self._source, self._longest, self._varies = root, source, longest, varies

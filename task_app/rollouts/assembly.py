@@ -67,9 +67,7 @@ class Assembly:
     def worker(self, request: RolloutRequest, context: PolicyContext, *, where: str) -> Worker:
         """Build environment, policy and worker, without making a world or calling a policy.
 
-        Args:
-            context: gives the policy what it needs beside its config.
-            where: body path of the request, with a dot at its end.
+        `where` is the body path of the request, with a dot at its end.
         """
         env, policy_config, switches = _without_switches(request, where=where)
         if request.reward_function is not None:

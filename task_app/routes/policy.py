@@ -277,11 +277,7 @@ class SessionPolicy:
 def session_policy(
     services: Services, session: PolicySession, *, inference_key: SecretStr | None, where: str
 ) -> SessionPolicy:
-    """The session's policy, ready to decide, with the `inference_key` of this request if it has one.
-
-    Args:
-        inference_key: replaces the current one; None keeps it.
-        where: body path of the key.
+    """The session's policy, ready to decide; an `inference_key` of this request replaces the current one.
 
     Raises:
         InferenceKeyNeeded: a restart lost the key, and the request has none.

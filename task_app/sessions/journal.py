@@ -206,9 +206,7 @@ class Database:
     def record(self, session_id: str, statements: list[Statement], failure: Failure, *, whole: bool) -> None:
         """Store a session's statements until its keyed request is answered; without a key, write them now.
 
-        Args:
-            failure: how to report a failed write.
-            whole: the statements write the whole session, so its unwritten ones are dropped.
+        Those of a `whole` session replace its unwritten ones; `failure` says how to report a failed write.
         """
         with self._lock:
             own = _open_work()
@@ -290,12 +288,9 @@ class Database:
 
 
 class SessionStore:
-    """Stores sessions while they live, and restores them.
+    """Stores sessions while they live, and restores them; to a database in memory nothing is written.
 
-    Args:
-        database: if it is in memory, nothing is written, because nobody would read it.
-        snapshot_every: decisions between two snapshots of a session.
-        max_snapshot_bytes: size limit of a snapshot.
+    `snapshot_every` counts decisions between two snapshots of a session.
     """
 
     def __init__(
@@ -388,10 +383,7 @@ class SessionJournal:
     """Writes one session while it lives (task_app.sessions.sessions.Journal).
 
     Without an Idempotency-Key the work is in the database when these methods return, or they raise
-    JournalFailed.
-
-    Args:
-        since: decisions since the last write of the whole session.
+    JournalFailed. `since` counts decisions since the last write of the whole session.
     """
 
     def __init__(self, store: SessionStore, session_id: str, *, since: int = 0) -> None:

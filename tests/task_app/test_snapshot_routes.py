@@ -215,8 +215,8 @@ async def test_a_model_goes_on_with_its_next_seed_and_no_key_is_in_its_snapshot(
         twin = (await post(client, "/policy/restore", **body))["policy_id"]
         await decision(client, twin, observation={"messages": messages})
         asked = list(zip(server.bodies, server.headers, strict=True))
-    found = open_envelope("policy", base64.b64decode(taken["snapshot"]), at_most_bytes=MOST)
-    assert key not in json.dumps(found.head)
+    head, _ = open_envelope("policy", base64.b64decode(taken["snapshot"]), at_most_bytes=MOST)
+    assert key not in json.dumps(head)
     (one, _), (two, old), (three, new) = asked
     assert one["seed"] != two["seed"] == three["seed"], "the second decision's seed, both times"
     assert three["return_token_ids"] is True, "its conversation is new to the gateway"

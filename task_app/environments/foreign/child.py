@@ -25,10 +25,8 @@ _open: set[int] = set()
 class Child:
     """The process; what it prints to stderr goes to the task app's log, up to a bound.
 
-    Args:
-        name, source: of the environment, and what names the command, for errors.
-        variables: its further environment variables.
-        folder: where it runs; None: where the task app does.
+    It runs in the `folder`, by default the task app's, with these further environment variables. Errors name
+    the environment, and by `source` what names the command.
     """
 
     def __init__(

@@ -35,12 +35,9 @@ _CLOSE_WAIT_S = 120.0
 
 
 class ForeignEnvironment:
-    """One episode at a time of a foreign environment.
+    """One episode at a time of a foreign environment, whose name has its prefix, as in `env_name`.
 
-    Args:
-        name: as in `env_name`, with its prefix.
-        instructions: the system message.
-        is_secret: no error may quote what the foreign side says, which may repeat a secret.
+    If it `is_secret`, no error may quote what the foreign side says, which may repeat a secret.
     """
 
     outcome_definition = "return: sum of the rewards of the env steps"
