@@ -43,7 +43,6 @@ class Output:
         kind, name: whose prints they are.
         is_for_debugging: whether the lines are of level debug.
         secret: never stands in the log.
-        clock: a monotonic clock in seconds.
     """
 
     def __init__(

@@ -92,7 +92,7 @@ def create_app(
         needs_key: whether it answers nobody if there is no key; if not, it answers this machine.
     """
     keys = Keys(settings.api_keys, variable=TASK_APP_KEY, needed=needs_key)
-    boards = replace(boards or default_plug_boards(), reach=settings.reach)
+    boards = replace(boards or default_plug_boards(), reach=settings)
     services = Services(settings, boards, keys, spans or Spans())
     app = TaskApp(
         title="Turnwise task app",

@@ -20,7 +20,7 @@ from task_app.environments.crafter.state_keys import CRAFTER_STATE_KEYS
 from task_app.environments.dialogue.environment import DialogueConfig, DialogueEnvironment
 from task_app.environments.documents.environment import DocumentsConfig, DocumentsEnvironment
 from task_app.environments.foreign.kinds import kind_of
-from task_app.environments.foreign.peer import LOCAL, Reach
+from task_app.environments.foreign.peer import LOCAL
 from task_app.environments.orders.environment import ORDERS_STATE_KEYS, OrdersConfig, OrdersEnvironment
 from task_app.environments.sokoban.environment import SOKOBAN_STATE_KEYS, SokobanConfig, SokobanEnvironment
 from task_app.episode.state_keys import PromptKey, StateKey, keys_by_name
@@ -42,7 +42,7 @@ from task_app.protocols import (
     Environment,
     RewardMode,
 )
-from task_app.settings import Settings
+from task_app.settings import Reach, Settings
 from task_app.threads import Threads
 
 B = TypeVar("B", bound=Body)

@@ -19,10 +19,9 @@ from shared_schemas.base import OpenReply, Reply
 from shared_schemas.messages import ToolSpec
 from shared_schemas.rollouts import Seed
 from shared_schemas.trajectory import DecisionRewards
-from task_app.episode.actions import requests_from_wire
 from task_app.errors import InvalidRequest
 from task_app.protocols import DecisionOutcome, Observation, ToolRequest
-from task_app.routes.wire import ForeignBody, step_json
+from task_app.routes.wire import ForeignBody, read_calls, step_json
 from task_app.sessions.sessions import EnvironmentSession
 
 NO_EPISODE: Mapping[str, Any] = {"episode_id": None, "step_count": 0}
@@ -120,12 +119,7 @@ def read_action(
             f"the action names no tool; give tool_name and arguments, or tool_calls; tools: {names}",
             where=where,
         )
-    if len(calls) > at_most:
-        raise InvalidRequest(f"{len(calls)} tool calls in one decision; at most {at_most}", where=where)
-    try:
-        return requests_from_wire(calls)
-    except ValueError as exc:
-        raise InvalidRequest(str(exc), where=where) from exc
+    return read_calls(calls, at_most=at_most, where=where)
 
 
 def _calls_of(action: Mapping[str, Any], tools: Sequence[ToolSpec]) -> list[Mapping[str, Any]] | None:

@@ -147,7 +147,6 @@ class OpenAIAgentPolicy:
         inference_key: Bearer key for config.inference_url.
         max_reply_bytes: limit of one reply.
         on_retry: called before every attempt after the first.
-        clock: a monotonic clock in seconds.
 
     Raises:
         InvalidRequest: inference_url is no URL, or its host is not allowed.

@@ -45,7 +45,6 @@ class RolloutRunner:
         captures: answer the requests' agents.
         instance_id: identifies this process in every reply; a restart has another one.
         spans: of episodes and what happens in them.
-        clock: a monotonic clock in seconds.
         on_end: called with every rollout that ended.
     """
 

@@ -65,7 +65,6 @@ class Runs:
     Args:
         at_most: number of runs that are stored; one more drops the least recently used run that has ended.
         idle_s: how long an ended run is stored.
-        clock: a monotonic clock in seconds.
         now: the time of day; only people read it.
     """
 

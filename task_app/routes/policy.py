@@ -1,6 +1,5 @@
 """/policy: policies that the caller asks for decisions, bound to an environment or given observations."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,11 +14,11 @@ from shared_schemas.messages import Message, ToolCall, ToolSpec
 from shared_schemas.rollouts import EnvSpec, InferenceKey, Name, PolicySpec, Seed
 from shared_schemas.trajectory import DecisionRewards, Sampling, StepMetadata
 from task_app.complaints import validated
-from task_app.episode.actions import Action, Choice, read_action
+from task_app.episode.actions import Action, Choice
 from task_app.episode.decisions import NO_METADATA
+from task_app.episode.worker import decide
 from task_app.errors import CriticalError, DeadlineExceeded, InferenceKeyNeeded, InvalidRequest, boundary
 from task_app.protocols import (
-    AgentPolicy,
     Environment,
     Observation,
     PolicyObservation,
@@ -155,7 +154,11 @@ async def step_policy(request: Request, body: PolicyStep) -> Response:
             return ReplyJSON({"tool_calls": [], "meta": meta})
         policy = session_policy(services, session, inference_key=body.inference_key, where="inference_key")
         start_s = time.perf_counter()
-        choice, action = await _decide(policy, observation, tools, services.settings.policy_deadline_s)
+        at_most_s = services.settings.policy_deadline_s
+        try:
+            choice, action = await decide(policy, observation, tools, timeout_s=at_most_s)
+        except TimeoutError as exc:
+            raise DeadlineExceeded(f"policy {policy.name!r} did not decide within {at_most_s:g} s") from exc
         meta |= _choice_meta(choice, action)
         meta |= {"turn": session.turn, "policy_s": time.perf_counter() - start_s}
         calls = [call.model_dump(mode="json", exclude_none=True) for call in action.tool_calls]
@@ -183,19 +186,6 @@ async def _blame_caller(session: PolicySession) -> AsyncIterator[None]:
             where="observation",
             hint="give text and data as the environment's observations have them; the log has the reason",
         ) from exc
-
-
-async def _decide(
-    policy: AgentPolicy, observation: PolicyObservation, tools: list[dict[str, Any]], at_most_s: float
-) -> tuple[Choice, Action]:
-    try:
-        async with asyncio.timeout(at_most_s):
-            with boundary(f"policy {policy_name(policy)}", policy.get_action):
-                action, raw, log_probs, value = await policy.get_action(observation, tools)
-                return Choice(action, raw, log_probs or {}, value), read_action(action)
-    except TimeoutError as exc:
-        name = policy_name(policy)
-        raise DeadlineExceeded(f"policy {name!r} did not decide within {at_most_s:g} s") from exc
 
 
 async def _observe(

@@ -1,6 +1,7 @@
 """Routes about the task app itself: /, /health, /info, /task_info, and /metrics for Prometheus."""
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -232,18 +233,15 @@ async def _task(services: Services, environment: Environment, seed: int) -> dict
 
 def families(services: Services, *, version: str, sockets: int) -> Iterator[Metric]:
     """All metrics of a task app."""
-    yield InfoMetricFamily(
-        "turnwise_task_app",
-        "Which task app this is.",
-        {"version": version, "instance_id": services.instance_id},
-    )
-    yield from _now(services, sockets)
-    yield from _so_far(services.metrics)
+    facts = {"version": version, "instance_id": services.instance_id}
+    yield InfoMetricFamily("turnwise_task_app", "Which task app this is.", facts)
+    yield from _gauges(services, sockets)
+    yield from _counters(services.metrics)
 
 
-def _now(services: Services, sockets: int) -> Iterator[Metric]:
-    """Gauges of the current state."""
-    runner = services.runner
+def _gauges(services: Services, sockets: int) -> Iterator[Metric]:
+    """The current state."""
+    gauge, runner = partial(_metric, GaugeMetricFamily), services.runner
     sessions: dict[str, Sized] = {
         "env": services.environments,
         "policy": services.policies,
@@ -251,27 +249,20 @@ def _now(services: Services, sockets: int) -> Iterator[Metric]:
         "capture": services.captures.sessions,
     }
     counts = {kind: len(live) for kind, live in sessions.items()}
-    yield _by_label(GaugeMetricFamily, "turnwise_sessions", "Live sessions.", "kind", counts)
-    yield GaugeMetricFamily(
-        "turnwise_interactions",
-        "Interactions that are not finalised yet, of rollouts and sessions.",
-        len(services.interactions),
-    )
-    sentence = "Rollouts that have not ended."
-    yield _by_label(GaugeMetricFamily, "turnwise_rollouts", sentence, "state", runner.unfinished())
-    yield GaugeMetricFamily(
-        "turnwise_rollouts_held", "Rollouts held: not ended, or not acknowledged.", len(runner.results)
-    )
-    yield GaugeMetricFamily(
-        "turnwise_held_bytes",
-        "Bytes of rollout requests and results that are not acknowledged, and of captures.",
-        services.captures.held.total,
-    )
-    yield GaugeMetricFamily("turnwise_openenv_sockets", "Open sockets of OpenEnv clients.", sockets)
+    yield gauge("turnwise_sessions", "Live sessions.", counts, "kind")
+    sentence = "Interactions that are not finalised yet, of rollouts and sessions."
+    yield gauge("turnwise_interactions", sentence, len(services.interactions))
+    yield gauge("turnwise_rollouts", "Rollouts that have not ended.", runner.unfinished(), "state")
+    sentence = "Rollouts held: not ended, or not acknowledged."
+    yield gauge("turnwise_rollouts_held", sentence, len(runner.results))
+    sentence = "Bytes of rollout requests and results that are not acknowledged, and of captures."
+    yield gauge("turnwise_held_bytes", sentence, services.captures.held.total)
+    yield gauge("turnwise_openenv_sockets", "Open sockets of OpenEnv clients.", sockets)
 
 
-def _so_far(metrics: Metrics) -> Iterator[Metric]:
-    """Counters since the start."""
+def _counters(metrics: Metrics) -> Iterator[Metric]:
+    """What happened since the start."""
+    counter = partial(_metric, CounterMetricFamily)
     yield metrics.requests.reply_family("turnwise_http_requests")
     latency = HistogramMetricFamily(
         "turnwise_http_request_seconds", "From the request's head to the answer's end.", labels=["route"]
@@ -279,37 +270,30 @@ def _so_far(metrics: Metrics) -> Iterator[Metric]:
     for route, histogram in metrics.requests.latency.items():
         latency.add_metric([route], buckets=histogram.cumulative(), sum_value=histogram.sum_s)
     yield latency
-    rollouts = CounterMetricFamily(
-        "turnwise_rollouts_ended",
-        "Rollouts that ended, by stop reason or failure.",
-        labels=["status", "reason"],
-    )
-    for (state, reason), count in metrics.rollouts_ended.items():
-        rollouts.add_metric([state, reason], count)
-    yield rollouts
-    counter, sources = CounterMetricFamily, ("rollout", "session")
-    decisions = {source: metrics.decisions.get(source, 0) for source in sources}
-    yield _by_label(counter, "turnwise_decisions", "Decisions taken.", "source", decisions)
-    env_steps = {source: metrics.env_steps.get(source, 0) for source in sources}
-    yield _by_label(counter, "turnwise_env_steps", "Env steps that ran.", "source", env_steps)
+    sentence = "Rollouts that ended, by stop reason or failure."
+    yield counter("turnwise_rollouts_ended", sentence, metrics.rollouts_ended, "status", "reason")
+    for name, sentence, counts in (
+        ("turnwise_decisions", "Decisions taken.", metrics.decisions),
+        ("turnwise_env_steps", "Env steps that ran.", metrics.env_steps),
+    ):
+        yield counter(name, sentence, {one: counts[one] for one in ("rollout", "session")}, "source")
     sentence = "Settings of captured agents' calls that had no effect."
-    yield _by_label(counter, "turnwise_options_dropped", sentence, "option", metrics.options_dropped)
-    yield CounterMetricFamily(
-        "turnwise_inference_retries",
-        "Attempts to ask a model after the first.",
-        value=metrics.inference_retries,
-    )
+    yield counter("turnwise_options_dropped", sentence, metrics.options_dropped, "option")
+    sentence = "Attempts to ask a model after the first."
+    yield counter("turnwise_inference_retries", sentence, metrics.inference_retries)
 
 
-def _by_label(
+def _metric(
     kind: type[GaugeMetricFamily | CounterMetricFamily],
     name: str,
     sentence: str,
-    label: str,
-    counts: Mapping[str, int],
+    counts: Mapping[str, int] | Mapping[tuple[str, str], int] | int,
+    *labels: str,
 ) -> Metric:
-    """A metric with a value for each value of its label."""
-    family = kind(name, sentence, labels=[label])
-    for value, count in counts.items():
-        family.add_metric([value], count)
+    """A metric with one value, or with one for each value of its labels."""
+    if isinstance(counts, int):
+        return kind(name, sentence, counts)
+    family = kind(name, sentence, labels=labels)
+    for values, count in counts.items():
+        family.add_metric([values] if isinstance(values, str) else values, count)
     return family

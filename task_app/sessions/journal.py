@@ -130,7 +130,6 @@ class Database:
         folder: created if missing; None: the database is in memory, for an app without --state-dir.
         most, most_bytes: number and total bytes of the stored answers; the oldest goes first.
         most_s: how long an answer is stored; answers of an earlier process count from this start on.
-        clock: a monotonic clock in seconds.
     """
 
     def __init__(

@@ -56,7 +56,6 @@ class Sessions(Generic[S]):
         kind: names them in ids and errors.
         capacity: largest number of sessions.
         idle_s: a session is forgotten after this long without a request.
-        clock: a monotonic clock in seconds.
         on_add: called with every new or restored session.
         end_path: path of the route that ends one; by default /{kind}/terminate.
         on_new: called with every new session before its id is returned.

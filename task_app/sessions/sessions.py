@@ -50,20 +50,6 @@ class RecentDecision(NamedTuple):
         return tuple((name, name in delta.unique) for name in delta.all)
 
 
-Recent = deque[RecentDecision]
-
-
-def decision(turn: int, before: Observation, outcome: DecisionOutcome) -> RecentDecision:
-    return RecentDecision(
-        turn=turn,
-        before=before.achievements_counts,
-        after=outcome.observation.achievements_counts,
-        env_rewards=outcome.env_rewards,
-        executed=outcome.executed_actions,
-        invalid_reason=outcome.invalid_reason,
-    )
-
-
 T = TypeVar("T")
 
 
@@ -116,7 +102,7 @@ class EnvironmentSession:
     # Keeps the tasks alive, because the event loop holds only weak references.
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     on_decision: Callable[[int], None] = lambda env_steps: None
-    recent: Recent = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
+    recent: deque[RecentDecision] = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
     observation: Observation = field(init=False)
 
     @property
@@ -182,7 +168,11 @@ class EnvironmentSession:
         self.over = outcome.terminated or outcome.truncated
         self.past.append(PastDecision(tool_calls=tuple(requests), outcome=outcome))
         self.on_decision(len(outcome.env_rewards))
-        self.recent.append(decision(self.turn, before, outcome))
+        self.recent.append(
+            RecentDecision(
+                self.turn, was, now, outcome.env_rewards, outcome.executed_actions, outcome.invalid_reason
+            )
+        )
         if self.journal is not None:
             self.journal.add_step(self, requests)
         return before, outcome

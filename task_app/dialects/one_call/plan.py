@@ -5,7 +5,7 @@ The ancestor made such changes in silence; here the reply's `warnings` has a sen
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
@@ -157,7 +157,8 @@ AGENT, ENV = frozenset({"agent", "policy", "model"}), frozenset({"env", "environ
 class LegacyPlan:
     """What to play. A name is empty where the request names a living session."""
 
-    body: LegacyRollout
+    body: LegacyRollout = field(repr=False)
+    """The request, whose config may hold a key."""
     env_name: str
     env_config: Mapping[str, Any]
     seed: int

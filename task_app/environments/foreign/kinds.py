@@ -19,9 +19,9 @@ from task_app.environments.foreign.configs import (
 from task_app.environments.foreign.library_peer import replayable_environment, verifiers_environment
 from task_app.environments.foreign.mcp_peer import mcp_environment
 from task_app.environments.foreign.openenv_peer import openenv_environment
-from task_app.environments.foreign.peer import Reach
 from task_app.errors import InvalidRequest
 from task_app.protocols import Environment
+from task_app.settings import Reach
 
 
 @dataclass(frozen=True, slots=True)

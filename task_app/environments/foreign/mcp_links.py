@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 from task_app.environments.foreign.child import START_S, Child
 from task_app.environments.foreign.mcp_servers import McpServer
-from task_app.environments.foreign.peer import ForeignFailed, Reach
+from task_app.environments.foreign.peer import ForeignFailed
 from task_app.environments.foreign.wire import CLOSE_S, Http, json_of
 from task_app.environments.foreign.words import object_in
+from task_app.settings import Reach
 
 INITIALIZE = "initialize"
 _SESSION = "mcp-session-id"
@@ -89,7 +90,7 @@ class ProcessLink:
         )  # fmt: skip
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        deadline_s = self._reach.deadline_s
+        deadline_s = self._reach.environment_deadline_s
         if request["method"] == INITIALIZE:
             deadline_s = max(START_S, deadline_s)
         self._child.tell(request)
