@@ -396,11 +396,8 @@ def is_cross_site(method: str, headers: Mapping[bytes, bytes]) -> bool:
 class Deadline:
     """Wraps the app: 504 if no reply has begun `at_most_s` seconds after the request.
 
-    The work itself goes on: a session is locked until its step is complete, and a retry with the same
-    Idempotency-Key gets the reply.
-
-    Args:
-        long: paths that may take longer, within limits of their own.
+    The work itself continues: a session is locked until its step is complete, and a retry with the same
+    Idempotency-Key gets the reply. The `long` paths have limits of their own.
     """
 
     def __init__(self, app: ASGIApp, *, at_most_s: float, long: Collection[str]) -> None:

@@ -53,12 +53,10 @@ def key_from_environ(environ: Mapping[str, str], variable: str) -> SecretStr | N
 
 
 class Keys:
-    """The keys of a service, stored as digests of equal length that reveal nothing.
+    """The keys of a service, stored as digests of equal length that reveal nothing; any of them is valid.
 
-    Args:
-        keys: any of them is valid.
-        variable: the operator's environment variable, for messages.
-        needed: whether a service without keys answers nobody; if not, it answers this machine.
+    `variable` is the operator's, for messages. Without keys, a service that needs them answers nobody, and
+    another one answers this machine.
     """
 
     def __init__(self, keys: Iterable[SecretStr], *, variable: str, needed: bool = True) -> None:

@@ -34,13 +34,9 @@ class StartFailed(Exception):
 
 
 class Replica:
-    """One process, restarted whenever it ends.
+    """One process, restarted whenever it ends; its index, from 0, is part of its log lines.
 
-    Args:
-        index: from 0; part of its log lines and of its state folder's name.
-        arguments: of `python -m task_app`, without the port.
-        port: 0 takes a free port, which it keeps over restarts.
-        end_s: time limit for an orderly end.
+    A free port that it takes for port 0 stays its own over restarts.
     """
 
     def __init__(self, index: int, arguments: Sequence[str], port: int, *, end_s: float) -> None:

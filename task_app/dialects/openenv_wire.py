@@ -187,10 +187,7 @@ def schemas(tools: Sequence[ToolSpec]) -> dict[str, Any]:
 def document(whole: Mapping[str, Any], *, prefix: str, url: str) -> dict[str, Any]:
     """The OpenAPI document of one environment, as its own OpenEnv server would have it.
 
-    Args:
-        whole: the document of the service.
-        prefix: paths to keep, with a parameter for the environment.
-        url: replaces `prefix`.
+    The `whole` is that of the service; paths below `prefix` are kept, which `url` replaces.
     """
     paths = {
         path.removeprefix(prefix): {method: _without(one, "env_name") for method, one in item.items()}

@@ -252,11 +252,10 @@ class RLRolloutWorker:
         """Bring the environment to the start of the episode."""
         try:
             async with asyncio.timeout(self._limits.timeout_s):
-                view = await self._start_at.begin(self._environment)
+                self._observation, past = await self._start_at.begin(self._environment)
         except TimeoutError as exc:
             raise DeadlineExceeded("the world was not ready within limits.timeout_s") from exc
-        self._observation = view.observation
-        self._prompts.begin(view.past)
+        self._prompts.begin(past)
         self._tools = [tool.model_dump(mode="json") for tool in self._prompts.tools]
 
     async def _decide(self) -> EpisodeFacts:

@@ -39,13 +39,8 @@ MakeContext = Callable[[RolloutRequest], PolicyContext]
 class RolloutRunner:
     """Plays at most `settings.max_concurrent_rollouts` at once, in order of acceptance.
 
-    Args:
-        make_context: makes the context of a request's policy.
-        interactions: answer in the requests' conversations.
-        captures: answer the requests' agents.
-        instance_id: identifies this process in every reply; a restart has another one.
-        spans: of episodes and what happens in them.
-        on_end: called with every rollout that ended.
+    `instance_id` identifies this process in every reply; a restart has another one. `on_end` is called with
+    every rollout that ended.
     """
 
     def __init__(

@@ -154,7 +154,7 @@ class EnvironmentSnapshot:
             observation = await restore_in_thread(environment, self.state, threads)
             if start.draws_seed is not None:
                 reseed(environment, start.draws_seed)
-            return StartView(observation, self.facts.past)
+            return observation, self.facts.past
 
         return EpisodeStart(begin, start.parent_rollout_id, start.parent_turn)
 
