@@ -8,7 +8,7 @@ again.
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 from starlette.requests import ClientDisconnect
@@ -47,16 +47,6 @@ _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _TooLarge = Callable[[], BodyTooLarge]
 
 
-class Door(Protocol):
-    """Decides which requests may enter."""
-
-    def error(self, scope: Scope) -> ServiceError | None:
-        """Why this request may not enter; None if it may."""
-
-    def page(self, scope: Scope, response: Response) -> Response:
-        """The reply to a person's browser instead of a 401."""
-
-
 class KeyDoor:
     """Accepts requests with a key; a browser may send it as the password of `Authorization: Basic`.
 
@@ -84,6 +74,7 @@ class KeyDoor:
         self._open_paths, self._open_below = frozenset(open_paths), tuple(open_below)
 
     def error(self, scope: Scope) -> ServiceError | None:
+        """Why this request may not enter; None if it may."""
         if self._is_open(scope["path"]):
             return None
         if not self._keys.configured:
@@ -94,6 +85,7 @@ class KeyDoor:
         return None if self._keys.match(credentials) else no_key(self._keys, credentials, self._unauthorised)
 
     def page(self, scope: Scope, response: Response) -> Response:
+        """The reply to a person's browser instead of a 401."""
         response.headers["WWW-Authenticate"] = _BASIC
         return response
 
@@ -210,7 +202,7 @@ class Gate:
         self,
         app: ASGIApp,
         *,
-        door: Door,
+        door: KeyDoor | SessionDoor,
         max_body_bytes: int,
         max_body_s: float,
         unreadable: type[ServiceError] | None,

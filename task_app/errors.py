@@ -4,7 +4,7 @@ Every message says where, what was found, what is allowed and the likely intent.
 errors into problem+json; `rollouts` turns an EpisodeFailed into a RolloutFailure.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
 from urllib.parse import SplitResult
 
@@ -31,6 +31,13 @@ class TaskAppError(ServiceError, code="task_app_error"):
 
 class InvalidRequest(TaskAppError, code="invalid_request", status=422):
     """The request says something that is not possible."""
+
+
+def refuse_used(uses: Mapping[str, bool], why: str, *, where: str, hint: str | None = None) -> None:
+    """Refuse the first part of a request that it uses, though it has no effect; `why` follows that."""
+    for name, is_used in uses.items():
+        if is_used:
+            raise InvalidRequest(f"{name} has no effect {why}", where=where + name, hint=hint)
 
 
 class UnknownName(InvalidRequest, code="unknown_name"):

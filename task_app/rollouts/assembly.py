@@ -28,6 +28,7 @@ from task_app.errors import (
     NotRestorable,
     SnapshotRefused,
     boundary,
+    refuse_used,
 )
 from task_app.interactions.service import Interactions
 from task_app.observing.spans import Spans
@@ -197,13 +198,8 @@ def _prompts(
     interaction = request.interaction
     if not isinstance(environment, ConversationalEnvironment):
         uses = {"interaction": interaction is not None, "multi_turn": request.multi_turn != MultiTurn()}
-        for name, is_used in uses.items():
-            if is_used:
-                raise InvalidRequest(
-                    f"{name} has no effect in {environment.name!r}, which makes a prompt for each decision",
-                    where=where + name,
-                    hint="it is for environments that hold a conversation",
-                )
+        why = f"in {environment.name!r}, which makes a prompt for each decision"
+        refuse_used(uses, why, where=where, hint="it is for environments that hold a conversation")
         return FreshPrompts(environment)
     if request.start.snapshot is not None or request.snapshot_turns:
         place = "start.snapshot" if request.start.snapshot is not None else "snapshot_turns"

@@ -31,7 +31,7 @@ from task_app.captures.reply_models import (
 )
 from task_app.captures.responses import Responses
 from task_app.captures.session import Capture, CaptureSpec
-from task_app.errors import InvalidRequest, TaskAppError, clipped
+from task_app.errors import InvalidRequest, TaskAppError, clipped, refuse_used
 from task_app.rollouts.assembly import branch_policies
 from task_app.rollouts.results import failure_of
 from task_app.routes.wire import LONGEST_ID, OK, Ok, ReplyJSON, reply_body, while_connected
@@ -151,12 +151,9 @@ async def open_capture(request: Request, body: CaptureOpen) -> CaptureOpened:
     context = services.policy_context(inference_key=body.policy.inference_key, seed=body.policy.seed)
     make_policy = branch_policies(services.boards, body.policy.policy_name, body.policy.config, context)
     make_policy(0)  # a wrong config is told now, not at the first call
-    for name in LimitKeys.model_fields.keys() - {"timeout_s"}:
-        if name in body.limits.model_fields_set:
-            raise InvalidRequest(
-                f"limits.{name} has no effect on a capture, whose agent decides itself when it ends",
-                where=f"limits.{name}",
-            )
+    given = LimitKeys.model_fields.keys() & body.limits.model_fields_set - {"timeout_s"}
+    uses = {f"limits.{name}": True for name in given}
+    refuse_used(uses, "on a capture, whose agent decides itself when it ends", where="")
     spec = CaptureSpec(
         "capture", make_policy, limits=body.limits, seed=body.seed, models=body.models, spans=services.spans,
         max_bytes=services.settings.max_reply_bytes,

@@ -379,10 +379,11 @@ class SessionStore:
 
 
 class SessionJournal:
-    """Writes one session while it lives (task_app.sessions.sessions.Journal).
+    """Writes one session while it lives and its lock is held.
 
-    Without an Idempotency-Key the work is in the database when these methods return, or they raise
-    JournalFailed. `since` counts decisions since the last write of the whole session.
+    After a return the change survives the process. If a write fails, a request without an Idempotency-Key
+    gets JournalFailed; a request with one gets its error from task_app.sessions.idempotency. `since` counts
+    decisions since the last write of the whole session.
     """
 
     def __init__(self, store: SessionStore, session_id: str, *, since: int = 0) -> None:
@@ -400,7 +401,7 @@ class SessionJournal:
             raise
 
     def ready(self, session: Session) -> None:
-        """Write what others did to the session, before it is used."""
+        """Write what is not written yet, before the session is used; raises JournalFailed."""
         self._database.ready(self._id)
 
     def reset(self, session: EnvironmentSession) -> None:

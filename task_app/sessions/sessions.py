@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from shared_schemas.messages import Message
 from shared_schemas.rewards import StepRewards, decision_rewards
@@ -30,6 +30,9 @@ from task_app.sessions.registry import SessionLock
 from task_app.sessions.switches import agree_on_step_rewards
 from task_app.threads import Threads, in_thread
 
+if TYPE_CHECKING:
+    from task_app.sessions.journal import SessionJournal
+
 # Number of last decisions that a session shows to people who watch it.
 MAX_RECENT = 12
 
@@ -51,29 +54,6 @@ class RecentDecision(NamedTuple):
 
 
 T = TypeVar("T")
-
-
-class Journal(Protocol):
-    """Writes a session while its lock is held (task_app.sessions.journal).
-
-    After a return the change survives the process. If a write fails, a request without an Idempotency-Key
-    gets JournalFailed; a request with one gets its error from task_app.sessions.idempotency.
-    """
-
-    def ready(self, session: "EnvironmentSession | PolicySession") -> None:
-        """Write what is not written yet, before the session is used; raises JournalFailed."""
-
-    def reset(self, session: "EnvironmentSession") -> None:
-        """Write a reset of the environment."""
-
-    def add_step(self, session: "EnvironmentSession", requests: Sequence[ToolRequest]) -> None:
-        """Write a decision in the environment."""
-
-    def add_decision(self, session: "PolicySession") -> None:
-        """Write a decision of the policy."""
-
-    def remove(self) -> None:
-        """Delete the session, which has ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +78,7 @@ class EnvironmentSession:
     rl_run_id: str | None = None
     lock: SessionLock = field(default_factory=SessionLock)
     threads: Threads | None = None
-    journal: Journal | None = None
+    journal: "SessionJournal | None" = None
     # Keeps the tasks alive, because the event loop holds only weak references.
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     on_decision: Callable[[int], None] = lambda env_steps: None
@@ -236,5 +216,5 @@ class PolicySession:
     rl_run_id: str | None = None
     switches: StepRewards | None = None
     lock: SessionLock = field(default_factory=SessionLock)
-    journal: Journal | None = None
+    journal: "SessionJournal | None" = None
     has_lost_key: bool = False

@@ -31,8 +31,10 @@ CHILDREN = Path(__file__).with_name("children")
 def replayable_environment(
     argument: str, config: TextArenaConfig | ReasoningGymConfig, reach: Reach
 ) -> "Replayable":
-    is_game = isinstance(config, TextArenaConfig)
-    library, settings = ("textarena", config.game) if is_game else ("reasoning_gym", config.dataset)
+    if isinstance(config, TextArenaConfig):
+        library, settings = "textarena", config.game
+    else:
+        library, settings = "reasoning_gym", config.dataset
     peer = LibraryPeer(library, argument, settings, reach)
     return Replayable(f"{library}:{argument}", peer, instructions=config.instructions)
 

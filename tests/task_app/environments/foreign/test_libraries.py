@@ -46,7 +46,7 @@ def real_python(library):
 @pytest.fixture(scope="module")
 def standins(tmp_path_factory):
     python = with_path(tmp_path_factory.mktemp("python"), sys.executable, "standins")
-    return {"pythons": {"reasoning_gym": python, "textarena": python}}
+    return {"reasoning_gym_python": python, "textarena_python": python}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def verifiers(tmp_path_factory):
     """What reaches our tasksets."""
     python = with_path(tmp_path_factory.mktemp("verifiers"), real_python("verifiers"), "tasksets")
     tasksets = ("turnwise_guess", "turnwise_shop", "turnwise_sums")
-    return {"pythons": {"verifiers": python}, "tasksets": tasksets, "deadline_s": 60.0}
+    return {"verifiers_python": python, "verifiers_modules": tasksets, "environment_deadline_s": 60.0}
 
 
 @pytest.mark.parametrize("promise", PROMISES)
