@@ -36,6 +36,8 @@ from task_app.threads import Threads
 
 # Names the snapshot as the source of a restored session's switches (`EnvironmentSession.switches`).
 FROM_SNAPSHOT = "the snapshot"
+# What a session and its facts have as it stands.
+_SAME = ("seed", "step_idx", "turn", "over", "metadata", "rl_run_id")
 
 
 class EnvironmentFacts(Body):
@@ -101,14 +103,9 @@ class EnvironmentSnapshot:
             state = environment.snapshot()
         facts = EnvironmentFacts(
             env=boards.resolve(session.spec),
-            seed=session.seed,
-            step_idx=session.step_idx,
-            turn=session.turn,
-            over=session.over,
             step_rewards=session.step_rewards if session.switches else None,
-            metadata=session.metadata,
             past=tuple(session.past),
-            rl_run_id=session.rl_run_id,
+            **{name: getattr(session, name) for name in _SAME},
         )
         return cls(facts, state)
 
@@ -136,13 +133,8 @@ class EnvironmentSnapshot:
             environment=environment,
             spec=facts.env,
             switches={FROM_SNAPSHOT: facts.step_rewards} if facts.step_rewards else {},
-            seed=facts.seed,
-            step_idx=facts.step_idx,
-            turn=facts.turn,
-            over=facts.over,
-            metadata=facts.metadata,
             past=deque(facts.past, maxlen=PAST_DECISIONS_SHOWN),
-            rl_run_id=facts.rl_run_id,
+            **{name: getattr(facts, name) for name in _SAME},
         )
         session.observation = restore(environment, self.state)
         return session
