@@ -399,35 +399,28 @@ class Deadline:
         if scope["type"] != "http" or scope["path"] in self._long:
             await self._app(scope, receive, send)
             return
-        answer = _Answer(scope, receive, send, self._at_most_s)
+        loop, has_begun = asyncio.get_running_loop(), False
+        late_reply: asyncio.Future[None] | None = None
+
+        async def send_in_time(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            if late_reply is None:
+                await send(message)
+
+        def give_up() -> None:
+            nonlocal late_reply
+            if not has_begun:
+                error = RequestDeadline(
+                    f"no answer within {self._at_most_s:g} s; the request may still be carried out",
+                    where=scope["path"],
+                    hint="a retry with the same Idempotency-Key waits for it and gets its answer",
+                )
+                late_reply = loop.create_task(problem_response(error)(scope, receive, send))
+
         # A timer and not a task, because it costs next to nothing.
-        timer = asyncio.get_running_loop().call_later(self._at_most_s, answer.give_up)
+        timer = loop.call_later(self._at_most_s, give_up)
         try:
-            await self._app(scope, receive, answer.send)
+            await self._app(scope, receive, send_in_time)
         finally:
             timer.cancel()
-
-
-class _Answer:
-    """The send channel of a request: it passes the app's reply, unless the deadline's reply came first."""
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send, at_most_s: float) -> None:
-        self._scope, self._receive, self._send, self._at_most_s = scope, receive, send, at_most_s
-        self._has_begun = False
-        self._late_reply: asyncio.Task[None] | None = None
-
-    async def send(self, message: Message) -> None:
-        self._has_begun = True
-        if self._late_reply is None:
-            await self._send(message)
-
-    def give_up(self) -> None:
-        if self._has_begun:
-            return
-        error = RequestDeadline(
-            f"no answer within {self._at_most_s:g} s; the request may still be carried out",
-            where=self._scope["path"],
-            hint="a retry with the same Idempotency-Key waits for it and gets its answer",
-        )
-        reply = problem_response(error)(self._scope, self._receive, self._send)
-        self._late_reply = asyncio.get_running_loop().create_task(reply)

@@ -23,7 +23,6 @@ from task_app.protocols import (
     Observation,
     PolicyObservation,
     RestorablePolicy,
-    RetryingPolicy,
     policy_name,
 )
 from task_app.routes.wire import OK, CreateBody, ForeignBody, Ok, ReplyJSON
@@ -238,35 +237,9 @@ def _choice_meta(choice: Choice, action: Action) -> dict[str, Any]:
     }
 
 
-class SessionPolicy:
-    """A policy whose decisions are counted and stored; the caller holds the session's lock."""
-
-    def __init__(self, session: PolicySession) -> None:
-        self._session = session
-        self.name = policy_name(session.policy)
-
-    @property
-    def pending_failure(self) -> str | None:
-        """The failure that the policy is retrying (protocols.RetryingPolicy)."""
-        policy = self._session.policy
-        return policy.pending_failure if isinstance(policy, RetryingPolicy) else None
-
-    async def get_action(
-        self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
-    ) -> tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]:
-        journal = self._session.journal
-        if journal is not None:
-            journal.ready(self._session)
-        answer = await self._session.policy.get_action(observation, available_tools_specs)
-        self._session.turn += 1
-        if journal is not None:
-            journal.add_decision(self._session)
-        return answer
-
-
 def session_policy(
     services: Services, session: PolicySession, *, inference_key: SecretStr | None, where: str
-) -> SessionPolicy:
+) -> PolicySession:
     """The session's policy, ready to decide; an `inference_key` of this request replaces the current one.
 
     Raises:
@@ -281,7 +254,7 @@ def session_policy(
             where=where,
             hint=f"send {where} with this request",
         )
-    return SessionPolicy(session)
+    return session
 
 
 def _give_key(services: Services, session: PolicySession, inference_key: SecretStr, *, where: str) -> None:

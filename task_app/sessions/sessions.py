@@ -23,7 +23,10 @@ from task_app.protocols import (
     Environment,
     Observation,
     PastDecision,
+    PolicyAnswer,
+    RetryingPolicy,
     ToolRequest,
+    policy_name,
     steps_quickly,
 )
 from task_app.sessions.registry import SessionLock
@@ -202,6 +205,7 @@ class EnvironmentSession:
 class PolicySession:
     """A policy, either bound to an environment session or given observations by the caller.
 
+    It is an AgentPolicy itself, whose decisions are counted and stored; the caller holds its lock.
     An unbound policy's `environment` is never reset: it only writes prompts and names tools; `env` is its
     spec. `spec` is what the policy was built from, with its key, which no snapshot holds and which a restart
     loses. `switches` are its training switches, which also apply to the bound environment.
@@ -218,3 +222,23 @@ class PolicySession:
     lock: SessionLock = field(default_factory=SessionLock)
     journal: "SessionJournal | None" = None
     has_lost_key: bool = False
+
+    @property
+    def name(self) -> str:
+        return policy_name(self.policy)
+
+    @property
+    def pending_failure(self) -> str | None:
+        """The failure that the policy is retrying (protocols.RetryingPolicy)."""
+        return self.policy.pending_failure if isinstance(self.policy, RetryingPolicy) else None
+
+    async def get_action(
+        self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
+    ) -> PolicyAnswer:
+        if self.journal is not None:
+            self.journal.ready(self)
+        answer = await self.policy.get_action(observation, available_tools_specs)
+        self.turn += 1
+        if self.journal is not None:
+            self.journal.add_decision(self)
+        return answer

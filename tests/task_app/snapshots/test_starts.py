@@ -139,7 +139,7 @@ class Worn(CrafterEnvironment):
 
 
 async def begun(worlds: Worlds, environment: Environment, seed: int) -> Observation:
-    return (await worlds.start(SPEC, seed).begin(environment)).observation
+    return (await worlds.start(SPEC, seed).begin(environment))[0]
 
 
 async def test_siblings_share_one_generated_world_and_then_part():
