@@ -51,11 +51,9 @@ class Child:
         env: Mapping[str, str] = os.environ,
         descriptors: Sequence[int] = (),
     ) -> Self:
-        """Start the command.
+        """Start the command, whose output goes to a file, or is this process's own.
 
-        Args:
-            stdout, stderr: a file; PIPE for a stdout that `address` reads; None: this process's own.
-            descriptors: open files that it inherits, under the same numbers.
+        With PIPE `address` can read its stdout. It inherits the open `descriptors` under the same numbers.
         """
         # In its own session, so that Ctrl-C reaches only this process, which ends its children in order.
         process = await asyncio.create_subprocess_exec(

@@ -55,10 +55,7 @@ class KeyDoor:
     it. Without a browser it counts for POSTs below `basic_posts`, whose clients know a URL and no header.
     Where there are no keys and none is needed, only this machine may send requests, and no foreign page.
 
-    Args:
-        open_paths: paths that need no key.
-        open_below: prefixes of paths that need no key.
-        unauthorised: error of a missing or wrong key.
+    `open_paths`, and what lies below `open_below`, need no key.
     """
 
     def __init__(
@@ -113,9 +110,7 @@ class SessionDoor:
     and by its own host names: otherwise a foreign name that points at 127.0.0.1 would make a foreign page
     same-origin.
 
-    Args:
-        open_paths, open_below: as of `KeyDoor`.
-        login: path of the log-in page, to which a person's browser is redirected.
+    A person's browser is redirected to the `login` page.
     """
 
     def __init__(
@@ -191,11 +186,8 @@ class Gate:
     400 without one Host header, 401 or 503 without a valid key, 403 if the door forbids it, 413 for a body
     that is too large, 408 for one that is too slow, 422 for a URL or JSON body that cannot be stored.
 
-    Args:
-        unreadable: error of a JSON body that cannot be stored; None: only routes read bodies.
-        read: the value of a request's JSON body; ValueError says why it cannot be stored.
-        respond: makes the reply to an error.
-        large_body_hint: advice to the sender of a body that is too large.
+    A JSON body that `read` cannot store is `unreadable`, which it says by a ValueError; with None only routes
+    read bodies. `large_body_hint` is advice to the sender of a body that is too large.
     """
 
     def __init__(

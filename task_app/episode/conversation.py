@@ -41,11 +41,8 @@ class UserInteraction(Protocol):
 class Conversation(Prompts):
     """A conversational environment, its history, and the user's side.
 
-    Args:
-        environment: opens the conversation, and gives each of its calls a result.
-        multi_turn: limits, and whether the model may edit its context.
-        interaction: answers messages without a call; None: only the environment may answer.
-        opening: messages of the task, before those of the environment.
+    Without an interaction, only the environment may answer a message without a call. The task's `opening`
+    comes before the environment's own messages.
     """
 
     def __init__(

@@ -152,11 +152,9 @@ DEADLINE = "interaction_deadline"
 class LiveInteraction:
     """A running interaction, as the episode loop and the routes use it. The caller that starts it closes it.
 
-    Args:
-        loop: where the calls run: the service's loop, or one from `loop_in_thread`, which stops at the end.
-        deadline_s: time limit of each call.
-        on_end: called when the interaction is finalised, or given up because it `hangs`; in the second case
-            once more if the call returns after all.
+    The calls run on the `loop`: the service's, or one from `loop_in_thread`, which stops at the end. `on_end`
+    is called when the interaction is finalised, or given up because it `hangs`; in the second case once more
+    if the call returns after all.
     """
 
     def __init__(

@@ -180,8 +180,7 @@ def branch_policies(
 def _without_switches(
     request: RolloutRequest, *, where: str
 ) -> tuple[EnvSpec, dict[str, Any], StepRewards | None]:
-    """The environment spec and the policy's config without the training switches, and the switches, if
-    any."""
+    """The environment's spec and the policy's config without the training switches; and these, if any."""
     env_config, switches_by_place = take_step_rewards(request.env.config, where=where + "env.config")
     policy_config, of_policy = take_step_rewards(request.policy.config, where=where + "policy.config")
     switches_by_place |= of_policy

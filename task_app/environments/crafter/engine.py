@@ -41,8 +41,7 @@ def daylight_at(step: int) -> float:
 
 
 class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
-    """One episode of Crafter in the 64x64 world of one seed. A thread must not share an engine with
-    another."""
+    """One episode of Crafter in the 64x64 world of one seed; threads must not share an engine."""
 
     def __init__(self, seed: int, *, length: int = 10_000) -> None:
         """Prepare an engine without a world, which `reset` makes.

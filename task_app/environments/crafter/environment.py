@@ -1,5 +1,4 @@
-"""Crafter as an `Environment`: it turns the engine's state into text and data, and tool calls into env
-steps."""
+"""Crafter as an `Environment`: the engine's state as text and data, and tool calls as env steps."""
 
 from collections.abc import Mapping, Sequence
 from operator import itemgetter

@@ -40,8 +40,7 @@ def nearest_offsets(rows: Sequence[Sequence[str]], *, without: Collection[str]) 
 
 
 def local_view(world: World, player: Player) -> LocalView:
-    """The view from the player's cell; the border of the grid is as wide as the view, so edges need no
-    test."""
+    """The view from the player's cell; the border is as wide as the view, so edges need no test."""
     rows, materials = [], []
     for offset in _ROW_STARTS:
         start = player.cell + offset
