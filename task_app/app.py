@@ -54,7 +54,6 @@ LONG = frozenset({"/rollout", "/rollouts"})
 # Statuses of errors that a route may answer with.
 ERRORS = (401, 404, 408, 409, 413, 422, 424, 428, 429, 500, 502, 503, 504, 507)
 
-
 _ROUTERS = (
     steps.router,
     captures.router,

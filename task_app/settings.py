@@ -70,9 +70,7 @@ VariableName = Annotated[
     str, Field(max_length=200, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(_refuse_own_key)
 ]
 
-
 Module = Annotated[str, Field(max_length=200, pattern=MODULE)]
-
 
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Bytes = Annotated[int, Field(ge=1_024, le=1 << 30)]

@@ -44,7 +44,6 @@ _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 }
 
-
 # The answers of model calls, with the fields that clients read. They are open, because the dialects belong to
 # OpenAI and Anthropic, whose own documents say the rest.
 

@@ -23,7 +23,6 @@ from task_app.threads import Threads, in_thread
 MAX_WORLDS = 256
 MAX_WORLDS_BYTES = 32 << 20
 
-
 # What the policy sees at an episode's start, and the history that its first prompt shows.
 StartView = tuple[Observation, Sequence[PastDecision]]
 
