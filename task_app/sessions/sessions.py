@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from shared_schemas.messages import Message
 from shared_schemas.rewards import StepRewards, decision_rewards
@@ -33,9 +33,6 @@ from task_app.sessions.registry import SessionLock
 from task_app.sessions.switches import agree_on_step_rewards
 from task_app.threads import Threads, in_thread
 
-if TYPE_CHECKING:
-    from task_app.sessions.journal import SessionJournal
-
 # Number of last decisions that a session shows to people who watch it.
 MAX_RECENT = 12
 
@@ -57,6 +54,20 @@ class RecentDecision(NamedTuple):
 
 
 T = TypeVar("T")
+
+
+class Journal(Protocol):
+    """Writes a session: `task_app.sessions.journal.SessionJournal`, which says what each method does."""
+
+    def ready(self, session: "EnvironmentSession | PolicySession") -> None: ...
+
+    def reset(self, session: "EnvironmentSession") -> None: ...
+
+    def add_step(self, session: "EnvironmentSession", requests: Sequence[ToolRequest]) -> None: ...
+
+    def add_decision(self, session: "PolicySession") -> None: ...
+
+    def remove(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +92,7 @@ class EnvironmentSession:
     rl_run_id: str | None = None
     lock: SessionLock = field(default_factory=SessionLock)
     threads: Threads | None = None
-    journal: "SessionJournal | None" = None
+    journal: Journal | None = None
     # Keeps the tasks alive, because the event loop holds only weak references.
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     on_decision: Callable[[int], None] = lambda env_steps: None
@@ -220,7 +231,7 @@ class PolicySession:
     rl_run_id: str | None = None
     switches: StepRewards | None = None
     lock: SessionLock = field(default_factory=SessionLock)
-    journal: "SessionJournal | None" = None
+    journal: Journal | None = None
     has_lost_key: bool = False
 
     @property
