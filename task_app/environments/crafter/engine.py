@@ -8,7 +8,7 @@ consumes the random numbers of stock's night picture.
 import functools
 import hashlib
 import json
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import crafter
 import numpy as np
@@ -64,20 +64,15 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         self.reward_range = None
         self.metadata = None
 
-    def _started(self) -> tuple[World, Player]:
-        if self._game is None:
-            raise NotReset("there is no world yet; call reset() first")
-        return self._game
-
     @property
     def world(self) -> World:
         """The world; NotReset before the first reset."""
-        return self._started()[0]
+        return (self._game or _refuse_early())[0]
 
     @property
     def player(self) -> Player:
         """The player; NotReset before the first reset."""
-        return self._started()[1]
+        return (self._game or _refuse_early())[1]
 
     _world, _player = world, player  # stock's names, which libraries for stock read
 
@@ -104,7 +99,7 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         Raises:
             NotReset, EpisodeOver: there was no reset, or the player died, or `length` steps were made.
         """
-        world, player = self._started()
+        world, player = self._game or _refuse_early()
         if self.over:
             raise EpisodeOver(f"the episode ended at step {self.step_count}; call reset() to start again")
         if not 0 <= action < len(ACTIONS):
@@ -185,16 +180,16 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
     def faced_health(self) -> int:
         """Health of the creature or plant in front of the player; 0 if there is none."""
         # Arrows are things without health.
-        world, player = self._started()
+        world, player = self._game or _refuse_early()
         return int(getattr(world.at[player.target_cell()], "health", 0))
 
     def view(self) -> LocalView:
         """The player's view, in words."""
-        return local_view(*self._started())
+        return local_view(*(self._game or _refuse_early()))
 
     def frame(self, width: int = 288, height: int = 288) -> npt.NDArray[np.uint8]:
         """[height, width, 3] picture as stock would draw it now; the game does not change."""
-        return picture.draw(*self._started(), width, height)
+        return picture.draw(*(self._game or _refuse_early()), width, height)
 
     def render(self, size: tuple[int, int] | None = None) -> npt.NDArray[np.uint8]:
         """Stock's name for `frame`; `size` is (width, height), by default 64x64."""
@@ -202,7 +197,7 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
 
     def capture(self) -> GameState:
         """The whole state of the game as plain values."""
-        return capture(*self._started())
+        return capture(*(self._game or _refuse_early()))
 
     def fingerprint(self) -> str:
         """Hex digest of everything that the future depends on; equal fingerprints mean equal futures."""
@@ -235,6 +230,10 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         other._unlocked = {name for name, count in player.achievements.items() if count > 0}
         other._zero_count = len(ACHIEVEMENTS) - len(other._unlocked)
         return other
+
+
+def _refuse_early() -> NoReturn:
+    raise NotReset("there is no world yet; call reset() first")
 
 
 def _check_int(name: str, value: Any, low: int, high: int | None) -> int:  # Any: callers may pass anything
