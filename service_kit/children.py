@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from service_kit.console import utf8_output
+from service_kit.output import Output
 
 # Variables that a program and its libraries need to run as they do here, and that hold no keys.
 _WITHOUT_KEYS = (
@@ -50,11 +51,9 @@ class Child:
         env: Mapping[str, str] = os.environ,
         descriptors: Sequence[int] = (),
     ) -> Self:
-        """Start the command.
+        """Start the command, whose output goes to a file, or is this process's own.
 
-        Args:
-            stdout, stderr: a file; PIPE for a stdout that `address` reads; None: this process's own.
-            descriptors: open files that it inherits, under the same numbers.
+        With PIPE `address` can read its stdout. It inherits the open `descriptors` under the same numbers.
         """
         # In its own session, so that Ctrl-C reaches only this process, which ends its children in order.
         process = await asyncio.create_subprocess_exec(
@@ -171,6 +170,23 @@ def last_line(log: Path) -> str:
 def without_keys(ours: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, str]:
     """Of a service's environment variables those that a child may have: without keys, or listed by name."""
     return {name: ours[name] for name in (*_WITHOUT_KEYS, *more) if name in ours}
+
+
+async def end_group(process: Process, output: Output, *, at_most_s: float | None = None) -> None:
+    """Kill a child that leads a process group, with all of the group, and release its pipes.
+
+    A process that it started in another session may hold its pipes for ever: its end is waited for so long.
+    """
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(at_most_s):
+            await process.wait()
+    output.end()
+    # asyncio's Process has no public way to close a pipe that another process still holds, or that was too
+    # full to read on. It takes effect in the loop's next turn.
+    process._transport.close()  # type: ignore[attr-defined]
+    await asyncio.sleep(0)
 
 
 def begin_imports() -> None:

@@ -104,11 +104,7 @@ class ServiceError(Exception):
 
 
 class NoKeyConfigured(ServiceError, status=503):
-    """The service was started without a key, so nobody can use it.
-
-    Args:
-        variable: the environment variable of the key.
-    """
+    """The service was started without a key, in this environment variable, so nobody can use it."""
 
     def __init__(self, variable: str) -> None:
         super().__init__(

@@ -8,7 +8,7 @@ again.
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 from starlette.requests import ClientDisconnect
@@ -47,16 +47,6 @@ _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _TooLarge = Callable[[], BodyTooLarge]
 
 
-class Door(Protocol):
-    """Decides which requests may enter."""
-
-    def error(self, scope: Scope) -> ServiceError | None:
-        """Why this request may not enter; None if it may."""
-
-    def page(self, scope: Scope, response: Response) -> Response:
-        """The reply to a person's browser instead of a 401."""
-
-
 class KeyDoor:
     """Accepts requests with a key; a browser may send it as the password of `Authorization: Basic`.
 
@@ -65,10 +55,7 @@ class KeyDoor:
     it. Without a browser it counts for POSTs below `basic_posts`, whose clients know a URL and no header.
     Where there are no keys and none is needed, only this machine may send requests, and no foreign page.
 
-    Args:
-        open_paths: paths that need no key.
-        open_below: prefixes of paths that need no key.
-        unauthorised: error of a missing or wrong key.
+    `open_paths`, and what lies below `open_below`, need no key.
     """
 
     def __init__(
@@ -84,6 +71,7 @@ class KeyDoor:
         self._open_paths, self._open_below = frozenset(open_paths), tuple(open_below)
 
     def error(self, scope: Scope) -> ServiceError | None:
+        """Why this request may not enter; None if it may."""
         if self._is_open(scope["path"]):
             return None
         if not self._keys.configured:
@@ -94,6 +82,7 @@ class KeyDoor:
         return None if self._keys.match(credentials) else no_key(self._keys, credentials, self._unauthorised)
 
     def page(self, scope: Scope, response: Response) -> Response:
+        """The reply to a person's browser instead of a 401."""
         response.headers["WWW-Authenticate"] = _BASIC
         return response
 
@@ -121,9 +110,7 @@ class SessionDoor:
     and by its own host names: otherwise a foreign name that points at 127.0.0.1 would make a foreign page
     same-origin.
 
-    Args:
-        open_paths, open_below: as of `KeyDoor`.
-        login: path of the log-in page, to which a person's browser is redirected.
+    A person's browser is redirected to the `login` page.
     """
 
     def __init__(
@@ -199,18 +186,15 @@ class Gate:
     400 without one Host header, 401 or 503 without a valid key, 403 if the door forbids it, 413 for a body
     that is too large, 408 for one that is too slow, 422 for a URL or JSON body that cannot be stored.
 
-    Args:
-        unreadable: error of a JSON body that cannot be stored; None: only routes read bodies.
-        read: the value of a request's JSON body; ValueError says why it cannot be stored.
-        respond: makes the reply to an error.
-        large_body_hint: advice to the sender of a body that is too large.
+    A JSON body that `read` cannot store is `unreadable`, which it says by a ValueError; with None only routes
+    read bodies. `large_body_hint` is advice to the sender of a body that is too large.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         *,
-        door: Door,
+        door: KeyDoor | SessionDoor,
         max_body_bytes: int,
         max_body_s: float,
         unreadable: type[ServiceError] | None,
@@ -396,11 +380,8 @@ def is_cross_site(method: str, headers: Mapping[bytes, bytes]) -> bool:
 class Deadline:
     """Wraps the app: 504 if no reply has begun `at_most_s` seconds after the request.
 
-    The work itself goes on: a session is locked until its step is complete, and a retry with the same
-    Idempotency-Key gets the reply.
-
-    Args:
-        long: paths that may take longer, within limits of their own.
+    The work itself continues: a session is locked until its step is complete, and a retry with the same
+    Idempotency-Key gets the reply. The `long` paths have limits of their own.
     """
 
     def __init__(self, app: ASGIApp, *, at_most_s: float, long: Collection[str]) -> None:
@@ -410,35 +391,28 @@ class Deadline:
         if scope["type"] != "http" or scope["path"] in self._long:
             await self._app(scope, receive, send)
             return
-        answer = _Answer(scope, receive, send, self._at_most_s)
+        loop, has_begun = asyncio.get_running_loop(), False
+        late_reply: asyncio.Future[None] | None = None
+
+        async def send_in_time(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            if late_reply is None:
+                await send(message)
+
+        def give_up() -> None:
+            nonlocal late_reply
+            if not has_begun:
+                error = RequestDeadline(
+                    f"no answer within {self._at_most_s:g} s; the request may still be carried out",
+                    where=scope["path"],
+                    hint="a retry with the same Idempotency-Key waits for it and gets its answer",
+                )
+                late_reply = loop.create_task(problem_response(error)(scope, receive, send))
+
         # A timer and not a task, because it costs next to nothing.
-        timer = asyncio.get_running_loop().call_later(self._at_most_s, answer.give_up)
+        timer = loop.call_later(self._at_most_s, give_up)
         try:
-            await self._app(scope, receive, answer.send)
+            await self._app(scope, receive, send_in_time)
         finally:
             timer.cancel()
-
-
-class _Answer:
-    """The send channel of a request: it passes the app's reply, unless the deadline's reply came first."""
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send, at_most_s: float) -> None:
-        self._scope, self._receive, self._send, self._at_most_s = scope, receive, send, at_most_s
-        self._has_begun = False
-        self._late_reply: asyncio.Task[None] | None = None
-
-    async def send(self, message: Message) -> None:
-        self._has_begun = True
-        if self._late_reply is None:
-            await self._send(message)
-
-    def give_up(self) -> None:
-        if self._has_begun:
-            return
-        error = RequestDeadline(
-            f"no answer within {self._at_most_s:g} s; the request may still be carried out",
-            where=self._scope["path"],
-            hint="a retry with the same Idempotency-Key waits for it and gets its answer",
-        )
-        reply = problem_response(error)(self._scope, self._receive, self._send)
-        self._late_reply = asyncio.get_running_loop().create_task(reply)

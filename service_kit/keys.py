@@ -53,12 +53,10 @@ def key_from_environ(environ: Mapping[str, str], variable: str) -> SecretStr | N
 
 
 class Keys:
-    """The keys of a service, stored as digests of equal length that reveal nothing.
+    """The keys of a service, stored as digests of equal length that reveal nothing; any of them is valid.
 
-    Args:
-        keys: any of them is valid.
-        variable: the operator's environment variable, for messages.
-        needed: whether a service without keys answers nobody; if not, it answers this machine.
+    `variable` is the operator's, for messages. Without keys, a service that needs them answers nobody, and
+    another one answers this machine.
     """
 
     def __init__(self, keys: Iterable[SecretStr], *, variable: str, needed: bool = True) -> None:
@@ -83,11 +81,7 @@ class Keys:
 
 
 class LoginSessions:
-    """Signed cookies with an expiry, which the log-in page gives for the key; a new key ends them all.
-
-    Args:
-        clock: seconds since the epoch.
-    """
+    """Signed cookies with an expiry, which the log-in page gives for the key; a new key ends them all."""
 
     def __init__(self, key: SecretStr | None, *, clock: Callable[[], float] = time.time) -> None:
         self._secret = _digest(_PURPOSE + key.get_secret_value().encode()) if key is not None else None
@@ -112,11 +106,7 @@ class LoginSessions:
 
 
 class Guesses:
-    """Counts wrong keys at the log-in page by address. The right key is no guess, and always opens.
-
-    Args:
-        clock: a monotonic clock in seconds.
-    """
+    """Counts wrong keys at the log-in page by address. The right key is no guess, and always opens."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

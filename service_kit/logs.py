@@ -32,9 +32,8 @@ _RENDERERS: dict[str, list[Processor]] = {
 def configure_logs(level: str = "info", *, form: str = "text") -> None:
     """Send events to stderr; without this, structlog would print local variables of errors.
 
-    Args:
-        level: the lowest level that is logged, `debug` to `critical`.
-        form: `text` for people; `json` for collectors, with one object a line.
+    The level is the lowest that is logged. The form is `text` for people, or `json` for collectors, with one
+    object a line.
     """
     structlog.configure(
         processors=[

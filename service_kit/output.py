@@ -39,11 +39,7 @@ class Output:
     beyond the bound and the last of them, which say why a child has ended. Both name the child:
     `environment=mcp:files`.
 
-    Args:
-        kind, name: whose prints they are.
-        is_for_debugging: whether the lines are of level debug.
-        secret: never stands in the log.
-        clock: a monotonic clock in seconds.
+    The lines are of level debug where they are for debugging alone, and the secret never stands in them.
     """
 
     def __init__(

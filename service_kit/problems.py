@@ -49,8 +49,7 @@ def reply(error: ServiceError, body: str | bytes) -> Response:
 
 
 class BodyError(HTTPException):
-    """An error during the reading of a body, in the one exception class that FastAPI's reader lets
-    through."""
+    """An error while a body is read, in the one exception class that FastAPI's reader lets through."""
 
     def __init__(self, error: ServiceError) -> None:
         super().__init__(error.status, error.detail)

@@ -50,8 +50,7 @@ def bounded(parts: Iterable[bytes], most_bytes: int) -> Iterator[bytes]:
 class Lines:
     """Cuts the parts of a reply into lines that end with a line feed; JSON may hold other line ends.
 
-    Args:
-        most_bytes: of one line. A stream as a whole may be longer.
+    A line has at most `most_bytes`; a stream as a whole may be longer.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -78,11 +77,7 @@ class Lines:
 
 
 def redirect_target(status: int, location: str | None, url: str) -> str | None:
-    """Return where a reply sends its reader, or None if it is no redirect.
-
-    Args:
-        location: its header Location.
-        url: that was asked.
+    """Return where the reply of a URL sends its reader by its header Location, or None if it is no redirect.
 
     Returns:
         The address without a query, as `'https://host:port/path'`; `nowhere` if there is no valid one.

@@ -34,9 +34,7 @@ class Listener:
 
     It is bound here because uvicorn would end the process on a taken port.
 
-    Args:
-        host: an address or name of this machine; for all addresses, `url` names this machine alone.
-        port: 0 takes a free port.
+    For all addresses, `url` names this machine alone; port 0 takes a free port.
     """
 
     def __init__(self, host: str, port: int) -> None:

@@ -65,8 +65,7 @@ Model = TypeVar("Model", bound=BaseModel)
 def with_optional(source: type[BaseModel], absent: str = "") -> Callable[[type[Model]], type[Model]]:
     """A decorator that gives a class the fields of `source` that it does not declare itself, None by default.
 
-    Args:
-        absent: what None means, added to the sentence of each field.
+    `absent` says what None means, and is added to the sentence of each field.
     """
 
     def extend(model: type[Model]) -> type[Model]:

@@ -64,7 +64,6 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
 }
 
-
 # Objects of the caller's own, in which null is a value. An `input` that is a list holds messages instead.
 _OWN_VALUES = frozenset({"arguments", "input", "chat_template_kwargs"})
 _SCHEMAS = frozenset({"parameters", "input_schema", "schema"})

@@ -70,8 +70,7 @@ def refuse_no_opening(value: Any, name: str) -> None:
 def dialogue_opening(prompt: tuple[Message, ...] | str, system: str = "") -> tuple[Message, ...]:
     """The messages of a `dialogue` before the first answer; the trainer measures them before it plays rows.
 
-    Args:
-        system: stands before a prompt that is text alone.
+    `system` stands before a prompt that is text alone.
     """
     if not isinstance(prompt, str):
         return prompt

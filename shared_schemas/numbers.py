@@ -124,12 +124,10 @@ def join_thousands(text: str) -> str:
 
 
 def last_number(text: str, *, marked: bool) -> Number | None:
-    """The last number of a text, wherever it stands. It is read whole, with its sign.
+    """The last number of a text, wherever it stands, or if `marked` after the mark `#### ` alone.
 
-    A number in a word of more than 300 characters does not count, nor one before the last 100,000 characters.
-
-    Args:
-        marked: whether only a number after the mark `#### ` counts.
+    It is read whole, with its sign. A number in a word of more than 300 characters does not count, nor one
+    before the last 100,000 characters.
     """
     places = _marked(text) if marked else _anywhere(text)
     written = next((written for written, end in places if _fits(written.body, text, end)), None)

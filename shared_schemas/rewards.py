@@ -135,8 +135,7 @@ def reward_vector(
 def event_terms(record: DecisionRewards, keys: StepRewardKeys, *, decisions_left: int) -> list[float]:
     """The terms of what a decision earns by its achievements: the delta, then the bonuses of a first unlock.
 
-    Args:
-        decisions_left: H - t, which counts the decision itself.
+    `decisions_left` is H - t, which counts the decision itself.
     """
     delta = float(record.unique_delta if keys.event_rewards_kind == "unique" else record.ach_delta)
     if record.unique_delta == 0:
@@ -184,11 +183,7 @@ def _event_rewards(steps: Sequence[StepData], keys: StepRewardKeys, horizon: int
 
 
 def _record(step: StepData, length: int) -> DecisionRewards:
-    """The record of a decision, which its own step must hold.
-
-    Args:
-        length: decisions of the episode.
-    """
+    """The record of a decision, which its own step must hold; `length` counts the episode's decisions."""
     record = step.metadata.decision_rewards
     if record is not None and record.turn == step.turn:
         return record

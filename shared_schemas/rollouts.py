@@ -51,7 +51,6 @@ def _check_size(value: JsonValue) -> JsonValue:
 
 GroundTruth = Annotated[JsonValue, AfterValidator(_check_size)]
 
-
 # Arguments of start_interaction and generate_response beside the row's own.
 _RESERVED_ARGUMENTS = frozenset({"self", "instance_id", "messages", "name"})
 

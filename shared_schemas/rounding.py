@@ -20,9 +20,8 @@ def is_rounding(number: float, *, size: float) -> bool:
 def has_spread(values: Sequence[float], *, size: float) -> bool:
     """Whether values differ by more than rounding errors; one value has no spread, nor have none.
 
-    Args:
-        size: of the largest number that the values are sums or differences of: at least that of the largest
-            value.
+    `size` is that of the largest number that the values are sums or differences of: at least that of the
+    largest value.
     """
     return len(values) > 1 and not is_rounding(max(values) - min(values), size=size)
 

@@ -54,10 +54,7 @@ def _read_name(tool: Any) -> str:
 
 
 def chosen_tools(choice: ToolChoice, names: Sequence[str]) -> list[int]:
-    """Return the places of the tools that a choice leaves.
-
-    Args:
-        names: of all tools of the request.
+    """Return the places of the tools that a choice leaves, of those with these names.
 
     Raises:
         ValueError: it names another tool, or forces a call where there is none.

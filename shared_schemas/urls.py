@@ -3,7 +3,7 @@
 import ipaddress
 import re
 from collections.abc import Iterable
-from urllib.parse import SplitResult
+from urllib.parse import SplitResult, urlsplit
 
 PORTS = {"http": 80, "https": 443}
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -49,6 +49,15 @@ def is_http(parts: SplitResult) -> bool:
     written = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
     plain = host in (written, f"{written}:", f"{written}:{parts.port}")
     return parts.scheme in PORTS and bool(parts.hostname) and parts.port != 0 and plain
+
+
+def split_http(url: str) -> SplitResult | None:
+    """The parts of an http or https URL with a host and without blanks around it; None: it is none."""
+    try:
+        parts = urlsplit(url)
+        return parts if is_http(parts) and url == url.strip() else None
+    except ValueError:
+        return None
 
 
 def host_and_port(parts: SplitResult) -> str:

@@ -54,7 +54,6 @@ LONG = frozenset({"/rollout", "/rollouts"})
 # Statuses of errors that a route may answer with.
 ERRORS = (401, 404, 408, 409, 413, 422, 424, 428, 429, 500, 502, 503, 504, 507)
 
-
 _ROUTERS = (
     steps.router,
     captures.router,
@@ -84,15 +83,12 @@ def create_app(
     needs_key: bool = True,
     spans: Spans | None = None,
 ) -> FastAPI:
-    """Build the app. Nothing runs and no connection is open before its lifespan starts.
+    """Build the app, by default with the plug-ins of `plugins.py`. Nothing runs before its lifespan starts.
 
-    Args:
-        boards: plug-ins; by default those of `plugins.py`.
-        spans: of episodes; by default none.
-        needs_key: whether it answers nobody if there is no key; if not, it answers this machine.
+    Without any key, one that `needs_key` answers nobody, and one that does not answers this machine.
     """
     keys = Keys(settings.api_keys, variable=TASK_APP_KEY, needed=needs_key)
-    boards = replace(boards or default_plug_boards(), reach=settings.reach)
+    boards = replace(boards or default_plug_boards(), reach=settings)
     services = Services(settings, boards, keys, spans or Spans())
     app = TaskApp(
         title="Turnwise task app",

@@ -19,13 +19,10 @@ def most_specific(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 def invalid(
     error: Mapping[str, Any], *, where: str = "", known: Collection[str] = (), meant: str | None = None
 ) -> InvalidRequest:
-    """An InvalidRequest from one of pydantic's errors.
+    """An InvalidRequest from one of pydantic's errors, an element of `ValidationError.errors()`.
 
-    Args:
-        error: an element of `ValidationError.errors()`.
-        where: the body path that `error["loc"]` continues.
-        known: field names, to suggest one for an unknown key.
-        meant: the place to suggest instead.
+    `where` is the body path that its place continues. `known` are field names, to suggest one for an unknown
+    key, and `meant` is the place to suggest instead.
     """
     place = ".".join([*filter(None, [where]), *(clipped(str(part)) for part in error["loc"])])
     if error["type"] == "extra_forbidden":

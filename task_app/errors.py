@@ -4,12 +4,14 @@ Every message says where, what was found, what is allowed and the likely intent.
 errors into problem+json; `rollouts` turns an EpisodeFailed into a RolloutFailure.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
+from urllib.parse import SplitResult
 
 from service_kit.boundary import Boundary
 from service_kit.errors import ServiceError
 from shared_schemas.base import did_you_mean
+from shared_schemas.urls import host_and_port, is_listed
 
 T = TypeVar("T")
 
@@ -31,6 +33,13 @@ class InvalidRequest(TaskAppError, code="invalid_request", status=422):
     """The request says something that is not possible."""
 
 
+def refuse_used(uses: Mapping[str, bool], why: str, *, where: str, hint: str | None = None) -> None:
+    """Refuse the first part of a request that it uses, though it has no effect; `why` follows that."""
+    for name, is_used in uses.items():
+        if is_used:
+            raise InvalidRequest(f"{name} has no effect {why}", where=where + name, hint=hint)
+
+
 class UnknownName(InvalidRequest, code="unknown_name"):
     """`UnknownName("environment", "craftr", ENVIRONMENTS)` suggests "crafter"."""
 
@@ -50,7 +59,19 @@ class UnknownName(InvalidRequest, code="unknown_name"):
 
 
 class HostNotAllowed(InvalidRequest, code="inference_host_not_allowed"):
-    """The operator allows no inference at that host."""
+    """The operator does not allow that host."""
+
+
+def check_host(kind: str, parts: SplitResult, hosts: Collection[str], *, where: str, hint: str) -> None:
+    """Raise HostNotAllowed where a URL's host is not on the list of the kind: inference, or environment."""
+    if not is_listed(parts, hosts):
+        allowed = ", ".join(sorted({name.lower() for name in hosts})) or "none"
+        raise HostNotAllowed(
+            f"{kind} host {host_and_port(parts)} is not on this task app's list; allowed: {allowed}",
+            where=where,
+            hint=hint,
+            code=f"{kind}_host_not_allowed",
+        )
 
 
 class SnapshotRefused(InvalidRequest, code="snapshot_refused"):

@@ -7,12 +7,12 @@ from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
 
 import aiohttp
-from pydantic import AliasChoices, SecretStr, ValidationError
+from pydantic import AliasChoices, SecretStr
 
 from shared_schemas.base import Body
 from shared_schemas.prefixes import PREFIXES, list_prefixes
 from shared_schemas.rollouts import EnvSpec
-from task_app.complaints import invalid, most_specific, validated
+from task_app.complaints import validated
 from task_app.environments.babyai.environment import BABYAI_STATE_KEYS, BabyAIConfig, BabyAIEnvironment
 from task_app.environments.crafter.balrog import BalrogEnvironment
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
@@ -20,7 +20,7 @@ from task_app.environments.crafter.state_keys import CRAFTER_STATE_KEYS
 from task_app.environments.dialogue.environment import DialogueConfig, DialogueEnvironment
 from task_app.environments.documents.environment import DocumentsConfig, DocumentsEnvironment
 from task_app.environments.foreign.kinds import kind_of
-from task_app.environments.foreign.peer import LOCAL, Reach
+from task_app.environments.foreign.peer import LOCAL
 from task_app.environments.orders.environment import ORDERS_STATE_KEYS, OrdersConfig, OrdersEnvironment
 from task_app.environments.sokoban.environment import SOKOBAN_STATE_KEYS, SokobanConfig, SokobanEnvironment
 from task_app.episode.state_keys import PromptKey, StateKey, keys_by_name
@@ -42,7 +42,7 @@ from task_app.protocols import (
     Environment,
     RewardMode,
 )
-from task_app.settings import Settings
+from task_app.settings import Reach, Settings
 from task_app.threads import Threads
 
 B = TypeVar("B", bound=Body)
@@ -78,12 +78,7 @@ def config_of(model: type[B], config: Mapping[str, Any]) -> B:
     Raises:
         InvalidRequest: a key is unknown, missing or out of bounds; the message says which.
     """
-    keys = {key: value for key, value in config.items() if key != "name"}
-    try:
-        return model.model_validate(keys)
-    except ValidationError as exc:
-        error = most_specific(exc.errors(include_url=False))
-        raise invalid(error, where="config", known=model.model_fields) from exc
+    return validated(model, {key: value for key, value in config.items() if key != "name"}, where="config")
 
 
 C = TypeVar("C", bound=Body)

@@ -34,13 +34,9 @@ class StartFailed(Exception):
 
 
 class Replica:
-    """One process, restarted whenever it ends.
+    """One process, restarted whenever it ends; its index, from 0, is part of its log lines.
 
-    Args:
-        index: from 0; part of its log lines and of its state folder's name.
-        arguments: of `python -m task_app`, without the port.
-        port: 0 takes a free port, which it keeps over restarts.
-        end_s: time limit for an orderly end.
+    A free port that it takes for port 0 stays its own over restarts.
     """
 
     def __init__(self, index: int, arguments: Sequence[str], port: int, *, end_s: float) -> None:
@@ -89,8 +85,7 @@ class Replica:
 async def supervise(replicas: Sequence[Replica], stop: asyncio.Event, *, tell: Callable[[str], None]) -> int:
     """Run all replicas until `stop` is set; return the exit code.
 
-    Args:
-        tell: called with the line for a job's [services] when all are ready.
+    `tell` is called with the line for a job's [services] when all are ready.
     """
     tasks = [asyncio.ensure_future(replica.run_forever()) for replica in replicas]
     stop_task = asyncio.ensure_future(_all_set([stop]))

@@ -3,7 +3,6 @@
 import asyncio
 import secrets
 import time
-from dataclasses import dataclass, field
 
 import aiohttp
 import structlog
@@ -24,7 +23,6 @@ from task_app.observing.metrics import Metrics
 from task_app.observing.spans import Spans
 from task_app.plugins import PlugBoards, PolicyContext
 from task_app.protocols import Environment, steps_quickly
-from task_app.rollouts.results import Record
 from task_app.rollouts.runner import RolloutRunner
 from task_app.sessions.journal import Database, SessionStore
 from task_app.sessions.registry import Sessions
@@ -41,36 +39,22 @@ _FETCH_LOOK_S = 0.05
 _CLOSE_S = 2.0
 
 
-@dataclass(slots=True)
 class Services:
     """The parts of a running task app; the lifespan calls `start`, which needs an event loop, and `close`."""
 
-    settings: Settings
-    boards: PlugBoards
-    keys: Keys
-    spans: Spans = field(default_factory=Spans)
-    instance_id: str = field(default_factory=lambda: secrets.token_hex(8))
-    runner: RolloutRunner = field(init=False)
-    environments: Sessions[EnvironmentSession] = field(init=False)
-    policies: Sessions[PolicySession] = field(init=False)
-    interactions: Interactions = field(init=False)
-    captures: Captures = field(init=False)
-    interaction_sessions: Sessions[InteractionSession] = field(init=False)
-    database: Database = field(init=False)
-    store: SessionStore = field(init=False)
-    snapshots: ByteCache = field(init=False)
-    metrics: Metrics = field(default_factory=Metrics)
-    threads: Threads = field(init=False)
-    draining: bool = False
-    _session: aiohttp.ClientSession | None = None
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, settings: Settings, boards: PlugBoards, keys: Keys, spans: Spans | None = None
+    ) -> None:
+        self.settings, self.boards, self.keys, self.spans = settings, boards, keys, spans or Spans()
+        self.instance_id = secrets.token_hex(8)
+        self.metrics = Metrics()
+        self.draining = False
+        self._session: aiohttp.ClientSession | None = None
         self.interactions = Interactions(
-            self.boards.interactions,
-            self.settings,
+            boards.interactions,
+            settings,
             lambda rollout_id: self.policy_context(inference_key=None, rollout_id=rollout_id),
         )
-        settings = self.settings
         capacity, idle_s = settings.max_sessions, settings.session_idle_s
         self.captures = Captures(
             capacity=capacity,
@@ -79,15 +63,9 @@ class Services:
             rejects_form=settings.structured_output is StructuredOutput.REJECT,
         )
         self.runner = RolloutRunner(
-            self.settings,
-            self.boards,
-            self._context_of,
-            self.interactions,
-            self.captures,
-            instance_id=self.instance_id,
-            spans=self.spans,
-            on_end=self._count,
-        )
+            settings, boards, self._context_of, self.interactions, self.captures,
+            instance_id=self.instance_id, spans=self.spans, on_end=self.metrics.rollout_ended,
+        )  # fmt: skip
         self.threads = Threads(most=settings.max_plugin_threads, stuck_after_s=settings.plugin_stuck_after_s)
         self.database = Database(
             settings.state_dir,
@@ -100,18 +78,18 @@ class Services:
             self.database.open()
         self.store = SessionStore(
             self.database,
-            self.boards,
+            boards,
             snapshot_every=settings.journal_snapshot_every,
             max_snapshot_bytes=settings.max_snapshot_bytes,
         )
-        self.environments = Sessions(
+        self.environments: Sessions[EnvironmentSession] = Sessions(
             "env", capacity=capacity, idle_s=idle_s,
             on_add=self._watch, on_new=self.store.add, on_remove=self._end,
         )  # fmt: skip
-        self.policies = Sessions(
+        self.policies: Sessions[PolicySession] = Sessions(
             "policy", capacity=capacity, idle_s=idle_s, on_new=self.store.add, on_remove=self.store.remove
         )
-        self.interaction_sessions = Sessions(
+        self.interaction_sessions: Sessions[InteractionSession] = Sessions(
             "interaction",
             capacity=capacity,
             idle_s=idle_s,
@@ -151,11 +129,6 @@ class Services:
     def _end(self, env_id: str, session: EnvironmentSession) -> None:
         self.store.remove(env_id, session)
         session.begin_close()
-
-    def _count(self, record: Record) -> None:
-        self.metrics.rollout_ended(
-            record.status, record.reason, decisions=record.decisions, env_steps=record.env_steps
-        )
 
     def expire(self) -> None:
         """Forget idle sessions and results that nobody fetched."""

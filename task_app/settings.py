@@ -7,9 +7,10 @@ little.
 """
 
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
@@ -24,6 +25,7 @@ from service_kit.settings import (
     Key,
     Port,
     ServiceSettings,
+    SettingsTable,
     Variable,
     split_list,
 )
@@ -31,9 +33,6 @@ from shared_schemas.chat import StructuredOutput
 from shared_schemas.prefixes import MODULE
 from shared_schemas.urls import HOST_OR_IPV6, LOOPBACK
 from task_app.environments.foreign.mcp_servers import Servers, read_servers
-
-if TYPE_CHECKING:
-    from task_app.environments.foreign.peer import Reach
 
 # Ends the names of the settings that name a Python, after the library that it has.
 _PYTHON = "_python"
@@ -71,9 +70,7 @@ VariableName = Annotated[
     str, Field(max_length=200, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(_refuse_own_key)
 ]
 
-
 Module = Annotated[str, Field(max_length=200, pattern=MODULE)]
-
 
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Bytes = Annotated[int, Field(ge=1_024, le=1 << 30)]
@@ -88,7 +85,46 @@ class _Keys(Key):
         return tuple(dict.fromkeys([*keys, *split_list(environ.get(f"{self.name}_ALIASES", ""))]))
 
 
-class Settings(ServiceSettings):
+class Reach(SettingsTable):
+    """How far foreign environments reach: what the operator's settings allow them."""
+
+    allowed_environment_hosts: tuple[Host, ...] = Field(
+        default=LOOPBACK, description="hosts (or host:port) that the URL in an env_name may name"
+    )
+    gymnasium_modules: tuple[Module, ...] = Field(
+        default=(), description="modules imported for the environments that they register with gymnasium"
+    )
+    verifiers_python: Path | None = Field(
+        default=None,
+        description="the Python that has verifiers, for env_name verifiers:MODULE; absent: this one",
+    )
+    textarena_python: Path | None = Field(
+        default=None, description="the one that has textarena, for env_name textarena:ID"
+    )
+    reasoning_gym_python: Path | None = Field(
+        default=None, description="the one that has reasoning-gym, for env_name reasoning_gym:NAME"
+    )
+    verifiers_modules: tuple[Module, ...] = Field(
+        default=(), description="tasksets that it may import; they run in its process"
+    )
+    mcp_servers: Annotated[Servers, BeforeValidator(read_servers)] = Field(
+        default_factory=dict,
+        repr=False,
+        description="the file of MCP servers, processes or URLs with headers, for env_name mcp:NAME",
+    )
+    environment_deadline_s: Seconds = Field(
+        default=60.0, description="for one answer of a foreign environment"
+    )
+    max_environment_bytes: Bytes = Field(
+        default=4 << 20, description="of one answer of a foreign environment"
+    )
+
+    def python_with(self, library: str) -> str:
+        """The interpreter that has a library; this process's own where no setting names one."""
+        return str(getattr(self, library + _PYTHON) or sys.executable)
+
+
+class Settings(Reach, ServiceSettings):
     """The settings; `GET /info` shows the limits and what requests may name."""
 
     prefix: ClassVar[str] = "TURNWISE_"
@@ -131,36 +167,6 @@ class Settings(ServiceSettings):
     )
     inference_model: str | None = Field(
         default=None, min_length=1, max_length=500, description="its model; /info: inference.default_model"
-    )
-    allowed_environment_hosts: tuple[Host, ...] = Field(
-        default=LOOPBACK, description="hosts (or host:port) that the URL in an env_name may name"
-    )
-    gymnasium_modules: tuple[Module, ...] = Field(
-        default=(), description="modules imported for the environments that they register with gymnasium"
-    )
-    verifiers_python: Path | None = Field(
-        default=None,
-        description="the Python that has verifiers, for env_name verifiers:MODULE; absent: this one",
-    )
-    textarena_python: Path | None = Field(
-        default=None, description="the one that has textarena, for env_name textarena:ID"
-    )
-    reasoning_gym_python: Path | None = Field(
-        default=None, description="the one that has reasoning-gym, for env_name reasoning_gym:NAME"
-    )
-    verifiers_modules: tuple[Module, ...] = Field(
-        default=(), description="tasksets that it may import; they run in its process"
-    )
-    mcp_servers: Annotated[Servers, BeforeValidator(read_servers)] = Field(
-        default_factory=dict,
-        repr=False,
-        description="the file of MCP servers, processes or URLs with headers, for env_name mcp:NAME",
-    )
-    environment_deadline_s: Seconds = Field(
-        default=60.0, description="for one answer of a foreign environment"
-    )
-    max_environment_bytes: Bytes = Field(
-        default=4 << 20, description="of one answer of a foreign environment"
     )
     open_routes: tuple[Literal["metrics", "openenv"], ...] = Field(
         default=(),
@@ -264,25 +270,6 @@ class Settings(ServiceSettings):
         """Hosts that an inference_url may name, with the operator's own server."""
         own = () if self.inference_url is None else (urlsplit(self.inference_url).netloc,)
         return (*self.allowed_inference_hosts, *own)
-
-    @property
-    def reach(self) -> "Reach":
-        """How far foreign environments reach."""
-        from task_app.environments.foreign.peer import Reach
-
-        return Reach(
-            hosts=self.allowed_environment_hosts,
-            deadline_s=self.environment_deadline_s,
-            max_bytes=self.max_environment_bytes,
-            modules=self.gymnasium_modules,
-            tasksets=self.verifiers_modules,
-            mcp_servers=self.mcp_servers,
-            pythons={
-                name.removesuffix(_PYTHON): str(value)
-                for name, value in self
-                if name.endswith(_PYTHON) and value is not None
-            },
-        )
 
     def limits(self) -> dict[str, Any]:
         """The limits for `/info`, without keys and paths."""

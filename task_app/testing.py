@@ -29,7 +29,6 @@ from task_app.protocols import (
 
 Calls = tuple[ToolRequest, ...]
 
-
 # Numbers of decisions after which a snapshot is taken and restored, if the environment supports that.
 RESTORE_AFTER = (0, 1, 7, 30)
 

@@ -27,11 +27,7 @@ class Threads:
 
     A pool would lose a worker to every call that hangs, and wait for it at exit. Here a call that runs longer
     than `stuck_after_s`, or that is awaited no more, gives its place to the next one; its daemon thread goes
-    on.
-
-    Args:
-        most: limit of running calls, and of stuck calls.
-        stuck_after_s: a call that runs longer counts as stuck.
+    on. Once `most` are stuck, no more calls start.
     """
 
     def __init__(self, *, most: int, stuck_after_s: float) -> None:

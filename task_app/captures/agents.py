@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 import shutil
-import signal
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ from typing import Any
 
 from pydantic import ConfigDict
 
+from service_kit.children import end_group
 from service_kit.errors import SettingsError
 from service_kit.output import Output
 from shared_schemas.base import Body
@@ -124,12 +124,10 @@ class AgentProcess:
     async def start(
         cls, name: str, agent: Agent, task: Mapping[str, Any], base_url: str, key: str
     ) -> "AgentProcess":
-        """Start the agent, and give it its task and its model.
+        """Start the agent, and give it its task and its model at the capture's `base_url`, without /v1.
 
-        Args:
-            name: of its environment, in the log, which has its output as lines of level debug.
-            base_url: of the capture, without /v1.
-            key: of the capture alone.
+        The log has its output under the environment's name, as lines of level debug. The key is of the
+        capture alone.
         """
         model = {
             "OPENAI_BASE_URL": f"{base_url}/v1",
@@ -162,10 +160,4 @@ class AgentProcess:
 
     async def end(self) -> None:
         """Kill what is left of the group, and release its pipes."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        await self._process.wait()
-        self._output.end()
-        # asyncio's Process has no public way to close a pipe that another process still holds.
-        self._process._transport.close()  # type: ignore[attr-defined]
-        await asyncio.sleep(0)
+        await end_group(self._process, self._output)

@@ -30,8 +30,7 @@ def split_path(scope: Scope) -> tuple[str, str]:
 class CallErrors:
     """Translates the problem bodies of answers below a capture's /v1.
 
-    Args:
-        dialect_of: the dialect of a path behind /v1/, or of the headers.
+    `dialect_of` tells the dialect of a path behind /v1/, or of the headers.
     """
 
     def __init__(self, app: ASGIApp, dialect_of: Callable[[str, Mapping[bytes, bytes]], Dialect]) -> None:

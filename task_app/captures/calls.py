@@ -118,10 +118,9 @@ class Keys:
         if name in self.body and not is_one_of(value, allowed):
             raise refusal_at(name, f"= {clipped(repr(value))} is not offered here", hint=hint)
 
-    def tools(self, read: Callable[[Json, str], ToolSpec]) -> tuple[ToolSpec, ...]:
+    def tools(self, read: Callable[["Item"], ToolSpec]) -> tuple[ToolSpec, ...]:
         """The tools that may be called; a call that the agent forces becomes an option."""
-        items = objects(self.take("tools", list, []), "tools")
-        specs = [read(item, f"tools.{place}") for place, item in enumerate(items)]
+        specs = [read(item) for item in objects(self.take("tools", list, []), "tools")]
         value = self.take("tool_choice", (str, dict), "auto")
         try:
             choice = read_tool_choice(value)
@@ -138,8 +137,7 @@ class Keys:
     def form(self, value: Any, where: str) -> None:
         """Note the form that the agent wants of the answer; text is none.
 
-        Args:
-            value: as Chat Completions has it, or with the schema's keys at its top, as the others do.
+        `value` is as Chat Completions has it, or with the schema's keys at its top, as the others do.
         """
         kind = value.get("type") if isinstance(value, dict) else value
         if kind in (None, "text"):
@@ -174,7 +172,7 @@ class Keys:
         unread = [clipped(name) for name in full if name not in self._read]
         return tuple(dict.fromkeys([*self.ignored, *unread]))
 
-    def messages(self) -> list[Json]:
+    def messages(self) -> list["Item"]:
         """The messages, at least one."""
         items = objects(self.take("messages", list, []), "messages")
         if not items:
@@ -187,88 +185,93 @@ def refusal_at(where: str, fault: str, *, hint: str | None = None) -> InvalidReq
     return InvalidRequest(f"{where} {fault}", where=where, hint=hint)
 
 
-def role_of(item: Json, roles: Mapping[str, str], where: str) -> str:
-    """The role of a message as policies know it."""
-    role = item.get("role")
-    if not isinstance(role, str) or role not in roles:
-        raise refusal_at(f"{where}.role", f"is {clipped(repr(role))}; known: {', '.join(roles)}")
-    return roles[role]
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An object of a body, with its place there, such as `messages.3`."""
+
+    value: Json
+    where: str
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.value.get(name, default)
+
+    def refusal(self, name: str, fault: str, *, hint: str | None = None) -> InvalidRequest:
+        """The refusal of what it has under a key."""
+        return refusal_at(f"{self.where}.{name}", fault, hint=hint)
+
+    def part(self, name: str, kind: type, needed: str) -> Any:
+        """The value under a key, which has to be of this kind; `needed` names it."""
+        if not isinstance(self.get(name), kind):
+            fault = f"{self.where}.{say_needed(self.value, name, needed)}"
+            raise InvalidRequest(fault, where=f"{self.where}.{name}")
+        return self.value[name]
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """The text under a key; without a default it may not be absent."""
+        if name not in self.value and default is not None:
+            return default
+        text: str = self.part(name, str, "a text")
+        return text
+
+    def role(self, roles: Mapping[str, str]) -> str:
+        """The role of a message as policies know it."""
+        role = self.get("role")
+        if not isinstance(role, str) or role not in roles:
+            raise self.refusal("role", f"is {clipped(repr(role))}; known: {', '.join(roles)}")
+        return roles[role]
+
+    def part_text(self, kinds: Iterable[str]) -> str:
+        """The text of a part of a content, which has to be of one of these kinds."""
+        kind = self.get("type")
+        if not isinstance(kind, str) or kind not in kinds:
+            fault = f"is {clipped(repr(kind))}; the policy reads text alone"
+            raise self.refusal("type", fault, hint="images, sound and files are not offered here")
+        # Chat Completions has the text of a refusal under that name.
+        return self.text("refusal" if kind == "refusal" else "text")
+
+    def content(self, name: str, kinds: Iterable[str]) -> str:
+        """The text of a content: absent, a text, or a list of parts of these kinds."""
+        return parts_text(self.get(name), kinds, where=f"{self.where}.{name}")
 
 
-def parts_text(content: Any, kinds: Iterable[str], *, where: str, first: int = 0) -> str:
-    """The text of a message's content: absent, a text, or a list of text parts.
-
-    Args:
-        kinds: types of text parts in this dialect.
-        first: place of the first part.
-    """
+def parts_text(content: Any, kinds: Iterable[str], *, where: str) -> str:
+    """As `Item.content`, of the content at a place."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         raise InvalidRequest(f"{where} is {shown(content)}; a text or a list of parts is needed", where=where)
     texts = []
-    for place, part in enumerate(content, first):
+    for place, part in enumerate(content):
         if not isinstance(part, dict):
             raise refusal_at(f"{where}.{place}", f"is {shown(part)}; a part is an object")
-        kind = part.get("type")
-        if not isinstance(kind, str) or kind not in kinds:
-            fault = f"is {clipped(repr(kind))}; the policy reads text alone"
-            hint = "images, sound and files are not offered here"
-            raise refusal_at(f"{where}.{place}.type", fault, hint=hint)
-        # Chat Completions has the text of a refusal under that name.
-        texts.append(text_at(part, "refusal" if kind == "refusal" else "text", where=f"{where}.{place}"))
+        texts.append(Item(part, f"{where}.{place}").part_text(kinds))
     return "".join(texts)
 
 
-def objects(value: Any, name: str) -> list[Json]:
-    """A list of objects."""
+def objects(value: Any, where: str) -> list[Item]:
+    """The objects of a list at a place."""
     if not isinstance(value, list):
-        raise InvalidRequest(f"{name} is {shown(value)}; a list is needed", where=name)
+        raise InvalidRequest(f"{where} is {shown(value)}; a list is needed", where=where)
     for place, item in enumerate(value):
         if not isinstance(item, dict):
-            raise refusal_at(f"{name}.{place}", f"is {shown(item)}")
-    return value
-
-
-def text_at(item: Json, name: str, *, where: str, default: str | None = None) -> str:
-    """The text under a key of an item.
-
-    Args:
-        default: of an absent key; None: it may not be absent.
-    """
-    if name not in item and default is not None:
-        return default
-    text: str = value_at(item, name, str, "a text", where=where)
-    return text
-
-
-def value_at(item: Json, name: str, kind: type, needed: str, *, where: str) -> Any:
-    """The value under a key of an item, which has to be of this kind; `needed` names it."""
-    if not isinstance(item.get(name), kind):
-        raise InvalidRequest(f"{where}.{say_needed(item, name, needed)}", where=f"{where}.{name}")
-    return item[name]
+            raise refusal_at(f"{where}.{place}", f"is {shown(item)}")
+    return [Item(item, f"{where}.{place}") for place, item in enumerate(value)]
 
 
 def tool_call(call_id: str, name: str, arguments: str) -> ToolCall:
     return ToolCall(id=call_id, function=FunctionCall(name=name, arguments=arguments))
 
 
-def tool_spec(function: Json, schema_key: str, *, where: str) -> ToolSpec:
-    """A tool in OpenAI's form.
-
-    Args:
-        schema_key: the dialect's name of the arguments' schema.
-    """
-    has_schema = schema_key in function
-    schema = value_at(function, schema_key, dict, "a JSON Schema", where=where) if has_schema else {}
+def tool_spec(function: Item, schema_key: str) -> ToolSpec:
+    """A tool in OpenAI's form; `schema_key` is the dialect's name of the arguments' schema."""
+    schema = function.part(schema_key, dict, "a JSON Schema") if schema_key in function.value else {}
     try:
         read_json(b"[" * _ABOVE_SCHEMA + to_json(schema) + b"]" * _ABOVE_SCHEMA, keeps_nul=True)
     except ValueError as exc:
-        raise InvalidRequest(
-            f"the schema of {where} is nested deeper than {MAX_DEPTH - _ABOVE_SCHEMA} levels", where=where
-        ) from exc
-    name = text_at(function, "name", where=where)
-    description = text_at(function, "description", where=where, default="")
+        most = MAX_DEPTH - _ABOVE_SCHEMA
+        fault = f"the schema of {function.where} is nested deeper than {most} levels"
+        raise InvalidRequest(fault, where=function.where) from exc
+    name, description = function.text("name"), function.text("description", default="")
     return ToolSpec(function=FunctionSpec(name=name, description=description, parameters=schema))
 
 

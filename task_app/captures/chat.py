@@ -6,21 +6,7 @@ from typing import Any
 from shared_schemas.base import shown
 from shared_schemas.chat import openai_error
 from shared_schemas.messages import Message, ToolCall, ToolSpec
-from task_app.captures.calls import (
-    Answer,
-    Call,
-    Event,
-    Json,
-    Keys,
-    objects,
-    parts_text,
-    refusal_at,
-    role_of,
-    text_at,
-    tool_call,
-    tool_spec,
-    value_at,
-)
+from task_app.captures.calls import Answer, Call, Event, Item, Json, Keys, objects, tool_call, tool_spec
 
 _TEXT = ("text", "refusal")
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -40,7 +26,7 @@ class ChatCompletions:
         stream_options = keys.take("stream_options", dict, {})
         return Call(
             model=keys.take("model", str, ""),
-            messages=tuple(_message(item, f"messages.{place}") for place, item in enumerate(messages)),
+            messages=tuple(map(_message, messages)),
             tools=keys.tools(_tool),
             max_tokens=keys.max_tokens("max_completion_tokens", "max_tokens"),
             stop=keys.stop("stop"),
@@ -72,37 +58,34 @@ class ChatCompletions:
         return {"error": openai_error(sentence, status=status, code=code, where=where)}
 
 
-def _message(item: Json, where: str) -> Message:
-    role = role_of(item, _ROLES, where)
-    fields: dict[str, Any] = {"content": parts_text(item.get("content"), _TEXT, where=f"{where}.content")}
-    if name := text_at(item, "name", where=where, default=""):
+def _message(item: Item) -> Message:
+    role = item.role(_ROLES)
+    fields: dict[str, Any] = {"content": item.content("content", _TEXT)}
+    if name := item.text("name", default=""):
         fields["name"] = name
     if role == "tool":
-        fields["tool_call_id"] = text_at(item, "tool_call_id", where=where, default="")
-    if calls := objects(item.get("tool_calls", []), f"{where}.tool_calls"):
-        fields["tool_calls"] = tuple(
-            _call(call, f"{where}.tool_calls.{place}") for place, call in enumerate(calls)
-        )
+        fields["tool_call_id"] = item.text("tool_call_id", default="")
+    if calls := objects(item.get("tool_calls", []), f"{item.where}.tool_calls"):
+        fields["tool_calls"] = tuple(map(_call, calls))
     return Message(role=role, **fields)
 
 
-def _call(item: Json, where: str) -> ToolCall:
-    function, place = _function(item, where)
-    name, arguments = (text_at(function, key, where=place) for key in ("name", "arguments"))
-    return tool_call(text_at(item, "id", where=where), name, arguments)
+def _call(item: Item) -> ToolCall:
+    function = _function(item)
+    name, arguments = function.text("name"), function.text("arguments")
+    return tool_call(item.text("id"), name, arguments)
 
 
-def _tool(item: Json, where: str) -> ToolSpec:
-    function, place = _function(item, where)
-    return tool_spec(function, "parameters", where=place)
+def _tool(item: Item) -> ToolSpec:
+    return tool_spec(_function(item), "parameters")
 
 
-def _function(item: Json, where: str) -> tuple[Json, str]:
-    """The function of a tool or a call, and its place."""
+def _function(item: Item) -> Item:
+    """The function of a tool or a call."""
     kind = item.get("type", "function")
     if kind != "function":
-        raise refusal_at(f"{where}.type", f"is {shown(kind)}; only functions are offered here")
-    return value_at(item, "function", dict, "an object", where=where), f"{where}.function"
+        raise item.refusal("type", f"is {shown(kind)}; only functions are offered here")
+    return Item(item.part("function", dict, "an object"), f"{item.where}.function")
 
 
 def _answer(answer: Answer) -> Json:

@@ -35,10 +35,7 @@ class Captures:
         self.address: tuple[str, int | None] | None = None
 
     def open(self, spec: CaptureSpec, *, size: int = 0) -> Capture:
-        """Open a capture.
-
-        Args:
-            size: of its request, which counts as held unless a rollout's does.
+        """Open a capture, whose request's size counts as held unless a rollout's does.
 
         Raises:
             CapacityReached: there are too many, or no more bytes fit; a rollout was accepted before.

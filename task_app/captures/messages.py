@@ -10,17 +10,14 @@ from task_app.captures.calls import (
     Answer,
     Call,
     Event,
+    Item,
     Json,
     Keys,
     arguments_object,
     objects,
     parts_text,
-    refusal_at,
-    role_of,
-    text_at,
     tool_call,
     tool_spec,
-    value_at,
     with_calls,
 )
 from task_app.errors import clipped
@@ -43,8 +40,8 @@ class AnthropicMessages:
         items = keys.messages()
         system = parts_text(keys.take("system", (str, list)), _TEXT, where="system")
         messages = [Message(role="system", content=system)] if system else []
-        for place, item in enumerate(items):
-            _add(messages, item, f"messages.{place}")
+        for item in items:
+            _add(messages, item)
         keys.skip("metadata", "service_tier")
         keys.refuse(_THREAD, (), "send the whole conversation in each call")
         output = keys.take("output_config", dict, {})
@@ -108,28 +105,26 @@ class AnthropicMessages:
         return {"type": "error", "error": error}
 
 
-def _add(messages: list[Message], item: Json, where: str) -> None:
+def _add(messages: list[Message], item: Item) -> None:
     """Append a message; results of calls, which stand in the user's here, become messages before it."""
-    role, content = role_of(item, _ROLES, where), item.get("content")
+    role, content = item.role(_ROLES), item.get("content")
     if isinstance(content, str):
         messages.append(Message(role=role, content=content))
         return
-    blocks = objects(content, f"{where}.content")
+    blocks = objects(content, f"{item.where}.content")
     if role == "user" and not blocks:
-        raise refusal_at(f"{where}.content", "is empty")
+        raise item.refusal("content", "is empty")
     texts, calls = [], []
-    for place, block in enumerate(blocks):
-        path, kind = f"{where}.content.{place}", block.get("type")
+    for block in blocks:
+        kind = block.get("type")
         if kind == "tool_use" and role == "assistant":
-            arguments = to_json(value_at(block, "input", dict, "an object", where=path)).decode()
-            call_id, name = (text_at(block, key, where=path) for key in ("id", "name"))
-            calls.append(tool_call(call_id, name, arguments))
+            arguments = to_json(block.part("input", dict, "an object")).decode()
+            calls.append(tool_call(block.text("id"), block.text("name"), arguments))
         elif kind == "tool_result" and role == "user":
-            text = parts_text(block.get("content"), _TEXT, where=f"{path}.content")
-            call_id = text_at(block, "tool_use_id", where=path, default="")
+            text, call_id = block.content("content", _TEXT), block.text("tool_use_id", default="")
             messages.append(Message(role="tool", content=text, tool_call_id=call_id))
         elif role == "user" or kind not in _UNSHOWN:
-            texts.append(parts_text([block], _TEXT, where=f"{where}.content", first=place))
+            texts.append(block.part_text(_TEXT))
     if role == "assistant":
         messages.append(Message(role="assistant", content=""))
         with_calls(messages, calls, "".join(texts))
@@ -137,10 +132,10 @@ def _add(messages: list[Message], item: Json, where: str) -> None:
         messages.append(Message(role="user", content="".join(texts)))
 
 
-def _tool(item: Json, where: str) -> ToolSpec:
+def _tool(item: Item) -> ToolSpec:
     if item.get("type", "custom") != "custom":
-        raise refusal_at(f"{where}.type", f"is {clipped(repr(item['type']))}; only custom is offered")
-    return tool_spec(item, "input_schema", where=where)
+        raise item.refusal("type", f"is {clipped(repr(item.get('type')))}; only custom is offered")
+    return tool_spec(item, "input_schema")
 
 
 def _blocks(answer: Answer) -> list[Json]:

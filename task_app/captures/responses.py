@@ -9,13 +9,10 @@ from task_app.captures.calls import (
     Answer,
     Call,
     Event,
+    Item,
     Json,
     Keys,
     objects,
-    parts_text,
-    refusal_at,
-    role_of,
-    text_at,
     tool_call,
     tool_spec,
     with_calls,
@@ -90,44 +87,41 @@ class Responses:
 
 def _messages(instructions: str, text_or_items: str | list[Any]) -> tuple[Message, ...]:
     is_text = isinstance(text_or_items, str)
-    items = [{"role": "user", "content": text_or_items}] if is_text else objects(text_or_items, "input")
+    items = [{"role": "user", "content": text_or_items}] if is_text else text_or_items
     messages: list[Message] = []
-    for place, item in enumerate(items):
-        _add(messages, item, f"input.{place}")
+    for item in objects(items, "input"):
+        _add(messages, item)
     if not messages:
         raise InvalidRequest("input holds no message", where="input")
     system = [Message(role="system", content=instructions)] if instructions else []
     return (*system, *messages)
 
 
-def _add(messages: list[Message], item: Json, where: str) -> None:
+def _add(messages: list[Message], item: Item) -> None:
     """Append an item; the text and the calls of one answer become one message again."""
     kind = item.get("type", "message")
     if kind == "reasoning":
         return
     if kind == "function_call":
-        texts = [text_at(item, name, where=where) for name in ("call_id", "name", "arguments")]
-        with_calls(messages, [tool_call(*texts)])
+        with_calls(messages, [tool_call(*map(item.text, ("call_id", "name", "arguments")))])
         return
     if kind == "function_call_output":
-        text = parts_text(item.get("output"), _TEXT, where=f"{where}.output")
-        call_id = text_at(item, "call_id", where=where, default="")
+        text, call_id = item.content("output", _TEXT), item.text("call_id", default="")
         messages.append(Message(role="tool", content=text, tool_call_id=call_id))
         return
     if kind != "message":
-        raise refusal_at(f"{where}.type", f"is {clipped(repr(kind))}, which is not offered here")
-    role = role_of(item, _ROLES, where)
-    text = parts_text(item.get("content"), _TEXT, where=f"{where}.content")
+        raise item.refusal("type", f"is {clipped(repr(kind))}, which is not offered here")
+    role, text = item.role(_ROLES), item.content("content", _TEXT)
     if role == "assistant" and messages and messages[-1].role == "assistant":
         with_calls(messages, [], text)
     else:
         messages.append(Message(role=role, content=text))
 
 
-def _tool(item: Json, where: str) -> ToolSpec:
+def _tool(item: Item) -> ToolSpec:
     if (kind := item.get("type")) != "function":
-        raise refusal_at(f"{where}.type", f"is {clipped(repr(kind))}; only functions are offered here")
-    return tool_spec(item, "parameters", where=where)
+        raise item.refusal("type", f"is {clipped(repr(kind))}; only functions are offered here")
+    return tool_spec(item, "parameters")
 
 
 def _frame(answer: Answer, call: Call) -> Json:

@@ -101,10 +101,8 @@ class CaptureSpec:
 class Capture:
     """One captured episode; everything but `call` is synchronous.
 
-    Args:
-        held: what it holds counts there.
-        rejects_form: a call with a `response_format` that the policy does not follow is refused.
-        clock: a monotonic clock in seconds.
+    `held` counts what it holds. With `rejects_form` it refuses a call whose `response_format` the policy does
+    not follow.
     """
 
     def __init__(

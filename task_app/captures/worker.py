@@ -12,7 +12,7 @@ from shared_schemas.trajectory import StepData, StopReason, Trajectory
 from task_app.captures.agents import GROUND_TRUTH, AgentEnvironment, AgentProcess
 from task_app.captures.door import Captures
 from task_app.captures.session import Capture, CaptureSpec
-from task_app.errors import AgentFailed, DeadlineExceeded, EpisodeFailed, InvalidRequest, UnknownId
+from task_app.errors import AgentFailed, DeadlineExceeded, EpisodeFailed, UnknownId, refuse_used
 
 
 class AgentWorker:
@@ -112,12 +112,7 @@ def refuse_without_effect(request: RolloutRequest, environment: AgentEnvironment
         "limits.invalid_action_penalty": request.limits.invalid_action_penalty != 0,
         "final_view": request.final_view,
     }
-    for name, stands_in_request in parts.items():
-        if stands_in_request:
-            raise InvalidRequest(
-                f"{name} has no effect on {environment.name}, which makes its own prompts and state",
-                where=where + name,
-            )
+    refuse_used(parts, f"on {environment.name}, which makes its own prompts and state", where=where)
 
 
 async def _exit(process: AgentProcess, capture: Capture) -> int | None:

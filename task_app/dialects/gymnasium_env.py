@@ -136,7 +136,6 @@ gymnasium.register(
     kwargs={"environment": "crafter"},
 )
 
-
 _LONGEST_SAMPLE = 4
 
 

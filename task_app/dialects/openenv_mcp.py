@@ -73,11 +73,7 @@ async def call_openenv_mcp(
 async def rpc(
     services: Services, env_name: str, message: Mapping[str, Any], *, session: OpenEnvSession | None
 ) -> dict[str, Any]:
-    """Answer a request.
-
-    Args:
-        session: the session of the request's socket; without one, `params.session_id` names it.
-    """
+    """Answer a request, in its socket's session, or else in the one that `params.session_id` names."""
     call_id = message.get("id")
     is_id = call_id is None or type(call_id) in (str, int, float)
     answer: dict[str, Any] = {"jsonrpc": "2.0", "id": call_id if is_id else None}

@@ -12,11 +12,10 @@ from typing import Any
 
 import structlog
 from fastapi import APIRouter, WebSocket
-from pydantic import ValidationError
 from starlette.websockets import WebSocketDisconnect, WebSocketState
 
 from shared_schemas.json_text import encodable, read_json
-from task_app.complaints import invalid, most_specific
+from task_app.complaints import validated
 from task_app.dialects.openenv_mcp import rpc
 from task_app.dialects.openenv_session import OpenEnvSession, ignored_keys
 from task_app.dialects.openenv_wire import NO_EPISODE, OpenEnvReset
@@ -95,11 +94,7 @@ class Conversation:
             return error_frame(exc)
 
     async def _reset(self, data: dict[str, Any]) -> dict[str, Any]:
-        try:
-            body = OpenEnvReset.model_validate(data)
-        except ValidationError as exc:
-            error = most_specific(exc.errors(include_url=False))
-            raise invalid(error, where="data", known=OpenEnvReset.model_fields) from exc
+        body = validated(OpenEnvReset, data, where="data")
         if self._session is not None and body.config is None:
             await self._session.reset(body)
         else:

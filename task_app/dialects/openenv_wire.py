@@ -19,10 +19,9 @@ from shared_schemas.base import OpenReply, Reply
 from shared_schemas.messages import ToolSpec
 from shared_schemas.rollouts import Seed
 from shared_schemas.trajectory import DecisionRewards
-from task_app.episode.actions import requests_from_wire
 from task_app.errors import InvalidRequest
 from task_app.protocols import DecisionOutcome, Observation, ToolRequest
-from task_app.routes.wire import ForeignBody, step_json
+from task_app.routes.wire import ForeignBody, read_calls, step_json
 from task_app.sessions.sessions import EnvironmentSession
 
 NO_EPISODE: Mapping[str, Any] = {"episode_id": None, "step_count": 0}
@@ -120,12 +119,7 @@ def read_action(
             f"the action names no tool; give tool_name and arguments, or tool_calls; tools: {names}",
             where=where,
         )
-    if len(calls) > at_most:
-        raise InvalidRequest(f"{len(calls)} tool calls in one decision; at most {at_most}", where=where)
-    try:
-        return requests_from_wire(calls)
-    except ValueError as exc:
-        raise InvalidRequest(str(exc), where=where) from exc
+    return read_calls(calls, at_most=at_most, where=where)
 
 
 def _calls_of(action: Mapping[str, Any], tools: Sequence[ToolSpec]) -> list[Mapping[str, Any]] | None:
@@ -149,9 +143,7 @@ def step_data(
 ) -> dict[str, Any]:
     """`data` of the reply to a step; `reward` is the sum over the decision's env steps.
 
-    Args:
-        tool: tool of a `call_tool` action, whose clients read `tool_name` and `result`.
-        metadata: fields that every reply of the episode has.
+    Clients of a `call_tool` action read `tool_name` and `result`; `metadata` is what every reply has.
     """
     step = step_json(before, outcome, turn=session.turn, step_idx=session.step_idx, metadata=session.metadata)
     observation = dict(step["observation"])
@@ -195,10 +187,7 @@ def schemas(tools: Sequence[ToolSpec]) -> dict[str, Any]:
 def document(whole: Mapping[str, Any], *, prefix: str, url: str) -> dict[str, Any]:
     """The OpenAPI document of one environment, as its own OpenEnv server would have it.
 
-    Args:
-        whole: the document of the service.
-        prefix: paths to keep, with a parameter for the environment.
-        url: replaces `prefix`.
+    The `whole` is that of the service; paths below `prefix` are kept, which `url` replaces.
     """
     paths = {
         path.removeprefix(prefix): {method: _without(one, "env_name") for method, one in item.items()}

@@ -1,9 +1,20 @@
-"""Messages of an environment: past decisions for policy routes, which keep no history, or the state alone."""
+"""What environments share: messages of past decisions or of the state alone, and a refused decision."""
 
 from collections.abc import Sequence
 
+from shared_schemas.json_text import encodable
 from shared_schemas.messages import FunctionCall, Message, ToolCall
-from task_app.protocols import Observation, PastDecision
+from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
+
+
+def refuse_decision(observation: Observation, calls: Sequence[ToolRequest], reason: str) -> DecisionOutcome:
+    """The outcome of a decision of which no call is carried out: one noop of reward 0."""
+    reason = encodable(reason)
+    text = f"error: {reason}"
+    return DecisionOutcome(
+        observation, (0.0,), executed_actions=("noop",), invalid_reason=reason,
+        result=text, results=(text,) * len(calls),
+    )  # fmt: skip
 
 
 def past_messages(past: Sequence[PastDecision]) -> tuple[Message, ...]:

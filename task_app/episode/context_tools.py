@@ -236,12 +236,7 @@ class Cut:
 
 
 def cut(text: str, spans: Sequence[Span], start: str, end: str) -> Cut:
-    """Cut from the first occurrence of `start` to the end of the next `end`.
-
-    Args:
-        text: the original text.
-        spans: earlier cuts.
-    """
+    """Cut from the first occurrence of `start` to the end of the next `end`; `spans` are earlier cuts."""
     begin = _first(text, start, spans, after=0)
     if begin is None:
         raise ValueError(f"it does not hold the words {start[:80]!r}")
@@ -365,12 +360,7 @@ def context_specs(names: Sequence[str] = PUBLISHED) -> tuple[ToolSpec, ...]:
 
 
 def apply(history: History, call: ToolRequest, *, budget: Budget | None = None) -> EditResult:
-    """Carry out one call of the last assistant message; its name is one of CONTEXT_TOOLS.
-
-    Args:
-        history: already holds that assistant message.
-        budget: for `checkBudget`.
-    """
+    """Carry out one call of the last assistant message of the history; its name is one of CONTEXT_TOOLS."""
     editor = ContextEditor(history, budget or Budget())
     answer = _toolbox(editor).answer(call)
     changes_view = editor.history is not history

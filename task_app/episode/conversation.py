@@ -13,14 +13,14 @@ from typing import Any, Protocol
 import structlog
 
 from shared_schemas.json_text import encodable
-from shared_schemas.messages import Message, ToolSpec
+from shared_schemas.messages import Message
 from shared_schemas.rollouts import MultiTurn
 from shared_schemas.trajectory import RewardPart, StepData, UserAnswer
 from task_app.environment_calls import list_tools
 from task_app.episode.actions import Action, Choice
 from task_app.episode.context_tools import Budget, apply, context_specs
 from task_app.episode.history import Change, History
-from task_app.episode.prompts import DecisionEffect, Execute, Prompt, open_with
+from task_app.episode.prompts import DecisionEffect, Execute, Prompt, Prompts, open_with
 from task_app.errors import CriticalError, boundary
 from task_app.interactions.live import InteractionReply
 from task_app.protocols import ConversationalEnvironment, DecisionOutcome, Observation, PastDecision
@@ -38,19 +38,12 @@ class UserInteraction(Protocol):
         """Answer the last assistant message as the user, and score it."""
 
 
-class Conversation:
+class Conversation(Prompts):
     """A conversational environment, its history, and the user's side.
 
-    Args:
-        environment: opens the conversation, and gives each of its calls a result.
-        multi_turn: limits, and whether the model may edit its context.
-        interaction: answers messages without a call; None: only the environment may answer.
-        opening: messages of the task, before those of the environment.
-        clock: a monotonic clock in seconds.
+    Without an interaction, only the environment may answer a message without a call. The task's `opening`
+    comes before the environment's own messages.
     """
-
-    past: Sequence[PastDecision] = ()
-    tools: tuple[ToolSpec, ...] = ()
 
     def __init__(
         self,

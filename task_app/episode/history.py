@@ -51,20 +51,6 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Edits:
-    """The edits in force, newest first; `before` is what an undo goes back to."""
-
-    changes: Mapping[int, Change]
-    before: "_Edits | None"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _RedoStack:
-    edits: _Edits
-    rest: "_RedoStack | None"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class History:
     """A conversation so far. `History.start` makes one; the methods `with_...` continue it."""
 
@@ -74,8 +60,10 @@ class History:
     # place; another one copies its own part first.
     _log: list[Entry]
     _length: int = 0
-    _edits: _Edits | None = None
-    _redo: _RedoStack | None = None
+    _edits: tuple[Mapping[int, Change], ...] = ()
+    """The edits in force, the oldest first."""
+    _redo: tuple[Mapping[int, Change], ...] = ()
+    """Those that were undone, the last one last."""
     _was_edited: bool = False
 
     @classmethod
@@ -95,8 +83,7 @@ class History:
     def with_result(self, call: ToolCall, text: str, *, fields: Mapping[str, Any] | None = None) -> "History":
         """The history with the result of a call of the last assistant message.
 
-        Args:
-            fields: the text's content if it is an object: shown beside the ids, not as text within text.
+        `fields` are the text's content if it is an object: shown with the ids, not as text within text.
         """
         invoking = self.last_assistant_id
         if invoking is None:
@@ -113,19 +100,19 @@ class History:
         unknown = sorted(changes.keys() - range(self._length))
         if unknown:
             raise ValueError(f"no message has the id {unknown[0]}; ids run from 0 to {self._length - 1}")
-        return replace(self, _edits=_Edits(dict(changes), self._edits), _redo=None, _was_edited=True)
+        return replace(self, _edits=(*self._edits, dict(changes)), _redo=(), _was_edited=True)
 
     def undo(self) -> "History | None":
         """Undo the last edit in force; None if there is none."""
-        if self._edits is None:
+        if not self._edits:
             return None
-        return replace(self, _edits=self._edits.before, _redo=_RedoStack(self._edits, self._redo))
+        return replace(self, _edits=self._edits[:-1], _redo=(*self._redo, self._edits[-1]))
 
     def redo(self) -> "History | None":
         """Redo the last undone edit; None if there is none, or another edit came after it."""
-        if self._redo is None:
+        if not self._redo:
             return None
-        return replace(self, _edits=self._redo.edits, _redo=self._redo.rest)
+        return replace(self, _edits=(*self._edits, self._redo[-1]), _redo=self._redo[:-1])
 
     def view(self) -> tuple[Message, ...]:
         """The messages that the model is shown, with stubs or summaries for edited ones."""
@@ -135,11 +122,9 @@ class History:
     def changes(self) -> dict[int, Change]:
         """The edits in force, by message id."""
         changes: dict[int, Change] = {}
-        edits = self._edits
-        while edits is not None:
-            for msg_id, change in edits.changes.items():
+        for edit in reversed(self._edits):
+            for msg_id, change in edit.items():
                 changes.setdefault(msg_id, change)
-            edits = edits.before
         return changes
 
     def __len__(self) -> int:

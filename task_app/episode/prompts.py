@@ -1,4 +1,4 @@
-"""How the episode loop gets its prompts: the protocol `Prompts`, and prompts made anew for each decision.
+"""How the episode loop gets its prompts: the base `Prompts`, and prompts made for each decision alone.
 
 task_app.episode.conversation has the other implementation.
 """
@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from shared_schemas.messages import Message, ToolSpec
 from shared_schemas.trajectory import RewardPart, StepData, UserAnswer
@@ -55,43 +55,46 @@ class DecisionEffect:
     """How long the interaction took."""
 
 
-class Prompts(Protocol):
-    """Makes the prompts of an episode and carries out its actions.
+class Prompts:
+    """Makes the prompts of an episode and carries out its actions; without a conversation of its own."""
 
-    Attributes:
-        tools: the tools that the policy may call, from `begin` on: a foreign environment knows them then.
-        past: the last decisions, for environments that show them.
-        context_length_penalty: reward of a decision after which the next prompt does not fit.
-    """
-
-    tools: tuple[ToolSpec, ...]
-    context_length_penalty: float
+    tools: tuple[ToolSpec, ...] = ()
+    """The tools that the policy may call, from `begin` on: a foreign environment knows them then."""
+    past: Sequence[PastDecision] = ()
+    """The last decisions, for environments that show them."""
+    # Each prompt is independent of the last decision, so none can be blamed for its length.
+    context_length_penalty = 0.0
+    """Reward of a decision after which the next prompt does not fit."""
 
     def open(self) -> AbstractAsyncContextManager[None]:
         """Keep the interaction open for the whole episode, however it ends."""
-
-    @property
-    def past(self) -> Sequence[PastDecision]: ...
+        return nullcontext()
 
     def begin(self, past: Sequence[PastDecision]) -> None:
         """Begin the episode; the environment is at its start."""
+        raise NotImplementedError
 
     def prompt(self, observation: Observation) -> Prompt:
         """Make the prompt of the next decision."""
+        raise NotImplementedError
 
     async def carry_out(
         self, choice: Choice, action: Action, before: Observation, execute: Execute, budget: Budget
     ) -> DecisionEffect:
         """Let the environment, the loop's own tools and the user act on the policy's choice."""
+        raise NotImplementedError
 
     def remember(self, step: StepData, before: StepData | None) -> None:
         """Give the step access to the conversation after it; `before` is the step before it."""
+        step.follow(before)
 
     def outcome(self) -> tuple[float, str]:
         """The outcome reward and its definition, for an environment that defines no outcome."""
+        return 0.0, "none"
 
     def trajectory_fields(self) -> dict[str, Any]:
         """Fields of the trajectory that hold the conversation."""
+        return {}
 
 
 @dataclass(slots=True)
@@ -117,24 +120,13 @@ def open_with(opening: Sequence[Message], own: Sequence[Message]) -> tuple[Messa
     return (*opening, *own)
 
 
-class FreshPrompts:
-    """Prompts that the environment renders from its observation and the last decisions.
-
-    Args:
-        opening: messages of the task, which begin every prompt.
-    """
-
-    tools: tuple[ToolSpec, ...] = ()
-    # Each prompt is independent of the last decision, so none can be blamed for its length.
-    context_length_penalty = 0.0
+class FreshPrompts(Prompts):
+    """The `opening`, then what the environment renders from its observation and the last decisions."""
 
     def __init__(self, environment: Environment, opening: Sequence[Message] = ()) -> None:
         self._environment = environment
         self._opening = opening
         self.past: deque[PastDecision] = deque(maxlen=PAST_DECISIONS_SHOWN)
-
-    def open(self) -> AbstractAsyncContextManager[None]:
-        return nullcontext()
 
     def begin(self, past: Sequence[PastDecision]) -> None:
         self.tools = list_tools(self._environment)
@@ -151,12 +143,3 @@ class FreshPrompts:
         outcome = await execute(action)
         self.past.append(PastDecision(tool_calls=action.requests, outcome=outcome))
         return DecisionEffect(outcome)
-
-    def remember(self, step: StepData, before: StepData | None) -> None:
-        step.follow(before)
-
-    def outcome(self) -> tuple[float, str]:
-        return 0.0, "none"
-
-    def trajectory_fields(self) -> dict[str, Any]:
-        return {}

@@ -66,11 +66,7 @@ KeyKinds = Mapping[str, StateKey | PromptKey]
 
 
 class EpisodeStateKeys:
-    """Makes the keys of one episode's decisions in order; each call reads only what is new.
-
-    Args:
-        kinds: kinds of keys by the requested name.
-    """
+    """Makes the keys of one episode's decisions in order; each call reads only what is new."""
 
     def __init__(self, kinds: KeyKinds) -> None:
         self._kinds = kinds
@@ -109,10 +105,8 @@ def keys_by_name(
 ) -> dict[str, StateKey | PromptKey]:
     """The keys that can be requested: the environment's own, those of every environment, and "default".
 
-    "default" is the first of the environment's own, or its text.
-
-    Args:
-        conversation: use the keys that read the prompt, because it grows.
+    "default" is the first of the environment's own, or its text. In a conversation, whose prompt grows, the
+    keys of every environment read the prompt.
     """
     of_all: KeyKinds = PROMPT_KEYS if conversation else STATE_KEYS
     return {DEFAULT: next(iter(of_environment.values()), of_all["text"]), **of_all, **of_environment}

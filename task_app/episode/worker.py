@@ -84,7 +84,6 @@ class RLRolloutWorker:
         final_view: ask the policy for one more token where a limit cuts the episode short.
         spans: of model calls and environment calls.
         threads: run resets and slow steps; by default the event loop's own threads do.
-        clock: a monotonic clock in seconds.
     """
 
     def __init__(
@@ -253,11 +252,10 @@ class RLRolloutWorker:
         """Bring the environment to the start of the episode."""
         try:
             async with asyncio.timeout(self._limits.timeout_s):
-                view = await self._start_at.begin(self._environment)
+                self._observation, past = await self._start_at.begin(self._environment)
         except TimeoutError as exc:
             raise DeadlineExceeded("the world was not ready within limits.timeout_s") from exc
-        self._observation = view.observation
-        self._prompts.begin(view.past)
+        self._prompts.begin(past)
         self._tools = [tool.model_dump(mode="json") for tool in self._prompts.tools]
 
     async def _decide(self) -> EpisodeFacts:
@@ -342,15 +340,29 @@ class RLRolloutWorker:
     async def _execute(self, action: Action) -> DecisionOutcome:
         """Carry out an action, or the part of it that is the environment's."""
         with self._spans.environment(self._environment.name, action, len(self._steps) + 1) as notes:
-            outcome = await execute(
-                self._environment,
-                action,
-                before=self._observation,
-                timeout_s=self._limits.timeout_s,
-                threads=self._threads,
-            )
+            outcome = await self._step(action)
             notes.outcome(outcome)
             return outcome
+
+    async def _step(self, action: Action) -> DecisionOutcome:
+        """Step the environment; a quick step runs inline, in tens of microseconds."""
+        environment = self._environment
+        if action.terminate:
+            # No env step runs, so the last one's reward is not paid again.
+            return DecisionOutcome(replace(self._observation, reward_last_step=0.0), env_rewards=())
+        if action.text is not None and isinstance(environment, AnsweredEnvironment):
+            step = partial(take_decision, environment.answer, action.text)
+        else:
+            reason = action.invalid_reason
+            step = partial(take_decision, environment.step, action.requests, invalid_reason=reason)
+        if steps_quickly(environment):
+            return step()
+        try:
+            # The time of the whole episode, so that a slow policy does not count against the environment.
+            async with asyncio.timeout(self._limits.timeout_s):
+                return await in_thread(self._threads, "environment.step", step)
+        except TimeoutError as exc:
+            raise DeadlineExceeded("environment.step did not return within limits.timeout_s") from exc
 
     def _record(self, decision: Decision) -> EpisodeFacts:
         """Append the decision to the steps, the prompts and the counters."""
@@ -435,48 +447,24 @@ def _prompts(environment: Environment, multi_turn: MultiTurn, opening: tuple[Mes
     return FreshPrompts(environment, opening)
 
 
-async def execute(
-    environment: Environment,
-    action: Action,
-    *,
-    before: Observation,
-    timeout_s: float,
-    threads: Threads | None,
-) -> DecisionOutcome:
-    """Carry out one action in the environment; a quick step runs inline, in tens of microseconds.
-
-    Args:
-        before: the last observation, which a terminate action keeps.
-        timeout_s: the time of the whole episode, so that a slow policy does not count against the
-            environment.
-    """
-    if action.terminate:
-        # No env step runs, so its reward is not paid again.
-        return DecisionOutcome(replace(before, reward_last_step=0.0), env_rewards=())
-    if action.text is not None and isinstance(environment, AnsweredEnvironment):
-        step = partial(take_decision, environment.answer, action.text)
-    else:
-        step = partial(take_decision, environment.step, action.requests, invalid_reason=action.invalid_reason)
-    if steps_quickly(environment):
-        return step()
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await in_thread(threads, "environment.step", step)
-    except TimeoutError as exc:
-        raise DeadlineExceeded("environment.step did not return within limits.timeout_s") from exc
-
-
 async def ask(
     policy: AgentPolicy, observation: PolicyObservation, tools: list[dict[str, Any]], *, timeout_s: float
 ) -> tuple[Choice, Action] | None:
     """Ask the policy for one action; None if it was too slow, which ends the episode."""
     try:
-        async with asyncio.timeout(max(0.0, timeout_s)):
-            with boundary(f"policy {policy_name(policy)}", policy.get_action):
-                action, raw, log_probs, value = await policy.get_action(observation, tools)
-                return Choice(action, raw, log_probs or {}, value), read_action(action)
+        return await decide(policy, observation, tools, timeout_s=timeout_s)
     except TimeoutError as exc:
         pending = policy.pending_failure if isinstance(policy, RetryingPolicy) else None
         if pending is not None:
             raise PolicyUnavailable(f"limits.timeout_s passed during an outage: {pending}") from exc
         return None
+
+
+async def decide(
+    policy: AgentPolicy, observation: PolicyObservation, tools: list[dict[str, Any]], *, timeout_s: float
+) -> tuple[Choice, Action]:
+    """Ask the policy for one action; TimeoutError if it is too slow."""
+    async with asyncio.timeout(max(0.0, timeout_s)):
+        with boundary(f"policy {policy_name(policy)}", policy.get_action):
+            action, raw, log_probs, value = await policy.get_action(observation, tools)
+            return Choice(action, raw, log_probs or {}, value), read_action(action)

@@ -43,11 +43,6 @@ def compute_score(
     Equal numbers are equal answers: "42.0" and "42", "1,000" and "1000". The published function compares
     text, so `#### 42.` at the end of a sentence is wrong there, and it returns the int 0 for no answer.
 
-    Args:
-        solution_str: what the assistant wrote.
-        ground_truth: the number as text.
-        method: of `extract_solution`.
-
     Raises:
         ValueError: the method is unknown, or no answer can equal the ground truth.
 

@@ -47,13 +47,8 @@ class InteractionReply:
 class Calls:
     """The calls to one interaction object, in their published form, one at a time.
 
-    All of it runs on the interaction's loop, the object's construction too: any of it may block.
-
-    Args:
-        instance_id: passed to start_interaction; the class may return another one.
-        kwargs: passed to start_interaction and generate_response, as published.
-        context: of the episode, for an interaction that uses parts of the service.
-        at_most_bytes: size limit of one answer.
+    All of it runs on the interaction's loop, the object's construction too: any of it may block. The class
+    may return another instance_id than this one.
     """
 
     def __init__(
@@ -157,11 +152,9 @@ DEADLINE = "interaction_deadline"
 class LiveInteraction:
     """A running interaction, as the episode loop and the routes use it. The caller that starts it closes it.
 
-    Args:
-        loop: where the calls run: the service's loop, or one from `loop_in_thread`, which stops at the end.
-        deadline_s: time limit of each call.
-        on_end: called when the interaction is finalised, or given up because it `hangs`; in the second case
-            once more if the call returns after all.
+    The calls run on the `loop`: the service's, or one from `loop_in_thread`, which stops at the end. `on_end`
+    is called when the interaction is finalised, or given up because it `hangs`; in the second case once more
+    if the call returns after all.
     """
 
     def __init__(

@@ -18,11 +18,7 @@ _CLOSE_S = 5.0
 
 
 class Interactions:
-    """The interactions that the operator's file defines, and those that run.
-
-    Args:
-        make_context: makes the context of an episode from its id.
-    """
+    """The interactions that the operator's file defines, and those that run."""
 
     def __init__(
         self,
@@ -63,10 +59,8 @@ class Interactions:
     ) -> AsyncIterator[LiveInteraction]:
         """Start an interaction, and finalise it on every way out.
 
-        Args:
-            kwargs: the interaction_kwargs of the data row.
-            rollout_id: begins the instance_id.
-            ground_truth: of the request; used where `kwargs` holds none.
+        `kwargs` are the interaction_kwargs of the data row; a `ground_truth` of the request is used where
+        they hold none. The instance_id begins with `rollout_id`.
         """
         live = self.live(name, kwargs, rollout_id=rollout_id, ground_truth=ground_truth)
         try:

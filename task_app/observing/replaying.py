@@ -7,7 +7,7 @@ the record is refused: it would be another episode.
 import io
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import Protocol, runtime_checkable
 
@@ -32,7 +32,7 @@ from task_app.protocols import (
 )
 from task_app.rollouts.assembly import refuse_unrestorable
 from task_app.rollouts.results import Record
-from task_app.sessions.snapshots import Moment, episode_snapshot
+from task_app.sessions.snapshots import EnvironmentFacts, EnvironmentSnapshot
 from task_app.sessions.switches import take_step_rewards
 
 _PALETTE_FROM = 8  # pictures: dawn to night, when an episode is that long
@@ -107,19 +107,17 @@ class Replay:
 
     def moments(
         self, turns: Collection[int], *, until_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> Iterator[Moment]:
-        """Play the record, and stop after each of the turns. A decision takes milliseconds: use a thread.
+    ) -> Iterator[EnvironmentFacts]:
+        """Play the record, and stop after each of the turns (at least one).
 
-        Args:
-            turns: at least one.
-            until_s: on `clock`; later than this the replay gives up.
+        A decision takes milliseconds: use a thread. Later than `until_s` on `clock` the replay gives up.
 
         Raises:
             ReplayDeparts, RequestDeadline, CriticalError: the record cannot be played to the last of them.
         """
         try:
             reset_environment(self.environment, self.seed)
-            moment = Moment(0)
+            moment = EnvironmentFacts.begin(self.spec, self.seed)
             if 0 in turns:
                 yield moment
             for recorded in self.record[: max(turns)]:
@@ -140,16 +138,16 @@ class Replay:
         with boundary("environment.frame"):
             return self.environment.frame(side, side)
 
-    def snapshot(self, moment: Moment, *, at_most_bytes: int) -> str:
+    def snapshot(self, moment: EnvironmentFacts, *, at_most_bytes: int) -> str:
         """The environment at this moment, as a start of rollouts; no switches of rewards are in it."""
         assert isinstance(self.environment, RestorableEnvironment), "replay_in checks it"
         with boundary("environment.snapshot"):
             state = self.environment.snapshot()
-        return episode_snapshot(state, moment, self.spec, seed=self.seed, at_most_bytes=at_most_bytes)
+        return EnvironmentSnapshot(moment, state).text(at_most_bytes=at_most_bytes)
 
-    def _after(self, moment: Moment, recorded: ReplayTurn) -> Moment:
+    def _after(self, moment: EnvironmentFacts, recorded: ReplayTurn) -> EnvironmentFacts:
         if recorded.terminate:
-            return replace(moment, turn=moment.turn + 1, over=True)
+            return moment.model_copy(update={"turn": moment.turn + 1, "over": True})
         requests = tuple(tool_request(call) for call in recorded.tool_calls)
         refused = recorded.invalid_reason if not requests else None
         try:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from task_app.environments.babyai.level import NOOP, Level
-from task_app.policies.random_calls import DetourConfig, DetourTeacher, call_answer
+from task_app.policies.random_calls import DetourConfig, DetourTeacher, Tools, call_answer
 from task_app.protocols import PolicyAnswer
 
 _DETOURS = ("left", "right", "forward")
@@ -24,9 +24,7 @@ class BabyAITeacher(DetourTeacher[DetourConfig]):
         self._done: list[str] = []
         self._advice: str | None = None
 
-    async def get_action(
-        self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
-    ) -> PolicyAnswer:
+    async def choose(self, observation: Any, tools: Tools) -> PolicyAnswer:
         self._follow(observation.data["episode"], observation.data["max_steps"])
         detour = self.makes_detour() or self._advice is None
         action = self._random.choice(_DETOURS) if detour else self._advice

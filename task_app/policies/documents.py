@@ -15,7 +15,7 @@ from shared_schemas.base import Body
 from shared_schemas.messages import Message
 from task_app.episode import history
 from task_app.episode.actions import json_object
-from task_app.policies.random_calls import ByChance
+from task_app.policies.random_calls import ByChance, Tools
 from task_app.protocols import PolicyAnswer
 
 Call = tuple[str, dict[str, Any]]
@@ -65,13 +65,11 @@ class DocumentsTeacher(ByChance[DocumentsTeacherConfig]):
     name = "documents_teacher"
     config_type = DocumentsTeacherConfig
 
-    async def get_action(
-        self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
-    ) -> PolicyAnswer:
-        tools = {tool["function"]["name"] for tool in available_tools_specs or ()}
+    async def choose(self, observation: Any, tools: Tools) -> PolicyAnswer:
+        offered = {tool["function"]["name"] for tool in tools}
         calls = [
             {"id": f"call_{len(observation)}_{i}", "name": name, "arguments": json.dumps(arguments)}
-            for i, (name, arguments) in enumerate(self._calls(observation, tools))
+            for i, (name, arguments) in enumerate(self._calls(observation, offered))
         ]
         return {"type": "tool_call", "tool_calls": calls}, None, None, None
 

@@ -30,9 +30,7 @@ class LabelledConfig(OpenAIConfig):
 class LabelledPolicy(OpenAIAgentPolicy):
     """Plays as `OpenAIAgentPolicy` does; the action's key `label` holds the teacher's calls and words.
 
-    Args:
-        teacher: sees each observation; what it answers is never executed.
-        access: as of `OpenAIAgentPolicy`.
+    The teacher sees each observation; what it answers is never executed.
     """
 
     name = "labelled"

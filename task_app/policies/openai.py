@@ -147,7 +147,6 @@ class OpenAIAgentPolicy:
         inference_key: Bearer key for config.inference_url.
         max_reply_bytes: limit of one reply.
         on_retry: called before every attempt after the first.
-        clock: a monotonic clock in seconds.
 
     Raises:
         InvalidRequest: inference_url is no URL, or its host is not allowed.
@@ -310,8 +309,7 @@ class OpenAIAgentPolicy:
         return reply
 
     async def _ask_again(self, body: dict[str, Any], error: TryAgain) -> Reply:
-        """The attempts after the first, in a function of their own, because stamina costs as much as a
-        step."""
+        """The attempts after the first, apart from it because stamina costs as much as a step."""
         until_s = self._clock() + self.config.retry_budget_s
         try:
             async for attempt in stamina.retry_context(
@@ -386,8 +384,7 @@ class OpenAIAgentPolicy:
             raise ContextLengthExceeded(f"a prompt of at least {total}, but max_model_length is {limit}")
 
     def _log_probs(self, reply: Reply, sampling: Sampling) -> dict[str, Any]:
-        """The fields of PolicyLogprobs, or `tokens` and `logprobs` without token ids, and the sampling, as
-        far as they are known."""
+        """The sampling and the tokens, as far as they are known; without token ids as text."""
         exact, plain = reply.tokens, reply.logprobs
         tokens: dict[str, Any] = {}
         if exact is not None:

@@ -2,13 +2,13 @@
 
 from collections.abc import Collection
 from typing import Any, Literal, Self
-from urllib.parse import SplitResult, urlsplit, urlunsplit
+from urllib.parse import urlunsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from shared_schemas.trajectory import PLAIN_SAMPLING, Sampling, SamplingKeys, TokenLimit
-from shared_schemas.urls import host_and_port, is_http, is_listed
-from task_app.errors import HostNotAllowed, InvalidRequest
+from shared_schemas.urls import split_http
+from task_app.errors import InvalidRequest, check_host
 
 # Keys that the policy sets itself; extra_body could contradict the record.
 SET_BY_THE_POLICY = frozenset(
@@ -109,22 +109,10 @@ def chat_completions_url(inference_url: str, *, allowed_hosts: Collection[str] |
         http://h:1/v1/chat    -> http://h:1/v1/chat/completions
         http://h:1/x?cid=7    -> http://h:1/x/v1/chat/completions?cid=7
 
-    Args:
-        allowed_hosts: `host` (any port) or `host:port`; None allows any host.
+    A host is allowed by `host` (any port) or `host:port`; None allows any.
     """
-    parts = _split(inference_url)
-    if allowed_hosts is not None:
-        _check_host(parts, allowed_hosts)
-    return urlunsplit((parts.scheme, parts.netloc, _full_path(parts.path), parts.query, ""))
-
-
-def _split(inference_url: str) -> SplitResult:
-    try:
-        parts = urlsplit(inference_url)
-        usable = is_http(parts)
-    except ValueError:
-        usable = False
-    if not usable or inference_url != inference_url.strip():
+    parts = split_http(inference_url)
+    if parts is None:
         raise InvalidRequest(
             "inference_url is no http or https URL with a host",
             where=_WHERE,
@@ -134,17 +122,10 @@ def _split(inference_url: str) -> SplitResult:
         raise InvalidRequest(
             "inference_url may not hold a user name or password", where=_WHERE, hint="use inference_key"
         )
-    return parts
-
-
-def _check_host(parts: SplitResult, allowed_hosts: Collection[str]) -> None:
-    if not is_listed(parts, allowed_hosts):
-        allowed = ", ".join(sorted({name.lower() for name in allowed_hosts})) or "none"
-        raise HostNotAllowed(
-            f"inference host {host_and_port(parts)} is not on this task app's list; allowed: {allowed}",
-            where=_WHERE,
-            hint="the operator extends it with TURNWISE_ALLOWED_INFERENCE_HOSTS=host[:port],...",
-        )
+    if allowed_hosts is not None:
+        hint = "the operator extends it with TURNWISE_ALLOWED_INFERENCE_HOSTS=host[:port],..."
+        check_host("inference", parts, allowed_hosts, where=_WHERE, hint=hint)
+    return urlunsplit((parts.scheme, parts.netloc, _full_path(parts.path), parts.query, ""))
 
 
 def _full_path(path: str) -> str:

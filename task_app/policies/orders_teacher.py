@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from task_app.policies.random_calls import DetourConfig, DetourTeacher, call_answer, random_call
+from task_app.policies.random_calls import DetourConfig, DetourTeacher, Tools, call_answer, random_call
 from task_app.protocols import PolicyAnswer
 
 Call = tuple[str, dict[str, Any]]
@@ -15,12 +15,10 @@ class OrdersTeacher(DetourTeacher[DetourConfig]):
     name = "orders_teacher"
     config_type = DetourConfig
 
-    async def get_action(
-        self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
-    ) -> PolicyAnswer:
+    async def choose(self, observation: Any, tools: Tools) -> PolicyAnswer:
         detour = self.makes_detour()
-        if detour and available_tools_specs:
-            name, arguments = random_call(available_tools_specs, self._random, longest=1)
+        if detour and tools:
+            name, arguments = random_call(tools, self._random, longest=1)
         else:
             name, arguments = next_call(observation.data)
         return call_answer(name, arguments, exploratory=detour)

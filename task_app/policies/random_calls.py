@@ -11,15 +11,13 @@ from shared_schemas.base import Body
 from task_app.policies.random_values import random_object
 from task_app.protocols import PolicyAnswer
 
+Tools = Sequence[Mapping[str, Any]]
 
-def random_call(
-    tools: Sequence[Mapping[str, Any]], source: random.Random, *, longest: int
-) -> tuple[str, dict[str, Any]]:
+
+def random_call(tools: Tools, source: random.Random, *, longest: int) -> tuple[str, dict[str, Any]]:
     """Name and arguments of a call that one of the tools accepts, as far as any does (`random_object`).
 
-    Args:
-        tools: in OpenAI's form; at least one.
-        longest: length of lists, if their schema allows it.
+    The tools, at least one, are in OpenAI's form. Lists are so long where their schema allows it.
     """
     # A single tool costs no draw, so the calls depend on its arguments alone.
     function = (tools[0] if len(tools) == 1 else source.choice(tools))["function"]
@@ -35,13 +33,24 @@ C = TypeVar("C", bound=Seeded)
 
 
 class ByChance(Generic[C]):
-    """A policy whose only state is a random generator, with the snapshots of a `RestorablePolicy`."""
+    """A policy whose only state is a random generator, with the snapshots of a `RestorablePolicy`.
+
+    A subclass defines `choose`, with the arguments of `AgentPolicy.get_action`.
+    """
 
     config_type: type[C]
 
     def __init__(self, config: C | None = None) -> None:
         self.config = config or self.config_type()
         self._random = random.Random(self.config.seed)
+
+    async def choose(self, observation: Any, tools: Tools) -> PolicyAnswer:
+        raise NotImplementedError
+
+    async def get_action(
+        self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
+    ) -> PolicyAnswer:
+        return await self.choose(observation, available_tools_specs or ())
 
     def snapshot(self) -> dict[str, Any]:
         version, numbers, gauss = self._random.getstate()

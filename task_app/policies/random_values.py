@@ -50,8 +50,7 @@ def random_object(schema: Schema, source: random.Random, *, longest: int) -> dic
     The first draw is the plain one: uniform over enums, with all properties, lists at their longest. Further
     ones, with fewer properties and items, follow where it does not fit.
 
-    Args:
-        longest: length of lists, if their schema allows it.
+    Lists are `longest` items long, if their schema allows it.
     """
     whole = {**schema, "type": "object"} if isinstance(schema, Mapping) else {"type": "object"}
     value: dict[str, Any] = {}
@@ -64,11 +63,7 @@ def random_object(schema: Schema, source: random.Random, *, longest: int) -> dic
 
 
 class _Draws:
-    """One draw of a schema.
-
-    Args:
-        varies: whether optional properties may be left out, and lists be shorter.
-    """
+    """One draw of a schema; one that `varies` may leave out optional properties, and have shorter lists."""
 
     def __init__(self, root: Schema, source: random.Random, longest: int, *, varies: bool) -> None:
         self._root, self._source, self._longest, self._varies = root, source, longest, varies
@@ -185,8 +180,7 @@ class _Draws:
 
 
 def _bounds(schema: Mapping[str, Any], *, inside: int) -> tuple[float, float]:
-    """Bounds of a number; `inside` is the distance from an exclusive bound. A lone bound gives a width of
-    9."""
+    """Bounds of a number; `inside` is the distance from an exclusive one. A lone one gives a width of 9."""
     low, above = _number_in(schema, "minimum"), _number_in(schema, "exclusiveMinimum")
     high, below = _number_in(schema, "maximum"), _number_in(schema, "exclusiveMaximum")
     lows = [bound for bound in (low, None if above is None else above + inside) if bound is not None]

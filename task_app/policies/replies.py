@@ -55,12 +55,7 @@ ReadTokens = Callable[[Mapping[str, Any], Mapping[str, Any]], PolicyLogprobs | N
 
 
 def read_reply(body: bytes, read_tokens: ReadTokens, *, logprobs: bool = False) -> Reply:
-    """Read the body of a 200.
-
-    Args:
-        read_tokens: reads the exact tokens.
-        logprobs: whether OpenAI's log-probs were asked for.
-    """
+    """Read the body of a 200; `logprobs`: whether OpenAI's were asked for."""
     reply = parse_object(body)
     choice = _first_choice(reply)
     message = choice.get("message")

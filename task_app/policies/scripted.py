@@ -14,7 +14,14 @@ from task_app.environments.crafter.landmarks import read_facts
 from task_app.environments.crafter.rules import ACTIONS
 from task_app.policies.crafter_memory import MapMemory, decide_with_memory
 from task_app.policies.crafter_teacher import decide
-from task_app.policies.random_calls import ByChance, DetourConfig, DetourTeacher, call_answer, random_call
+from task_app.policies.random_calls import (
+    ByChance,
+    DetourConfig,
+    DetourTeacher,
+    Tools,
+    call_answer,
+    random_call,
+)
 from task_app.protocols import PolicyAnswer
 
 NO_TOOLS = "no tools were offered, and random play has no words of its own"
@@ -45,14 +52,12 @@ class RandomPolicy(ByChance[RandomConfig]):
     name = "random"
     config_type = RandomConfig
 
-    async def get_action(
-        self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
-    ) -> PolicyAnswer:
+    async def choose(self, observation: Any, tools: Tools) -> PolicyAnswer:
         if answers := _answers(observation):
             return _words(self._random.choice(answers))
-        if not available_tools_specs:
+        if not tools:
             return _words(NO_TOOLS)
-        name, arguments = random_call(available_tools_specs, self._random, longest=self.config.max_actions)
+        name, arguments = random_call(tools, self._random, longest=self.config.max_actions)
         return call_answer(name, arguments)
 
 
@@ -66,11 +71,9 @@ class CrafterTeacher(DetourTeacher[TeacherConfig]):
         super().__init__(config)
         self._memory = MapMemory() if self.config.memory else None
 
-    async def get_action(
-        self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
-    ) -> PolicyAnswer:
+    async def choose(self, observation: Any, tools: Tools) -> PolicyAnswer:
         answers = _answers(observation)
-        limit = 1 if answers else _limit(self.config.max_actions, available_tools_specs)
+        limit = 1 if answers else _limit(self.config.max_actions, tools)
         actions = self.actions(observation.data, max_actions=limit)
         if detour := self.makes_detour():
             actions = random_actions(self._random, limit)
@@ -110,9 +113,9 @@ def _words(text: str, *, exploratory: bool = False) -> PolicyAnswer:
     return (action | {"exploratory": True} if exploratory else action), None, None, None
 
 
-def _limit(limit: int, tools: list[dict[str, Any]] | None) -> int:
+def _limit(limit: int, tools: Tools) -> int:
     """The most actions that the tool on offer accepts, since a longer list would be refused as a whole."""
-    for tool in tools or ():
+    for tool in tools:
         actions = tool["function"]["parameters"].get("properties", {}).get("actions", {})
         limit = min(limit, actions.get("maxItems", limit))
     return limit

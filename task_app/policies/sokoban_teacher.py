@@ -7,7 +7,7 @@ from typing import Any
 from task_app.environments.sokoban.board import Board, cells, read_xsb
 from task_app.environments.sokoban.environment import MAX_MOVES
 from task_app.environments.sokoban.solver import Key, best_push, pushes_left
-from task_app.policies.random_calls import DetourConfig, DetourTeacher, call_answer
+from task_app.policies.random_calls import DetourConfig, DetourTeacher, Tools, call_answer
 from task_app.protocols import PolicyAnswer
 
 
@@ -22,16 +22,14 @@ class SokobanTeacher(DetourTeacher[DetourConfig]):
         self._left: Mapping[Key, int] = {}  # pushes_left of the board
         super().__init__(config)
 
-    async def get_action(
-        self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
-    ) -> PolicyAnswer:
+    async def choose(self, observation: Any, tools: Tools) -> PolicyAnswer:
         board, state = read_xsb(observation.data["rows"])
         if board != self._board:  # the first decision on it: a search of up to a tenth of a second
             self._board, self._left = board, await asyncio.to_thread(pushes_left, board)
         detour = self.makes_detour()
         possible = list(board.pushes(state))
         push = self._random.choice(possible) if detour and possible else best_push(board, state, self._left)
-        if "push" not in {tool["function"]["name"] for tool in available_tools_specs or ()}:
+        if "push" not in {tool["function"]["name"] for tool in tools}:
             # The way to the push, and the push; where there is none, a move up.
             moves = ("up",) if push is None else (*push.way, push.direction)
             return call_answer("move", {"moves": list(moves)[:MAX_MOVES]}, exploratory=detour)

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from shared_schemas.base import Body
-from task_app.policies.random_calls import ByChance
+from task_app.policies.random_calls import ByChance, Tools
 from task_app.protocols import PolicyAnswer
 
 # A sentence, the sign of its calculation, and its number.
@@ -43,9 +43,7 @@ class SumsTeacher(ByChance[SumsTeacherConfig]):
     name = "sums_teacher"
     config_type = SumsTeacherConfig
 
-    async def get_action(
-        self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
-    ) -> PolicyAnswer:
+    async def choose(self, observation: Any, tools: Tools) -> PolicyAnswer:
         question = next((m.content or "" for m in observation if m.role == "user"), "")
         slip = 0 if self._random.random() < self.config.right else self._random.choice(_SLIPS)
         return {"type": "text", "content": solve(question, slip=slip)}, None, None, None

@@ -3,16 +3,14 @@
 import asyncio
 import json
 import os
-import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from pydantic import ValidationError
 
-from service_kit.children import name_exit, without_keys
+from service_kit.children import end_group, name_exit, without_keys
 from service_kit.output import Output
 from shared_schemas.base import Body
 from shared_schemas.evaluate_result import EvaluateResult
@@ -86,7 +84,9 @@ class RewardProcess:
 
     async def end(self) -> None:
         """Kill the process group, and wait for it, also where the wait is cancelled: its pipes must close."""
-        task = asyncio.ensure_future(self._end())
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        task = asyncio.ensure_future(end_group(self._process, self._output, at_most_s=_END_S))
         cancellation = None
         while not task.done():
             try:
@@ -96,21 +96,6 @@ class RewardProcess:
         if cancellation is not None:
             raise cancellation
         task.result()
-
-    async def _end(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        # A process that it started in another session may hold the pipe for ever.
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_END_S):
-                await self._process.wait()
-        self._output.end()
-        # Closes a pipe that another process holds or that was too full to read on; asyncio's Process has no
-        # public way. It takes effect in the loop's next turn.
-        self._process._transport.close()  # type: ignore[attr-defined]
-        await asyncio.sleep(0)
 
     async def _line(
         self, timeout_s: float, deadline_s: float, failure: str, *, request: str | None = None

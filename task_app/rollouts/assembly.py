@@ -11,12 +11,13 @@ from typing import Any
 from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import EnvSpec, MultiTurn, RolloutRequest
 from shared_schemas.task_definition import TaskDefinitionModel
-from shared_schemas.trajectory import StepData, StepMetadata
+from shared_schemas.trajectory import StepData
 from task_app.captures.agents import AgentEnvironment
 from task_app.captures.door import Captures
 from task_app.captures.session import CaptureSpec
 from task_app.captures.worker import AgentWorker, refuse_without_effect
 from task_app.episode.conversation import Conversation
+from task_app.episode.decisions import NO_METADATA
 from task_app.episode.prompts import FreshPrompts, Prompts
 from task_app.episode.state_keys import EpisodeStateKeys, keys_by_name, select_keys
 from task_app.episode.worker import Keep, RLRolloutWorker
@@ -27,6 +28,7 @@ from task_app.errors import (
     NotRestorable,
     SnapshotRefused,
     boundary,
+    refuse_used,
 )
 from task_app.interactions.service import Interactions
 from task_app.observing.spans import Spans
@@ -42,7 +44,7 @@ from task_app.protocols import (
     steps_quickly,
     takes_answers,
 )
-from task_app.sessions.snapshots import EnvironmentSnapshot, Moment, episode_snapshot
+from task_app.sessions.snapshots import EnvironmentFacts, EnvironmentSnapshot
 from task_app.sessions.switches import agree_on_step_rewards, take_step_rewards
 from task_app.snapshots.envelope import from_text
 from task_app.snapshots.starts import EpisodeStart, Worlds
@@ -66,9 +68,7 @@ class Assembly:
     def worker(self, request: RolloutRequest, context: PolicyContext, *, where: str) -> Worker:
         """Build environment, policy and worker, without making a world or calling a policy.
 
-        Args:
-            context: gives the policy what it needs beside its config.
-            where: body path of the request, with a dot at its end.
+        `where` is the body path of the request, with a dot at its end.
         """
         env, policy_config, switches = _without_switches(request, where=where)
         if request.reward_function is not None:
@@ -180,8 +180,7 @@ def branch_policies(
 def _without_switches(
     request: RolloutRequest, *, where: str
 ) -> tuple[EnvSpec, dict[str, Any], StepRewards | None]:
-    """The environment spec and the policy's config without the training switches, and the switches, if
-    any."""
+    """The environment's spec and the policy's config without the training switches; and these, if any."""
     env_config, switches_by_place = take_step_rewards(request.env.config, where=where + "env.config")
     policy_config, of_policy = take_step_rewards(request.policy.config, where=where + "policy.config")
     switches_by_place |= of_policy
@@ -198,13 +197,8 @@ def _prompts(
     interaction = request.interaction
     if not isinstance(environment, ConversationalEnvironment):
         uses = {"interaction": interaction is not None, "multi_turn": request.multi_turn != MultiTurn()}
-        for name, is_used in uses.items():
-            if is_used:
-                raise InvalidRequest(
-                    f"{name} has no effect in {environment.name!r}, which makes a prompt for each decision",
-                    where=where + name,
-                    hint="it is for environments that hold a conversation",
-                )
+        why = f"in {environment.name!r}, which makes a prompt for each decision"
+        refuse_used(uses, why, where=where, hint="it is for environments that hold a conversation")
         return FreshPrompts(environment)
     if request.start.snapshot is not None or request.snapshot_turns:
         place = "start.snapshot" if request.start.snapshot is not None else "snapshot_turns"
@@ -290,12 +284,12 @@ class SnapshotTaker:
         assert isinstance(environment, RestorableEnvironment), "checked when the request was accepted"
         state = await self._state(environment)
         env_steps = sum(len(step.env_rewards or ()) for step in steps)
-        metadata = steps[-1].metadata if steps else StepMetadata()
-        moment = Moment(len(steps), env_steps, past=tuple(past), metadata=metadata)
-        return episode_snapshot(
-            state, moment, self.spec, seed=self.seed, step_rewards=self.step_rewards,
-            at_most_bytes=self.at_most_bytes,
+        facts = EnvironmentFacts(
+            env=self.spec, seed=self.seed, step_idx=env_steps, turn=len(steps), over=False,
+            step_rewards=self.step_rewards, metadata=steps[-1].metadata if steps else NO_METADATA,
+            past=tuple(past), rl_run_id=None,
         )  # fmt: skip
+        return EnvironmentSnapshot(facts, state).text(at_most_bytes=self.at_most_bytes)
 
     async def _state(self, environment: RestorableEnvironment) -> bytes:
         """The environment's state, read in the same kind of thread as its steps (task_app.episode.worker)."""

@@ -35,6 +35,8 @@ from task_app.errors import (
 from task_app.held import Held
 from task_app.settings import Settings
 
+log = structlog.get_logger("task_app")
+
 END_STATES: frozenset[RolloutStatus] = frozenset({"finished", "failed", "cancelled"})
 # What a request, its record and its result call by the same names.
 _NAMES = ("rollout_id", "run_id", "iteration", "group_id", "sibling", "attempt")
@@ -132,6 +134,44 @@ class Results:
         self._held.total += fingerprint.size
         return record
 
+    def state(self, record: Record) -> bytes:
+        """A `Rollout` as JSON, with its result if it has ended."""
+        return record.result_json or self.json(record, record.status)
+
+    def json(
+        self,
+        record: Record,
+        status: RolloutStatus,
+        *,
+        trajectory: Trajectory | None = None,
+        failure: RolloutFailure | None = None,
+    ) -> bytes:
+        """A `Rollout` of this status as JSON; its failure becomes the record's reason."""
+        if failure is not None:
+            record.reason = failure.code
+        names = {name: getattr(record, name) for name in _NAMES}
+        rollout = Rollout(
+            **names, instance_id=self.instance_id, status=status, trajectory=trajectory, failure=failure
+        )
+        return rollout.model_dump_json().encode()
+
+    def finished_json(self, record: Record, trajectory: Trajectory) -> bytes:
+        record.reason = trajectory.stop_reason.value
+        record.decisions, record.env_steps = len(trajectory.steps), trajectory.env_steps
+        log.info(
+            "rollout_finished", stop_reason=record.reason, decisions=record.decisions,
+            outcome=trajectory.outcome_reward,
+        )  # fmt: skip
+        return self.json(record, "finished", trajectory=trajectory)
+
+    def failure_json(self, record: Record, exc: TaskAppError) -> bytes:
+        decisions_done = exc.decisions_done if isinstance(exc, EpisodeFailed) else 0
+        failure = failure_of(exc, decisions_done=decisions_done)
+        if isinstance(exc, ContextLengthExceeded):
+            failure = failure.model_copy(update={"detail": _too_long(record, failure.detail)})
+        log.warning("rollout_failed", code=exc.code, detail=failure.detail, decisions=decisions_done)
+        return self.json(record, "failed", failure=failure)
+
     def end(self, record: Record, status: RolloutStatus, result_json: bytes, *, now_s: float) -> None:
         """File the result under the next sequence number."""
         self._sequence += 1
@@ -197,20 +237,6 @@ class Results:
         return int(number[:18])
 
 
-def rollout_json(
-    record: Record,
-    instance_id: str,
-    status: RolloutStatus,
-    *,
-    trajectory: Trajectory | None = None,
-    failure: RolloutFailure | None = None,
-) -> bytes:
-    """A `Rollout` as JSON."""
-    names = {name: getattr(record, name) for name in _NAMES}
-    rollout = Rollout(**names, instance_id=instance_id, status=status, trajectory=trajectory, failure=failure)
-    return rollout.model_dump_json().encode()
-
-
 NewRequest = tuple[int, RolloutRequest, Fingerprint]
 
 
@@ -243,35 +269,10 @@ def fingerprint_of(request: RolloutRequest) -> Fingerprint:
     return Fingerprint(hashlib.blake2b(text, digest_size=16).digest(), len(text))
 
 
-log = structlog.get_logger("task_app")
-
-
-def finished_json(record: Record, trajectory: Trajectory, instance_id: str) -> bytes:
-    record.reason = trajectory.stop_reason.value
-    record.decisions, record.env_steps = len(trajectory.steps), trajectory.env_steps
-    log.info(
-        "rollout_finished",
-        stop_reason=trajectory.stop_reason.value,
-        decisions=len(trajectory.steps),
-        outcome=trajectory.outcome_reward,
-    )
-    return rollout_json(record, instance_id, "finished", trajectory=trajectory)
-
-
-def failure_json(record: Record, exc: TaskAppError, instance_id: str) -> bytes:
-    decisions_done = exc.decisions_done if isinstance(exc, EpisodeFailed) else 0
-    failure = failure_of(exc, decisions_done=decisions_done)
-    if isinstance(exc, ContextLengthExceeded):
-        failure = failure.model_copy(update={"detail": _too_long(record, failure.detail)})
-    log.warning("rollout_failed", code=exc.code, detail=failure.detail, decisions=decisions_done)
-    return unfinished_json(record, "failed", failure, instance_id)
-
-
 def _too_long(record: Record, sentence: str) -> str:
-    """What a failure says of a first prompt; a group's name ends with the row of a data set.
+    """What a failure says of a first prompt, with the sentence of the model's server, which has its counts.
 
-    Args:
-        sentence: of the model's server, with its counts.
+    A group's name ends with the row of a data set.
     """
     start = "a snapshot" if record.seed is None else f"seed {record.seed}"
     group = f" in group {record.group_id!r}" if record.group_id else ""
@@ -291,10 +292,3 @@ def failure_of(exc: TaskAppError, *, decisions_done: int) -> RolloutFailure:
         decisions_done=decisions_done,
         recurs=isinstance(exc, EpisodeFailed) and exc.recurs,
     )
-
-
-def unfinished_json(
-    record: Record, status: RolloutStatus, failure: RolloutFailure, instance_id: str
-) -> bytes:
-    record.reason = failure.code
-    return rollout_json(record, instance_id, status, failure=failure)

@@ -26,18 +26,7 @@ from task_app.observing.spans import Spans
 from task_app.plugins import PlugBoards, PolicyContext
 from task_app.reward_functions.pool import RewardFunctions
 from task_app.rollouts.assembly import Assembly, Worker
-from task_app.rollouts.results import (
-    Fingerprint,
-    Record,
-    Results,
-    failure_json,
-    fingerprint_of,
-    finished_json,
-    page_of,
-    rollout_json,
-    split_batch,
-    unfinished_json,
-)
+from task_app.rollouts.results import Fingerprint, Record, Results, fingerprint_of, page_of, split_batch
 from task_app.rollouts.runs import RunLife, Runs
 from task_app.settings import Settings
 from task_app.snapshots.starts import Worlds
@@ -50,14 +39,8 @@ MakeContext = Callable[[RolloutRequest], PolicyContext]
 class RolloutRunner:
     """Plays at most `settings.max_concurrent_rollouts` at once, in order of acceptance.
 
-    Args:
-        make_context: makes the context of a request's policy.
-        interactions: answer in the requests' conversations.
-        captures: answer the requests' agents.
-        instance_id: identifies this process in every reply; a restart has another one.
-        spans: of episodes and what happens in them.
-        clock: a monotonic clock in seconds.
-        on_end: called with every rollout that ended.
+    `instance_id` identifies this process in every reply; a restart has another one. `on_end` is called with
+    every rollout that ended.
     """
 
     def __init__(
@@ -100,7 +83,7 @@ class RolloutRunner:
         for (_, request, fingerprint), worker in zip(new, workers, strict=True):
             if isinstance(worker, CriticalError):
                 record = self._add(request, fingerprint)
-                self._file(record, "failed", failure_json(record, worker, self.results.instance_id))
+                self._file(record, "failed", self.results.failure_json(record, worker))
             else:
                 self._enqueue(request, fingerprint, worker)
         self._start_next()
@@ -128,14 +111,13 @@ class RolloutRunner:
 
     def state(self, rollout_id: str) -> bytes:
         """A `Rollout` as JSON."""
-        record = self.results.get(rollout_id)
-        return record.result_json or rollout_json(record, self.results.instance_id, record.status)
+        return self.results.state(self.results.get(rollout_id))
 
     async def cancel(self, rollout_id: str) -> bytes:
         """End a rollout that still runs or waits; its state afterwards as JSON."""
         record = self.results.get(rollout_id)
         await self._stop([record])
-        return record.result_json or rollout_json(record, self.results.instance_id, record.status)
+        return self.results.state(record)
 
     async def play(self, request: RolloutRequest, worker: Worker) -> None:
         """Play one rollout in its turn with a worker that the caller built, and return when it has ended.
@@ -270,10 +252,10 @@ class RolloutRunner:
                         judge, trajectory, messages, ground_truth, rollout_id=record.rollout_id
                     )
                 notes.end(trajectory)
-                return "finished", finished_json(record, trajectory, self.results.instance_id)
+                return "finished", self.results.finished_json(record, trajectory)
         except TaskAppError as exc:
             exc.release_frames()
-            return "failed", failure_json(record, exc, self.results.instance_id)
+            return "failed", self.results.failure_json(record, exc)
 
     def _finish_task(
         self, record: Record, worker: Worker, task: asyncio.Task[tuple[RolloutStatus, bytes]]
@@ -289,7 +271,7 @@ class RolloutRunner:
             failure = RolloutFailure(
                 code="internal_error", detail="an error inside the task app; see its log"
             )
-            self._file(record, "failed", unfinished_json(record, "failed", failure, self.results.instance_id))
+            self._file(record, "failed", self.results.json(record, "failed", failure=failure))
             # Logged last, because writing to a closed stderr raises too.
             ids = {"run_id": record.run_id, "rollout_id": record.rollout_id}
             log.error("rollout_broken", **ids, exc_info=task.exception())
@@ -306,5 +288,4 @@ class RolloutRunner:
 
     def _cancel_record(self, record: Record, detail: str, *, decisions_done: int = 0) -> None:
         failure = RolloutFailure(code="cancelled", detail=detail, decisions_done=decisions_done)
-        result = unfinished_json(record, "cancelled", failure, self.results.instance_id)
-        self._file(record, "cancelled", result)
+        self._file(record, "cancelled", self.results.json(record, "cancelled", failure=failure))

@@ -62,11 +62,8 @@ class RunLife:
 class Runs:
     """All runs of this instance, by id.
 
-    Args:
-        at_most: number of runs that are stored; one more drops the least recently used run that has ended.
-        idle_s: how long an ended run is stored.
-        clock: a monotonic clock in seconds.
-        now: the time of day; only people read it.
+    At most so many are stored: one more drops the least recently used run that has ended. An ended one is
+    dropped after `idle_s`. Only people read the time of `now`.
     """
 
     def __init__(

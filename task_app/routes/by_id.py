@@ -34,7 +34,6 @@ register_url_convertor("policy_id", _PolicyId())
 EnvIdInPath = Annotated[str, Path(pattern=f"^{ENV_ID}$")]
 PolicyIdInPath = Annotated[str, Path(pattern=f"^{POLICY_ID}$")]
 
-
 M = TypeVar("M", bound=ForeignBody)
 
 

@@ -1,7 +1,7 @@
 """/captures: sessions whose base_url answers an agent's model calls, and records them as decisions."""
 
 from collections.abc import AsyncIterator, Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Request
 from fastapi.routing import APIRoute
@@ -11,27 +11,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service_kit.gate import JSON_BODY
 from service_kit.problems import error_responses, problem_response
-from shared_schemas.base import Body
+from shared_schemas.base import Body, OpenReply
 from shared_schemas.chat import IGNORED_HEADER
 from shared_schemas.json_text import read_json, read_quotation
+from shared_schemas.messages import ToolCall
 from shared_schemas.rollouts import LimitKeys, Name, PolicySpec, RolloutFailure, RolloutLimits, Seed, Turn
 from shared_schemas.trajectory import StopReason, Trajectory
 from task_app.captures.call_errors import CLIENT_MISTAKE, split_path
 from task_app.captures.calls import Dialect, Event
 from task_app.captures.chat import ChatCompletions
 from task_app.captures.messages import AnthropicMessages
-from task_app.captures.reply_models import (
-    AnthropicMessage,
-    AnthropicRefusal,
-    ChatCompletion,
-    InputTokens,
-    MessageTokens,
-    ModelResponse,
-    OpenAIRefusal,
-)
 from task_app.captures.responses import Responses
 from task_app.captures.session import Capture, CaptureSpec
-from task_app.errors import InvalidRequest, TaskAppError, clipped
+from task_app.errors import InvalidRequest, TaskAppError, clipped, refuse_used
 from task_app.rollouts.assembly import branch_policies
 from task_app.rollouts.results import failure_of
 from task_app.routes.wire import LONGEST_ID, OK, Ok, ReplyJSON, reply_body, while_connected
@@ -51,6 +43,146 @@ _BODY: dict[str, Any] = {
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 }
+
+# The answers of model calls, with the fields that clients read. They are open, because the dialects belong to
+# OpenAI and Anthropic, whose own documents say the rest.
+
+
+class ChatMessage(OpenReply):
+    role: str
+    content: str | None
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+class ChatChoice(OpenReply):
+    index: int
+    message: ChatMessage
+    finish_reason: str
+
+
+class ChatUsage(OpenReply):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class ChatCompletion(OpenReply):
+    """OpenAI's answer of Chat Completions."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: tuple[ChatChoice, ...]
+    usage: ChatUsage
+
+
+class OutputText(OpenReply):
+    type: Literal["output_text"]
+    text: str
+
+
+class OutputMessage(OpenReply):
+    type: Literal["message"]
+    id: str
+    role: str
+    status: str
+    content: tuple[OutputText, ...]
+
+
+class OutputCall(OpenReply):
+    type: Literal["function_call"]
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: str
+
+
+class ResponseUsage(OpenReply):
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+
+
+class ModelResponse(OpenReply):
+    """OpenAI's answer of Responses."""
+
+    id: str
+    object: str
+    created_at: int
+    model: str
+    status: str
+    output: tuple[Annotated[OutputMessage | OutputCall, Field(discriminator="type")], ...]
+    usage: ResponseUsage
+
+
+class InputTokens(OpenReply):
+    """The tokens of a prompt, for OpenAI's clients."""
+
+    object: str
+    input_tokens: int
+
+
+class OpenAIFault(OpenReply):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class OpenAIRefusal(OpenReply):
+    """A refusal as OpenAI's clients read it."""
+
+    error: OpenAIFault
+
+
+class TextBlock(OpenReply):
+    type: Literal["text"]
+    text: str
+
+
+class ToolUseBlock(OpenReply):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, object]
+
+
+class MessageUsage(OpenReply):
+    input_tokens: int
+    output_tokens: int
+
+
+class AnthropicMessage(OpenReply):
+    """Anthropic's answer of Messages."""
+
+    id: str
+    type: str
+    role: str
+    model: str
+    content: tuple[Annotated[TextBlock | ToolUseBlock, Field(discriminator="type")], ...]
+    stop_reason: str
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageTokens(OpenReply):
+    """The tokens of a prompt, for Anthropic's clients."""
+
+    input_tokens: int
+
+
+class AnthropicFault(OpenReply):
+    type: str
+    message: str
+
+
+class AnthropicRefusal(OpenReply):
+    """A refusal as Anthropic's clients read it."""
+
+    type: str
+    error: AnthropicFault
 
 
 # Of every path below /v1; 409 and 422 are answered with 400.
@@ -151,12 +283,9 @@ async def open_capture(request: Request, body: CaptureOpen) -> CaptureOpened:
     context = services.policy_context(inference_key=body.policy.inference_key, seed=body.policy.seed)
     make_policy = branch_policies(services.boards, body.policy.policy_name, body.policy.config, context)
     make_policy(0)  # a wrong config is told now, not at the first call
-    for name in LimitKeys.model_fields.keys() - {"timeout_s"}:
-        if name in body.limits.model_fields_set:
-            raise InvalidRequest(
-                f"limits.{name} has no effect on a capture, whose agent decides itself when it ends",
-                where=f"limits.{name}",
-            )
+    given = LimitKeys.model_fields.keys() & body.limits.model_fields_set - {"timeout_s"}
+    uses = {f"limits.{name}": True for name in given}
+    refuse_used(uses, "on a capture, whose agent decides itself when it ends", where="")
     spec = CaptureSpec(
         "capture", make_policy, limits=body.limits, seed=body.seed, models=body.models, spans=services.spans,
         max_bytes=services.settings.max_reply_bytes,

@@ -1,30 +1,28 @@
 """/policy: policies that the caller asks for decisions, bound to an environment or given observations."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import Field, SecretStr, ValidationError
+from pydantic import Field, SecretStr
 from starlette.responses import Response
 
 from shared_schemas.base import OpenReply, Reply
 from shared_schemas.messages import Message, ToolCall, ToolSpec
 from shared_schemas.rollouts import EnvSpec, InferenceKey, Name, PolicySpec, Seed
 from shared_schemas.trajectory import DecisionRewards, Sampling, StepMetadata
-from task_app.complaints import invalid
-from task_app.episode.actions import Action, Choice, read_action
+from task_app.complaints import validated
+from task_app.episode.actions import Action, Choice
 from task_app.episode.decisions import NO_METADATA
+from task_app.episode.worker import decide
 from task_app.errors import CriticalError, DeadlineExceeded, InferenceKeyNeeded, InvalidRequest, boundary
 from task_app.protocols import (
-    AgentPolicy,
     Environment,
     Observation,
     PolicyObservation,
     RestorablePolicy,
-    RetryingPolicy,
     policy_name,
 )
 from task_app.routes.wire import OK, CreateBody, ForeignBody, Ok, ReplyJSON
@@ -155,7 +153,11 @@ async def step_policy(request: Request, body: PolicyStep) -> Response:
             return ReplyJSON({"tool_calls": [], "meta": meta})
         policy = session_policy(services, session, inference_key=body.inference_key, where="inference_key")
         start_s = time.perf_counter()
-        choice, action = await _decide(policy, observation, tools, services.settings.policy_deadline_s)
+        at_most_s = services.settings.policy_deadline_s
+        try:
+            choice, action = await decide(policy, observation, tools, timeout_s=at_most_s)
+        except TimeoutError as exc:
+            raise DeadlineExceeded(f"policy {policy.name!r} did not decide within {at_most_s:g} s") from exc
         meta |= _choice_meta(choice, action)
         meta |= {"turn": session.turn, "policy_s": time.perf_counter() - start_s}
         calls = [call.model_dump(mode="json", exclude_none=True) for call in action.tool_calls]
@@ -183,19 +185,6 @@ async def _blame_caller(session: PolicySession) -> AsyncIterator[None]:
             where="observation",
             hint="give text and data as the environment's observations have them; the log has the reason",
         ) from exc
-
-
-async def _decide(
-    policy: AgentPolicy, observation: PolicyObservation, tools: list[dict[str, Any]], at_most_s: float
-) -> tuple[Choice, Action]:
-    try:
-        async with asyncio.timeout(at_most_s):
-            with boundary(f"policy {policy_name(policy)}", policy.get_action):
-                action, raw, log_probs, value = await policy.get_action(observation, tools)
-                return Choice(action, raw, log_probs or {}, value), read_action(action)
-    except TimeoutError as exc:
-        name = policy_name(policy)
-        raise DeadlineExceeded(f"policy {name!r} did not decide within {at_most_s:g} s") from exc
 
 
 async def _observe(
@@ -232,10 +221,7 @@ def _observation(observation: dict[str, Any], environment: Environment | None) -
 def _messages(value: Any) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
         raise InvalidRequest("observation.messages is no list of messages", where="observation.messages")
-    try:
-        return tuple(Message.model_validate(message) for message in value)
-    except ValidationError as exc:
-        raise invalid(exc.errors(include_url=False)[0], where="observation.messages") from exc
+    return tuple(validated(Message, message, where="observation.messages") for message in value)
 
 
 def _choice_meta(choice: Choice, action: Action) -> dict[str, Any]:
@@ -251,40 +237,10 @@ def _choice_meta(choice: Choice, action: Action) -> dict[str, Any]:
     }
 
 
-class SessionPolicy:
-    """A policy whose decisions are counted and stored; the caller holds the session's lock."""
-
-    def __init__(self, session: PolicySession) -> None:
-        self._session = session
-        self.name = policy_name(session.policy)
-
-    @property
-    def pending_failure(self) -> str | None:
-        """The failure that the policy is retrying (protocols.RetryingPolicy)."""
-        policy = self._session.policy
-        return policy.pending_failure if isinstance(policy, RetryingPolicy) else None
-
-    async def get_action(
-        self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
-    ) -> tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]:
-        journal = self._session.journal
-        if journal is not None:
-            journal.ready(self._session)
-        answer = await self._session.policy.get_action(observation, available_tools_specs)
-        self._session.turn += 1
-        if journal is not None:
-            journal.add_decision(self._session)
-        return answer
-
-
 def session_policy(
     services: Services, session: PolicySession, *, inference_key: SecretStr | None, where: str
-) -> SessionPolicy:
-    """The session's policy, ready to decide, with the `inference_key` of this request if it has one.
-
-    Args:
-        inference_key: replaces the current one; None keeps it.
-        where: body path of the key.
+) -> PolicySession:
+    """The session's policy, ready to decide; an `inference_key` of this request replaces the current one.
 
     Raises:
         InferenceKeyNeeded: a restart lost the key, and the request has none.
@@ -298,7 +254,7 @@ def session_policy(
             where=where,
             hint=f"send {where} with this request",
         )
-    return SessionPolicy(session)
+    return session
 
 
 def _give_key(services: Services, session: PolicySession, inference_key: SecretStr, *, where: str) -> None:

@@ -1,6 +1,7 @@
 """Routes about the task app itself: /, /health, /info, /task_info, and /metrics for Prometheus."""
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -11,14 +12,14 @@ from prometheus_client.core import (
     InfoMetricFamily,
     Metric,
 )
-from pydantic import Field
+from pydantic import Field, JsonValue
 from pydantic_core import to_json
 from starlette.responses import Response
 
 from service_kit.errors import NoKeyConfigured
 from service_kit.keys import presented_keys
 from service_kit.observed import METRICS_CONTENT, metrics_response
-from shared_schemas.base import Body
+from shared_schemas.base import Body, Reply
 from shared_schemas.json_text import encodable_json
 from shared_schemas.messages import ToolSpec
 from shared_schemas.prefixes import PREFIXES
@@ -28,21 +29,172 @@ from task_app.episode.release import begin_close
 from task_app.errors import InvalidRequest, ShuttingDown
 from task_app.observing.metrics import Metrics
 from task_app.protocols import Environment
-from task_app.routes.service_replies import (
-    HealthAuth,
-    HealthReply,
-    HealthService,
-    InfoReply,
-    RootReply,
-    TaskInfo,
-    TaskSetInfo,
-)
-from task_app.routes.wire import legacy_observation, observation_json
+from task_app.routes.wire import LegacyObservation, legacy_observation, observation_json
 from task_app.services import Services, services_of
 
 router = APIRouter(tags=["service"])
 
 SERVICE = "turnwise-task-app"
+
+SeedRange = Annotated[list[int], Field(min_length=2, max_length=2, description="the first and the last")]
+
+
+class RootReply(Reply):
+    """The service answers."""
+
+    status: str
+    service: str
+
+
+class HealthAuth(Reply):
+    required: bool
+
+
+class HealthService(Reply):
+    base_url: str
+
+
+class HealthReply(Reply):
+    """The service is healthy; `authorized` where the request has a key."""
+
+    healthy: bool
+    status: str
+    auth: HealthAuth
+    service: HealthService
+    authorized: bool | None = None
+
+
+class ServiceInfo(Reply):
+    name: str
+    task: tuple[str, ...]
+    version: str
+    base_url: str
+    endpoints: dict[str, tuple[str, ...]] = Field(description="all routes by their first word")
+    instance_id: str
+
+
+class DatasetInfo(Reply):
+    seed_range: SeedRange
+    splits: tuple[str, ...] = ()
+    seed: int | None = Field(default=None, description="of a task")
+
+
+class InferenceEndpoints(Reply):
+    chat_completions: str
+
+
+class InferenceInfo(Reply):
+    base_url: str | None
+    endpoints: InferenceEndpoints
+    default_model: str | None
+    supports_proxy: bool
+    allowed_hosts: tuple[str, ...]
+
+
+class Capabilities(Reply):
+    """What requests may use and name."""
+
+    supports_rollout: bool
+    supports_env_lifecycle: bool
+    supports_decision_rewards: bool
+    requires_api_key_header: bool
+    environments: tuple[str, ...]
+    policies: tuple[str, ...]
+    interactions: tuple[str, ...]
+    number_interactions: tuple[str, ...]
+    reward_functions: dict[str, str]
+
+
+Limits = Annotated[
+    dict[str, JsonValue], Field(description="the operator's settings, as docs/operations.md names them")
+]
+
+
+class PrefixInfo(Reply):
+    """Environments of another library: how `env_name` names them, and the JSON Schema of their config."""
+
+    env_name: str
+    plays: str
+    how: str
+    config: dict[str, Any]
+
+
+class InfoReply(Reply):
+    """What the service offers; `environments` and `policies` hold the JSON Schemas of their configs."""
+
+    service: ServiceInfo
+    dataset: DatasetInfo
+    rubrics: None = Field(description="there is no judge here")
+    inference: InferenceInfo
+    capabilities: Capabilities
+    limits: Limits
+    environments: dict[str, dict[str, Any]]
+    environment_prefixes: dict[str, PrefixInfo]
+    policies: dict[str, dict[str, Any]]
+
+
+class TaskName(Reply):
+    id: str
+    name: str
+    outcome: str = Field(description="what its outcome_reward measures")
+
+
+class ActionSpace(Reply):
+    type: str
+    tools: tuple[ToolSpec, ...]
+
+
+class TaskInference(Reply):
+    model: str | None
+    inference_url: str | None
+    supports_proxy: bool
+
+
+class _AboutTask(Reply):
+    """The facts that all tasks of an environment share."""
+
+    task: TaskName
+    environment: str
+    environments: tuple[str, ...]
+    action_space: ActionSpace
+    dataset: DatasetInfo
+    rubric: dict[str, Any] = Field(description="always empty; there is no judge here")
+    inference: TaskInference
+    capabilities: Capabilities
+    limits: Limits
+
+
+class TaskSet(Reply):
+    id: str
+    name: str
+    version: str
+    splits: tuple[str, ...]
+    default_split: str
+    description: str
+    seed_range: SeedRange
+    default_seed: int
+    config: dict[str, Any]
+
+
+class TaskSetInfo(_AboutTask):
+    """The set of tasks of an environment."""
+
+    taskset: TaskSet
+
+
+class TaskObservation(LegacyObservation):
+    seed: int
+
+
+class TaskMetadata(Reply):
+    seed: int
+
+
+class TaskInfo(_AboutTask):
+    """The task of a seed, with the first observation of its world."""
+
+    observation: TaskObservation
+    task_metadata: TaskMetadata
 
 
 @router.head("/", include_in_schema=False)
@@ -232,18 +384,15 @@ async def _task(services: Services, environment: Environment, seed: int) -> dict
 
 def families(services: Services, *, version: str, sockets: int) -> Iterator[Metric]:
     """All metrics of a task app."""
-    yield InfoMetricFamily(
-        "turnwise_task_app",
-        "Which task app this is.",
-        {"version": version, "instance_id": services.instance_id},
-    )
-    yield from _now(services, sockets)
-    yield from _so_far(services.metrics)
+    facts = {"version": version, "instance_id": services.instance_id}
+    yield InfoMetricFamily("turnwise_task_app", "Which task app this is.", facts)
+    yield from _gauges(services, sockets)
+    yield from _counters(services.metrics)
 
 
-def _now(services: Services, sockets: int) -> Iterator[Metric]:
-    """Gauges of the current state."""
-    runner = services.runner
+def _gauges(services: Services, sockets: int) -> Iterator[Metric]:
+    """The current state."""
+    gauge, runner = partial(_metric, GaugeMetricFamily), services.runner
     sessions: dict[str, Sized] = {
         "env": services.environments,
         "policy": services.policies,
@@ -251,27 +400,20 @@ def _now(services: Services, sockets: int) -> Iterator[Metric]:
         "capture": services.captures.sessions,
     }
     counts = {kind: len(live) for kind, live in sessions.items()}
-    yield _by_label(GaugeMetricFamily, "turnwise_sessions", "Live sessions.", "kind", counts)
-    yield GaugeMetricFamily(
-        "turnwise_interactions",
-        "Interactions that are not finalised yet, of rollouts and sessions.",
-        len(services.interactions),
-    )
-    sentence = "Rollouts that have not ended."
-    yield _by_label(GaugeMetricFamily, "turnwise_rollouts", sentence, "state", runner.unfinished())
-    yield GaugeMetricFamily(
-        "turnwise_rollouts_held", "Rollouts held: not ended, or not acknowledged.", len(runner.results)
-    )
-    yield GaugeMetricFamily(
-        "turnwise_held_bytes",
-        "Bytes of rollout requests and results that are not acknowledged, and of captures.",
-        services.captures.held.total,
-    )
-    yield GaugeMetricFamily("turnwise_openenv_sockets", "Open sockets of OpenEnv clients.", sockets)
+    yield gauge("turnwise_sessions", "Live sessions.", counts, "kind")
+    sentence = "Interactions that are not finalised yet, of rollouts and sessions."
+    yield gauge("turnwise_interactions", sentence, len(services.interactions))
+    yield gauge("turnwise_rollouts", "Rollouts that have not ended.", runner.unfinished(), "state")
+    sentence = "Rollouts held: not ended, or not acknowledged."
+    yield gauge("turnwise_rollouts_held", sentence, len(runner.results))
+    sentence = "Bytes of rollout requests and results that are not acknowledged, and of captures."
+    yield gauge("turnwise_held_bytes", sentence, services.captures.held.total)
+    yield gauge("turnwise_openenv_sockets", "Open sockets of OpenEnv clients.", sockets)
 
 
-def _so_far(metrics: Metrics) -> Iterator[Metric]:
-    """Counters since the start."""
+def _counters(metrics: Metrics) -> Iterator[Metric]:
+    """What happened since the start."""
+    counter = partial(_metric, CounterMetricFamily)
     yield metrics.requests.reply_family("turnwise_http_requests")
     latency = HistogramMetricFamily(
         "turnwise_http_request_seconds", "From the request's head to the answer's end.", labels=["route"]
@@ -279,37 +421,30 @@ def _so_far(metrics: Metrics) -> Iterator[Metric]:
     for route, histogram in metrics.requests.latency.items():
         latency.add_metric([route], buckets=histogram.cumulative(), sum_value=histogram.sum_s)
     yield latency
-    rollouts = CounterMetricFamily(
-        "turnwise_rollouts_ended",
-        "Rollouts that ended, by stop reason or failure.",
-        labels=["status", "reason"],
-    )
-    for (state, reason), count in metrics.rollouts_ended.items():
-        rollouts.add_metric([state, reason], count)
-    yield rollouts
-    counter, sources = CounterMetricFamily, ("rollout", "session")
-    decisions = {source: metrics.decisions.get(source, 0) for source in sources}
-    yield _by_label(counter, "turnwise_decisions", "Decisions taken.", "source", decisions)
-    env_steps = {source: metrics.env_steps.get(source, 0) for source in sources}
-    yield _by_label(counter, "turnwise_env_steps", "Env steps that ran.", "source", env_steps)
+    sentence = "Rollouts that ended, by stop reason or failure."
+    yield counter("turnwise_rollouts_ended", sentence, metrics.rollouts_ended, "status", "reason")
+    for name, sentence, counts in (
+        ("turnwise_decisions", "Decisions taken.", metrics.decisions),
+        ("turnwise_env_steps", "Env steps that ran.", metrics.env_steps),
+    ):
+        yield counter(name, sentence, {one: counts[one] for one in ("rollout", "session")}, "source")
     sentence = "Settings of captured agents' calls that had no effect."
-    yield _by_label(counter, "turnwise_options_dropped", sentence, "option", metrics.options_dropped)
-    yield CounterMetricFamily(
-        "turnwise_inference_retries",
-        "Attempts to ask a model after the first.",
-        value=metrics.inference_retries,
-    )
+    yield counter("turnwise_options_dropped", sentence, metrics.options_dropped, "option")
+    sentence = "Attempts to ask a model after the first."
+    yield counter("turnwise_inference_retries", sentence, metrics.inference_retries)
 
 
-def _by_label(
+def _metric(
     kind: type[GaugeMetricFamily | CounterMetricFamily],
     name: str,
     sentence: str,
-    label: str,
-    counts: Mapping[str, int],
+    counts: Mapping[str, int] | Mapping[tuple[str, str], int] | int,
+    *labels: str,
 ) -> Metric:
-    """A metric with a value for each value of its label."""
-    family = kind(name, sentence, labels=[label])
-    for value, count in counts.items():
-        family.add_metric([value], count)
+    """A metric with one value, or with one for each value of its labels."""
+    if isinstance(counts, int):
+        return kind(name, sentence, counts)
+    family = kind(name, sentence, labels=labels)
+    for values, count in counts.items():
+        family.add_metric([values] if isinstance(values, str) else values, count)
     return family

@@ -14,15 +14,15 @@ from service_kit.gate import JSON_BODY
 from service_kit.problems import problem_response
 from shared_schemas.base import Body, Reply
 from shared_schemas.problem import Problem
-from task_app.episode.actions import requests_from_wire
 from task_app.errors import InvalidRequest, TaskAppError, boundary
-from task_app.protocols import DecisionOutcome, Observation, ToolRequest
+from task_app.protocols import DecisionOutcome, Observation
 from task_app.routes.wire import (
     LONGEST_ID,
     EnvId,
     EnvStepReply,
     ForeignBody,
     ReplyJSON,
+    read_calls,
     reply_body,
     step_json,
 )
@@ -116,7 +116,9 @@ async def decide(
         InvalidRequest: too many calls, or one that names no tool; `where` begins the body path.
         EpisodeOver: the episode has ended.
     """
-    requests = _requests(tool_calls, at_most=services.settings.max_calls_per_step, where=where)
+    requests = read_calls(
+        tool_calls, at_most=services.settings.max_calls_per_step, where=where + "tool_calls"
+    )
     return _reply(session, *await session.step(requests))
 
 
@@ -139,19 +141,6 @@ async def _item(services: Services, one: EnvStep, index: int) -> tuple[bytes, in
         exc.where = exc.where or where.rstrip(".")
         problem = exc.problem().model_dump(mode="json", exclude_none=True)
         return reply_body({"env_id": one.env_id, "status": exc.status, "problem": problem}), 0
-
-
-def _requests(
-    tool_calls: Sequence[Mapping[str, Any]], *, at_most: int, where: str
-) -> tuple[ToolRequest, ...]:
-    if len(tool_calls) > at_most:
-        raise InvalidRequest(
-            f"{len(tool_calls)} tool calls in one decision; at most {at_most}", where=where + "tool_calls"
-        )
-    try:
-        return requests_from_wire(tool_calls)
-    except ValueError as exc:
-        raise InvalidRequest(str(exc), where=where + "tool_calls") from exc
 
 
 # The route of the slow path; metrics count both paths under it.
@@ -202,7 +191,9 @@ class ShortWay:
         session = self._services.environments.get(env_id, where="env_id")
         if not session.steps_at_once:
             return None
-        requests = _requests(tool_calls, at_most=self._services.settings.max_calls_per_step, where="")
+        requests = read_calls(
+            tool_calls, at_most=self._services.settings.max_calls_per_step, where="tool_calls"
+        )
         return reply_body(_reply(session, *session.take(requests)))
 
 

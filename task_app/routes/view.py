@@ -165,7 +165,6 @@ Side = Annotated[int, Query(ge=18, le=1_024, description="pixels")]
 FrameSeconds = Annotated[float, Query(ge=0.02, le=10.0, allow_inf_nan=False)]
 EVERY = "X-Frames-Every"
 
-
 _PICTURE = {"schema": {"type": "string", "format": "binary"}}
 _PNG, _GIF = {"image/png": _PICTURE}, {"image/gif": _PICTURE}
 # Of a rollout whose own id ends with "/frames".

@@ -6,7 +6,7 @@ Response, and here that would cost more than a step; tests hold real replies aga
 
 import asyncio
 import json
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar
@@ -19,8 +19,10 @@ from starlette.types import Receive
 from shared_schemas.base import OpenBody, Reply
 from shared_schemas.rewards import StepRewardKeys
 from shared_schemas.trajectory import RewardPart, StepMetadata
+from task_app.episode.actions import requests_from_wire
 from task_app.episode.decisions import NO_METADATA, achievements_added, achievements_status
-from task_app.protocols import DecisionOutcome, Observation
+from task_app.errors import InvalidRequest
+from task_app.protocols import DecisionOutcome, Observation, ToolRequest
 from task_app.sessions.switches import KEY
 
 Result = TypeVar("Result")
@@ -95,6 +97,16 @@ def observation_json(observation: Observation) -> dict[str, Any]:
         "achievements_counts": counts,
         "reward_last_step": observation.reward_last_step,
     }
+
+
+def read_calls(calls: Sequence[Mapping[str, Any]], *, at_most: int, where: str) -> tuple[ToolRequest, ...]:
+    """The tool calls of one decision; InvalidRequest for too many, or for one that names no tool."""
+    if len(calls) > at_most:
+        raise InvalidRequest(f"{len(calls)} tool calls in one decision; at most {at_most}", where=where)
+    try:
+        return requests_from_wire(calls)
+    except ValueError as exc:
+        raise InvalidRequest(str(exc), where=where) from exc
 
 
 class StepReplyInfo(Reply):

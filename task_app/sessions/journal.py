@@ -130,7 +130,6 @@ class Database:
         folder: created if missing; None: the database is in memory, for an app without --state-dir.
         most, most_bytes: number and total bytes of the stored answers; the oldest goes first.
         most_s: how long an answer is stored; answers of an earlier process count from this start on.
-        clock: a monotonic clock in seconds.
     """
 
     def __init__(
@@ -206,9 +205,7 @@ class Database:
     def record(self, session_id: str, statements: list[Statement], failure: Failure, *, whole: bool) -> None:
         """Store a session's statements until its keyed request is answered; without a key, write them now.
 
-        Args:
-            failure: how to report a failed write.
-            whole: the statements write the whole session, so its unwritten ones are dropped.
+        Those of a `whole` session replace its unwritten ones; `failure` says how to report a failed write.
         """
         with self._lock:
             own = _open_work()
@@ -290,12 +287,9 @@ class Database:
 
 
 class SessionStore:
-    """Stores sessions while they live, and restores them.
+    """Stores sessions while they live, and restores them; to a database in memory nothing is written.
 
-    Args:
-        database: if it is in memory, nothing is written, because nobody would read it.
-        snapshot_every: decisions between two snapshots of a session.
-        max_snapshot_bytes: size limit of a snapshot.
+    `snapshot_every` counts decisions between two snapshots of a session.
     """
 
     def __init__(
@@ -385,13 +379,11 @@ class SessionStore:
 
 
 class SessionJournal:
-    """Writes one session while it lives (task_app.sessions.sessions.Journal).
+    """Writes one session while it lives and its lock is held.
 
-    Without an Idempotency-Key the work is in the database when these methods return, or they raise
-    JournalFailed.
-
-    Args:
-        since: decisions since the last write of the whole session.
+    After a return the change survives the process. If a write fails, a request without an Idempotency-Key
+    gets JournalFailed; a request with one gets its error from task_app.sessions.idempotency. `since` counts
+    decisions since the last write of the whole session.
     """
 
     def __init__(self, store: SessionStore, session_id: str, *, since: int = 0) -> None:
@@ -409,7 +401,7 @@ class SessionJournal:
             raise
 
     def ready(self, session: Session) -> None:
-        """Write what others did to the session, before it is used."""
+        """Write what is not written yet, before the session is used; raises JournalFailed."""
         self._database.ready(self._id)
 
     def reset(self, session: EnvironmentSession) -> None:

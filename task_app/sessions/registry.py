@@ -50,13 +50,10 @@ S = TypeVar("S", bound=Session)
 
 
 class Sessions(Generic[S]):
-    """Sessions of one kind, by id.
+    """Sessions of one kind, which names them in ids and errors, by id.
 
     Args:
-        kind: names them in ids and errors.
-        capacity: largest number of sessions.
         idle_s: a session is forgotten after this long without a request.
-        clock: a monotonic clock in seconds.
         on_add: called with every new or restored session.
         end_path: path of the route that ends one; by default /{kind}/terminate.
         on_new: called with every new session before its id is returned.

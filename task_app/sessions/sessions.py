@@ -23,7 +23,10 @@ from task_app.protocols import (
     Environment,
     Observation,
     PastDecision,
+    PolicyAnswer,
+    RetryingPolicy,
     ToolRequest,
+    policy_name,
     steps_quickly,
 )
 from task_app.sessions.registry import SessionLock
@@ -50,44 +53,21 @@ class RecentDecision(NamedTuple):
         return tuple((name, name in delta.unique) for name in delta.all)
 
 
-Recent = deque[RecentDecision]
-
-
-def decision(turn: int, before: Observation, outcome: DecisionOutcome) -> RecentDecision:
-    return RecentDecision(
-        turn=turn,
-        before=before.achievements_counts,
-        after=outcome.observation.achievements_counts,
-        env_rewards=outcome.env_rewards,
-        executed=outcome.executed_actions,
-        invalid_reason=outcome.invalid_reason,
-    )
-
-
 T = TypeVar("T")
 
 
 class Journal(Protocol):
-    """Writes a session while its lock is held (task_app.sessions.journal).
+    """Writes a session: `task_app.sessions.journal.SessionJournal`, which says what each method does."""
 
-    After a return the change survives the process. If a write fails, a request without an Idempotency-Key
-    gets JournalFailed; a request with one gets its error from task_app.sessions.idempotency.
-    """
+    def ready(self, session: "EnvironmentSession | PolicySession") -> None: ...
 
-    def ready(self, session: "EnvironmentSession | PolicySession") -> None:
-        """Write what is not written yet, before the session is used; raises JournalFailed."""
+    def reset(self, session: "EnvironmentSession") -> None: ...
 
-    def reset(self, session: "EnvironmentSession") -> None:
-        """Write a reset of the environment."""
+    def add_step(self, session: "EnvironmentSession", requests: Sequence[ToolRequest]) -> None: ...
 
-    def add_step(self, session: "EnvironmentSession", requests: Sequence[ToolRequest]) -> None:
-        """Write a decision in the environment."""
+    def add_decision(self, session: "PolicySession") -> None: ...
 
-    def add_decision(self, session: "PolicySession") -> None:
-        """Write a decision of the policy."""
-
-    def remove(self) -> None:
-        """Delete the session, which has ended."""
+    def remove(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -116,7 +96,7 @@ class EnvironmentSession:
     # Keeps the tasks alive, because the event loop holds only weak references.
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     on_decision: Callable[[int], None] = lambda env_steps: None
-    recent: Recent = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
+    recent: deque[RecentDecision] = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
     observation: Observation = field(init=False)
 
     @property
@@ -182,7 +162,11 @@ class EnvironmentSession:
         self.over = outcome.terminated or outcome.truncated
         self.past.append(PastDecision(tool_calls=tuple(requests), outcome=outcome))
         self.on_decision(len(outcome.env_rewards))
-        self.recent.append(decision(self.turn, before, outcome))
+        self.recent.append(
+            RecentDecision(
+                self.turn, was, now, outcome.env_rewards, outcome.executed_actions, outcome.invalid_reason
+            )
+        )
         if self.journal is not None:
             self.journal.add_step(self, requests)
         return before, outcome
@@ -232,6 +216,7 @@ class EnvironmentSession:
 class PolicySession:
     """A policy, either bound to an environment session or given observations by the caller.
 
+    It is an AgentPolicy itself, whose decisions are counted and stored; the caller holds its lock.
     An unbound policy's `environment` is never reset: it only writes prompts and names tools; `env` is its
     spec. `spec` is what the policy was built from, with its key, which no snapshot holds and which a restart
     loses. `switches` are its training switches, which also apply to the bound environment.
@@ -248,3 +233,23 @@ class PolicySession:
     lock: SessionLock = field(default_factory=SessionLock)
     journal: Journal | None = None
     has_lost_key: bool = False
+
+    @property
+    def name(self) -> str:
+        return policy_name(self.policy)
+
+    @property
+    def pending_failure(self) -> str | None:
+        """The failure that the policy is retrying (protocols.RetryingPolicy)."""
+        return self.policy.pending_failure if isinstance(self.policy, RetryingPolicy) else None
+
+    async def get_action(
+        self, observation: Any, available_tools_specs: list[dict[str, Any]] | None = None
+    ) -> PolicyAnswer:
+        if self.journal is not None:
+            self.journal.ready(self)
+        answer = await self.policy.get_action(observation, available_tools_specs)
+        self.turn += 1
+        if self.journal is not None:
+            self.journal.add_decision(self)
+        return answer

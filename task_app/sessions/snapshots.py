@@ -6,17 +6,18 @@ the same tool calls, and a policy session the same decisions. A snapshot holds n
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from shared_schemas.base import Body
 from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import EnvSpec, PolicySpec, Seed, Start
 from shared_schemas.trajectory import StepMetadata
-from task_app.complaints import invalid, most_specific
-from task_app.errors import NotRestorable, SnapshotRefused, boundary
+from task_app.complaints import validated
+from task_app.episode.decisions import NO_METADATA
+from task_app.errors import InvalidRequest, NotRestorable, SnapshotRefused, boundary
 from task_app.plugins import PlugBoards, PolicyContext
 from task_app.protocols import (
     PAST_DECISIONS_SHOWN,
@@ -29,16 +30,22 @@ from task_app.protocols import (
     policy_name,
 )
 from task_app.sessions.sessions import EnvironmentSession, PolicySession
-from task_app.snapshots.envelope import Contents, open_envelope, seal, to_text
+from task_app.snapshots.envelope import open_envelope, seal, to_text
 from task_app.snapshots.starts import EpisodeStart, StartView, refusal_of, reseed, restore, restore_in_thread
 from task_app.threads import Threads
 
 # Names the snapshot as the source of a restored session's switches (`EnvironmentSession.switches`).
 FROM_SNAPSHOT = "the snapshot"
+# What a session and its facts have as it stands.
+_SAME = ("seed", "step_idx", "turn", "over", "metadata", "rl_run_id")
 
 
 class EnvironmentFacts(Body):
-    """An environment session without its environment's state; `step_rewards` if a request named any."""
+    """An environment session, or an episode after a turn, without its environment's state.
+
+    `turn` 0 is the start of the episode; `step_rewards` are there if a request named any. `past` holds the
+    last decisions, which the next prompt may show, and `metadata` is that of the last one.
+    """
 
     env: EnvSpec
     seed: Seed
@@ -50,17 +57,33 @@ class EnvironmentFacts(Body):
     past: tuple[PastDecision, ...] = Field(max_length=PAST_DECISIONS_SHOWN)
     rl_run_id: str | None
 
+    @classmethod
+    def begin(cls, env: EnvSpec, seed: int) -> Self:
+        """The facts at the start of an episode; `env` has every setting written out."""
+        return cls(
+            env=env, seed=seed, step_idx=0, turn=0, over=False, step_rewards=None, metadata=NO_METADATA,
+            past=(), rl_run_id=None,
+        )  # fmt: skip
+
+    def after(self, calls: tuple[ToolRequest, ...], outcome: DecisionOutcome) -> Self:
+        """The facts after one more decision."""
+        changes = {
+            "turn": self.turn + 1,
+            "step_idx": self.step_idx + len(outcome.env_rewards),
+            "over": outcome.terminated or outcome.truncated,
+            "past": (*self.past, PastDecision(calls, outcome))[-PAST_DECISIONS_SHOWN:],
+        }
+        return self.model_copy(update=changes)
+
 
 F = TypeVar("F", bound=Body)
 
 
 def _facts(model: type[F], head: Mapping[str, Any]) -> F:
     try:
-        return model.model_validate(head)
-    except ValidationError as exc:
-        error = most_specific(exc.errors(include_url=False))
-        refusal = invalid(error, where="snapshot", known=model.model_fields)
-        raise SnapshotRefused(refusal.detail, where=refusal.where) from exc
+        return validated(model, head, where="snapshot")
+    except InvalidRequest as refusal:
+        raise SnapshotRefused(refusal.detail, where=refusal.where) from refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,28 +103,27 @@ class EnvironmentSnapshot:
             state = environment.snapshot()
         facts = EnvironmentFacts(
             env=boards.resolve(session.spec),
-            seed=session.seed,
-            step_idx=session.step_idx,
-            turn=session.turn,
-            over=session.over,
             step_rewards=session.step_rewards if session.switches else None,
-            metadata=session.metadata,
             past=tuple(session.past),
-            rl_run_id=session.rl_run_id,
+            **{name: getattr(session, name) for name in _SAME},
         )
         return cls(facts, state)
 
     @classmethod
     def open(cls, data: bytes, *, at_most_bytes: int) -> Self:
         """Read what `seal` made."""
-        contents = open_envelope("environment", data, at_most_bytes=at_most_bytes)
-        return cls(_facts(EnvironmentFacts, contents.head), contents.state)
+        head, state = open_envelope("environment", data, at_most_bytes=at_most_bytes)
+        return cls(_facts(EnvironmentFacts, head), state)
 
     def seal(self, *, at_most_bytes: int) -> bytes:
         """The snapshot in its envelope."""
         with boundary("environment.snapshot"):
-            contents = Contents(self.facts.model_dump(mode="json"), self.state)
-            return seal("environment", contents, at_most_bytes=at_most_bytes)
+            head = self.facts.model_dump(mode="json")
+            return seal("environment", head, self.state, at_most_bytes=at_most_bytes)
+
+    def text(self, *, at_most_bytes: int) -> str:
+        """The snapshot as a start of rollouts names it."""
+        return to_text(self.seal(at_most_bytes=at_most_bytes))
 
     def session(self, boards: PlugBoards) -> EnvironmentSession:
         """A new session that continues from the snapshot."""
@@ -111,13 +133,8 @@ class EnvironmentSnapshot:
             environment=environment,
             spec=facts.env,
             switches={FROM_SNAPSHOT: facts.step_rewards} if facts.step_rewards else {},
-            seed=facts.seed,
-            step_idx=facts.step_idx,
-            turn=facts.turn,
-            over=facts.over,
-            metadata=facts.metadata,
             past=deque(facts.past, maxlen=PAST_DECISIONS_SHOWN),
-            rl_run_id=facts.rl_run_id,
+            **{name: getattr(facts, name) for name in _SAME},
         )
         session.observation = restore(environment, self.state)
         return session
@@ -129,60 +146,9 @@ class EnvironmentSnapshot:
             observation = await restore_in_thread(environment, self.state, threads)
             if start.draws_seed is not None:
                 reseed(environment, start.draws_seed)
-            return StartView(observation, self.facts.past)
+            return observation, self.facts.past
 
         return EpisodeStart(begin, start.parent_rollout_id, start.parent_turn)
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """An episode after a turn."""
-
-    turn: int
-    """Number of the turn; 0 is the start of the episode."""
-    step_idx: int = 0
-    """Env steps so far."""
-    over: bool = False
-    past: tuple[PastDecision, ...] = ()
-    """The last decisions, which the next prompt may show."""
-    metadata: StepMetadata = field(default_factory=StepMetadata)
-    """Metadata of the last decision."""
-
-    def after(self, calls: tuple[ToolRequest, ...], outcome: DecisionOutcome) -> "Moment":
-        past = (*self.past, PastDecision(calls, outcome))[-PAST_DECISIONS_SHOWN:]
-        over = outcome.terminated or outcome.truncated
-        return Moment(self.turn + 1, self.step_idx + len(outcome.env_rewards), over, past)
-
-
-def episode_snapshot(
-    state: bytes,
-    moment: Moment,
-    env: EnvSpec,
-    *,
-    seed: int,
-    at_most_bytes: int,
-    step_rewards: StepRewards | None = None,
-) -> str:
-    """The snapshot of an episode's environment, as a start of rollouts.
-
-    Args:
-        state: of the environment at this moment.
-        env: its spec with every setting written out.
-        step_rewards: switches of the episode, if its request names any.
-        at_most_bytes: size limit before compression.
-    """
-    facts = EnvironmentFacts(
-        env=env,
-        seed=seed,
-        step_idx=moment.step_idx,
-        turn=moment.turn,
-        over=moment.over,
-        step_rewards=step_rewards,
-        metadata=moment.metadata,
-        past=moment.past,
-        rl_run_id=None,
-    )
-    return to_text(EnvironmentSnapshot(facts, state).seal(at_most_bytes=at_most_bytes))
 
 
 class PolicySnapshot(Body):
@@ -216,12 +182,12 @@ class PolicySnapshot(Body):
     @classmethod
     def open(cls, data: bytes, *, at_most_bytes: int) -> Self:
         """Read what `seal` made."""
-        return _facts(cls, open_envelope("policy", data, at_most_bytes=at_most_bytes).head)
+        return _facts(cls, open_envelope("policy", data, at_most_bytes=at_most_bytes)[0])
 
     def seal(self, *, at_most_bytes: int) -> bytes:
         """The snapshot in its envelope."""
         with boundary("policy.snapshot"):
-            return seal("policy", Contents(self.model_dump(mode="json"), b""), at_most_bytes=at_most_bytes)
+            return seal("policy", self.model_dump(mode="json"), b"", at_most_bytes=at_most_bytes)
 
     def session(self, boards: PlugBoards, context: PolicyContext) -> PolicySession:
         """A new session that continues from the snapshot; it is bound to no environment yet."""

@@ -21,10 +21,7 @@ def take_step_rewards(
 ) -> tuple[dict[str, Any], dict[str, StepRewards]]:
     """Split `config` into the plug-in's part and the switches by their body path.
 
-    Args:
-        where: the body path of `config`.
-        training: the request's table of that name.
-        rollout: the request's table of that name.
+    `where` is the body path of `config`; `training` and `rollout` are the request's tables of these names.
     """
     _refuse_misplaced(config, where=where)
     own_keys = {KEY, TABLE} | ({ROLLOUT} if _switches_in(config.get(ROLLOUT)) else set())

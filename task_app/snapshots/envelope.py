@@ -12,7 +12,7 @@ import hashlib
 import json
 import struct
 import zlib
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from cachetools import LRUCache
@@ -30,18 +30,12 @@ _LEVEL = 1
 _ROUTES: dict[Kind, str] = {"environment": "/env/restore", "policy": "/policy/restore"}
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
-    head: dict[str, Any]
-    state: bytes
-
-
-def seal(kind: Kind, contents: Contents, *, at_most_bytes: int) -> bytes:
+def seal(kind: Kind, head: Mapping[str, Any], state: bytes, *, at_most_bytes: int) -> bytes:
     """The envelope around a snapshot; one of more than `at_most_bytes` is refused, as in `open_envelope`."""
-    text = json.dumps({"kind": kind, **contents.head}, ensure_ascii=False, allow_nan=False)
+    text = json.dumps({"kind": kind, **head}, ensure_ascii=False, allow_nan=False)
     # A lone surrogate from a plug-in becomes "?", as in every answer.
-    head = text.encode("utf-8", "replace")
-    inside = _HEAD_LENGTH.pack(len(head)) + head + contents.state
+    line = text.encode("utf-8", "replace")
+    inside = _HEAD_LENGTH.pack(len(line)) + line + state
     if len(inside) > at_most_bytes:
         raise SnapshotRefused(
             f"this snapshot holds {len(inside)} bytes; at most {at_most_bytes} are taken back"
@@ -50,8 +44,8 @@ def seal(kind: Kind, contents: Contents, *, at_most_bytes: int) -> bytes:
     return _PREFIX.pack(MAGIC, FORMAT, len(body), _checksum(len(body), body)) + body
 
 
-def open_envelope(kind: Kind, data: bytes, *, at_most_bytes: int) -> Contents:
-    """The contents that `seal` put into the envelope.
+def open_envelope(kind: Kind, data: bytes, *, at_most_bytes: int) -> tuple[dict[str, Any], bytes]:
+    """The head and the state that `seal` put into the envelope.
 
     SnapshotRefused: the bytes are no snapshot, of another version or kind, cut short, changed, or too large.
     """
@@ -70,7 +64,7 @@ def open_envelope(kind: Kind, data: bytes, *, at_most_bytes: int) -> Contents:
             f"this is a snapshot of the kind {head_kind!r}, expected {kind!r}",
             hint=f"{_ROUTES[head_kind]} takes it",
         )
-    return Contents(head, inside[start:])
+    return head, inside[start:]
 
 
 def to_text(data: bytes) -> str:

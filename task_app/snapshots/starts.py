@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from shared_schemas.rollouts import EnvSpec
@@ -23,13 +23,8 @@ from task_app.threads import Threads, in_thread
 MAX_WORLDS = 256
 MAX_WORLDS_BYTES = 32 << 20
 
-
-@dataclass(frozen=True, slots=True)
-class StartView:
-    """What the policy sees at an episode's start; `past` is the history that its first prompt shows."""
-
-    observation: Observation
-    past: tuple[PastDecision, ...] = ()
+# What the policy sees at an episode's start, and the history that its first prompt shows.
+StartView = tuple[Observation, Sequence[PastDecision]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +40,7 @@ def world_of(seed: int, threads: Threads | None = None) -> EpisodeStart:
     """Start in the world of a seed, which a thread makes, because that takes milliseconds."""
 
     async def begin(environment: Environment) -> StartView:
-        return StartView(await in_thread(threads, "environment.reset", reset_environment, environment, seed))
+        return await in_thread(threads, "environment.reset", reset_environment, environment, seed), ()
 
     return EpisodeStart(begin)
 
@@ -99,7 +94,7 @@ class Worlds:
                 await event.wait()
             state = self._cache.get(name)
             if state is not None:
-                return StartView(await restore_in_thread(environment, state, threads))
+                return await restore_in_thread(environment, state, threads), ()
             return await self._make(name, seed, environment, threads)
 
         return EpisodeStart(begin)
@@ -113,7 +108,7 @@ class Worlds:
             observation = await in_thread(threads, "environment.reset", reset_environment, environment, seed)
             with boundary("environment.snapshot"):
                 self._cache.put(name, environment.snapshot())
-            return StartView(observation)
+            return observation, ()
         finally:
             del self._events[name]
             event.set()

@@ -17,8 +17,8 @@ from starlette.routing import Route
 from service_kit.replies import Lines, ReplyTooLarge, redirect_target
 from service_kit.server import Listener, ServerThread
 from shared_schemas.trajectory import Sampling
-from task_app.environments.foreign.peer import Reach
 from task_app.environments.foreign.wire import Http
+from task_app.settings import Reach
 from tests.conftest import tiny_job
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.inference.protocol import Extras
@@ -105,7 +105,12 @@ async def ask_vllm_for_a_stream(at: Listener) -> None:
 
 
 async def ask_peer(at: Listener) -> None:
-    http = Http("peer", Reach(hosts=("127.0.0.1",), deadline_s=30, max_bytes=1 << 20))
+    http = Http(
+        "peer",
+        Reach(
+            allowed_environment_hosts=("127.0.0.1",), environment_deadline_s=30, max_environment_bytes=1 << 20
+        ),
+    )
     http.client.headers["authorization"] = KEY
     try:
         await asyncio.to_thread(http.send, "POST", at.url, body={})

@@ -84,7 +84,7 @@ def test_mcp_servers_come_from_a_file_in_the_form_of_other_clients(tmp_path):
         ' "inputs": []}'
     )
     settings = read_settings(Settings, {"TURNWISE_MCP_SERVERS": f" {file}"})
-    assert settings.reach.mcp_servers["files"].args == ("-y", "files")
+    assert settings.mcp_servers["files"].args == ("-y", "files")
     assert (settings.mcp_servers["far"].command, settings.mcp_servers["far"].url) == (
         None,
         "https://far.example/mcp",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from task_app.plugins import default_plug_boards
-from task_app.snapshots.envelope import Contents, open_envelope, seal, to_text
+from task_app.snapshots.envelope import open_envelope, seal, to_text
 from tests.task_app.counting import boards, running_app
 from tests.task_app.fake_inference import calling, fake_inference, tokens
 from tests.task_app.playing import ON, TO_THE_TREE, act, decision, new_env, new_policy, post, refused, step
@@ -98,8 +98,8 @@ async def test_a_full_server_restores_nothing_and_says_when_to_come_again():
 
 def changed(snapshot: bytes, **head) -> str:
     """The snapshot with other facts in its head, and a good checksum."""
-    found = open_envelope("environment", snapshot, at_most_bytes=MOST)
-    return to_text(seal("environment", Contents({**found.head, **head}, found.state), at_most_bytes=MOST))
+    before, state = open_envelope("environment", snapshot, at_most_bytes=MOST)
+    return to_text(seal("environment", {**before, **head}, state, at_most_bytes=MOST))
 
 
 async def test_what_cannot_be_restored_is_refused_in_words():
@@ -215,8 +215,8 @@ async def test_a_model_goes_on_with_its_next_seed_and_no_key_is_in_its_snapshot(
         twin = (await post(client, "/policy/restore", **body))["policy_id"]
         await decision(client, twin, observation={"messages": messages})
         asked = list(zip(server.bodies, server.headers, strict=True))
-    found = open_envelope("policy", base64.b64decode(taken["snapshot"]), at_most_bytes=MOST)
-    assert key not in json.dumps(found.head)
+    head, _ = open_envelope("policy", base64.b64decode(taken["snapshot"]), at_most_bytes=MOST)
+    assert key not in json.dumps(head)
     (one, _), (two, old), (three, new) = asked
     assert one["seed"] != two["seed"] == three["seed"], "the second decision's seed, both times"
     assert three["return_token_ids"] is True, "its conversation is new to the gateway"

@@ -5,7 +5,7 @@ The ancestor made such changes in silence; here the reply's `warnings` has a sen
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
@@ -13,8 +13,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 from pydantic import SecretStr, TypeAdapter, ValidationError
 
 from shared_schemas.rollouts import InferenceKey
-from task_app.dialects.one_call.reply import Stepwise, agree_on_stepwise, read_stepwise
-from task_app.dialects.one_call.request import LegacyRollout
+from task_app.dialects.one_call.request import LegacyRollout, Stepwise, agree_on_stepwise, read_stepwise
 from task_app.errors import InvalidRequest, clipped
 from task_app.plugins import PlugBoards
 from task_app.routes.wire import MOST_UNKNOWN
@@ -158,6 +157,8 @@ AGENT, ENV = frozenset({"agent", "policy", "model"}), frozenset({"env", "environ
 class LegacyPlan:
     """What to play. A name is empty where the request names a living session."""
 
+    body: LegacyRollout = field(repr=False)
+    """The request, whose config may hold a key."""
     env_name: str
     env_config: Mapping[str, Any]
     seed: int
@@ -166,8 +167,8 @@ class LegacyPlan:
     inference_key: SecretStr | None
     stepwise: Stepwise | None
     decisions: int
-    max_time_s: float
     warnings: tuple[str, ...]
+    correlation_id: str | None
 
 
 def plan_rollout(body: LegacyRollout, boards: PlugBoards, settings: Settings) -> LegacyPlan:
@@ -202,6 +203,7 @@ def plan_rollout(body: LegacyRollout, boards: PlugBoards, settings: Settings) ->
         fields = boards.policies[name].config.model_fields
         config = drop_unknown(config, fields, where="policy.config", warn=warn)
     return LegacyPlan(
+        body=body,
         env_name=env_name,
         env_config=env_config,
         seed=seed,
@@ -210,8 +212,8 @@ def plan_rollout(body: LegacyRollout, boards: PlugBoards, settings: Settings) ->
         inference_key=inference_key,
         stepwise=stepwise,
         decisions=decisions,
-        max_time_s=body.safety.max_time_s,
         warnings=tuple(warnings),
+        correlation_id=correlation_id(body),
     )
 
 

@@ -5,71 +5,23 @@ it holds the observation's data, the stop reason, exact tokens on request, and e
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from pydantic import Field
-
-from shared_schemas.base import did_you_mean
 from shared_schemas.json_text import encodable
 from shared_schemas.messages import Message
-from shared_schemas.rewards import CONSISTENT_STRATEGIES, StepRewards, decision_rewards, event_terms
+from shared_schemas.rewards import decision_rewards, event_terms
 from shared_schemas.trajectory import StepData, StopReason, exact_tokens, prompts, transcript
-from task_app.complaints import validated
-from task_app.dialects.one_call.request import LegacyRollout
+from task_app.dialects.one_call.plan import LegacyPlan
+from task_app.dialects.one_call.request import PER_ACHIEVEMENT, LegacyRollout, Stepwise
 from task_app.episode.actions import json_object
 from task_app.episode.decisions import achievements_added
-from task_app.errors import CriticalError, EpisodeFailed, InvalidRequest, TaskAppError
-from task_app.protocols import Observation
+from task_app.errors import CriticalError, EpisodeFailed, TaskAppError
+from task_app.protocols import AgentPolicy, Environment, Observation, policy_name
 from task_app.routes.wire import observation_json
-from task_app.sessions.switches import agree_on_step_rewards
-
-# The reward in the `stepwise` blocks is the trainer's r_t without `reward_parts`. With `per_achievement` the
-# sum of the weights of the achievements replaces its delta; each counts up to `k_limits` times an episode
-# (default 1, no limit if <= 0). The ancestor's hidden bonus for resources is not paid.
-
-CONSISTENT, PER_ACHIEVEMENT = "consistent", "per_achievement"
-STRATEGIES = {
-    **dict.fromkeys(CONSISTENT_STRATEGIES, CONSISTENT),
-    **dict.fromkeys(
-        (PER_ACHIEVEMENT, "complex", "per-achievement", "perachievement", "achievement_weighted"),
-        PER_ACHIEVEMENT,
-    ),
-}
-
-
-class Stepwise(StepRewards):
-    """`step_rewards` of this route: the switches of all routes, and three of its own."""
-
-    strategy: str = Field(default=CONSISTENT, max_length=100)
-    weights: dict[str, float] = Field(default_factory=dict)
-    k_limits: dict[str, int] = Field(default_factory=dict)
-
-
-# Keys of `step_rewards` that clients send as null for their defaults.
-_MAY_BE_NULL = frozenset({"indicator_lambda", "strategy", "weights", "k_limits"})
-
-
-def read_stepwise(raw: Any, *, where: str) -> Stepwise:
-    """Read `config.step_rewards` of a legacy request."""
-    if not isinstance(raw, dict):
-        raise InvalidRequest(f"{where} is no object", where=where)
-    given = {name: value for name, value in raw.items() if value is not None or name not in _MAY_BE_NULL}
-    stepwise = validated(Stepwise, given, where=where)
-    strategy = STRATEGIES.get(stepwise.strategy.strip().lower())
-    if strategy is None:
-        raise InvalidRequest(
-            f"unknown strategy {stepwise.strategy!r}{did_you_mean(stepwise.strategy, STRATEGIES)}",
-            where=f"{where}.strategy",
-        )
-    return stepwise.model_copy(update={"strategy": strategy})
-
-
-def agree_on_stepwise(by_place: Mapping[str, StepRewards]) -> Stepwise:
-    """The switches that all places agree on; those of this route alone have their defaults."""
-    return Stepwise(**agree_on_step_rewards(by_place).model_dump())
+from task_app.sessions.sessions import EnvironmentSession
 
 
 def stepwise_blocks(steps: Sequence[StepData], rules: Stepwise) -> list[dict[str, Any]]:
@@ -115,11 +67,9 @@ def _credit(achievements: Sequence[str], rules: Stepwise, credits: Counter[str])
 def stepwise_details(
     episodes: Sequence[Sequence[dict[str, Any]]], rules: Stepwise, *, unlocked: Sequence[str]
 ) -> dict[str, Any]:
-    """`metrics.details.stepwise` over all episodes of the rollout.
+    """`metrics.details.stepwise` over all episodes of the rollout, from the `stepwise_blocks` of each.
 
-    Args:
-        episodes: the `stepwise_blocks` of each.
-        unlocked: achievements that were unlocked when the last episode ended.
+    `unlocked` are the achievements when the last episode ended.
     """
     blocks = [block for episode in episodes for block in episode]
     unique = sorted({name for block in blocks for name in block["new_achievements"]})
@@ -156,66 +106,73 @@ class Episode:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What the reply repeats: the request, the names and the switches that hold, the warnings of the plan."""
+class Cast:
+    """The request's plan with its environment and policy, new or living, and the switches that hold."""
 
-    body: LegacyRollout
-    env_name: str
-    policy_name: str
+    plan: LegacyPlan
+    environment: Environment
+    policy: AgentPolicy
+    stepwise: Stepwise
+    env_session: EnvironmentSession | None
     seed: int
     inference_url: str | None
-    correlation_id: str | None
-    policy_config: Mapping[str, Any]
-    stepwise: Stepwise
-    warnings: tuple[str, ...]
-    created_at: datetime
 
 
-def reply(episodes: Sequence[Episode], facts: Facts, *, aborted: bool) -> dict[str, Any]:
+@dataclass(slots=True)
+class Result:
+    """What was played."""
+
+    episodes: list[Episode] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    aborted: bool = False
+
+
+def reply(result: Result, cast: Cast, *, created_at: datetime) -> dict[str, Any]:
     """The whole reply; new sessions have no id, and are named by the run."""
-    body = facts.body
+    plan, body, episodes = cast.plan, cast.plan.body, result.episodes
     for episode in episodes:
         failure = episode.failure
         # Something other than policy and environment stopped the episode before its first decision.
         has_no_effect = not episode.steps and not isinstance(failure, EpisodeFailed)
         if failure is not None and (isinstance(failure, CriticalError) or has_no_effect):
             raise failure
-    blocks = [stepwise_blocks(episode.steps, facts.stepwise) for episode in episodes]
-    trajectories = [_trajectory(*pair, facts) for pair in zip(episodes, blocks, strict=True)]
+    blocks = [stepwise_blocks(episode.steps, cast.stepwise) for episode in episodes]
+    trajectories = [_trajectory(*pair, cast) for pair in zip(episodes, blocks, strict=True)]
     decisions = sum(len(episode.steps) for episode in episodes)
     return {
         "run_id": body.run_id,
         "trajectories": trajectories if body.record.trajectories else [],
         "branches": {},
-        "metrics": _metrics(episodes, blocks, facts.stepwise),
-        "aborted": aborted,
+        "metrics": _metrics(episodes, blocks, cast.stepwise),
+        "aborted": result.aborted,
         "ops_executed": 2 * decisions,
-        "trace": _trace([episode.steps for episode in episodes], facts) if body.record.return_trace else None,
-        "trace_correlation_id": facts.correlation_id,
+        "trace": _trace(episodes, body, created_at) if body.record.return_trace else None,
+        "trace_correlation_id": plan.correlation_id,
         "pipeline_metadata": {
-            "inference_url": facts.inference_url,
-            "trace_correlation_id": facts.correlation_id,
-            "env_name": facts.env_name,
-            "seed": facts.seed,
-            "policy_name": facts.policy_name,
-            "policy_config": dict(facts.policy_config),
+            "inference_url": cast.inference_url,
+            "trace_correlation_id": plan.correlation_id,
+            "env_name": cast.environment.name,
+            "seed": cast.seed,
+            "policy_name": policy_name(cast.policy),
+            "policy_config": dict(plan.policy_config),
         },
-        "warnings": [*facts.warnings, *_later_warnings(episodes, facts)],
+        "warnings": [*plan.warnings, *result.warnings, *_later_warnings(episodes, cast)],
     }
 
 
-def _trajectory(episode: Episode, blocks: list[dict[str, Any]], facts: Facts) -> dict[str, Any]:
+def _trajectory(episode: Episode, blocks: list[dict[str, Any]], cast: Cast) -> dict[str, Any]:
+    body = cast.plan.body
     steps = [
-        _step(episode, index, prompt, blocks, facts) for index, prompt in enumerate(prompts(episode.steps))
+        _step(episode, index, prompt, blocks, cast) for index, prompt in enumerate(prompts(episode.steps))
     ]
     data: dict[str, Any] = {
-        "env_id": facts.body.env.env_id or facts.body.run_id,
-        "policy_id": facts.body.policy.policy_id or facts.body.run_id,
+        "env_id": body.env.env_id or body.run_id,
+        "policy_id": body.policy.policy_id or body.run_id,
         "steps": steps,
         "final": _final(episode),
         "length": len(steps),
-        "inference_url": facts.inference_url or "",  # the contract wants a text; a scripted policy has no URL
-        "trace_correlation_id": facts.correlation_id,
+        "inference_url": cast.inference_url or "",  # the contract wants a text; a scripted policy has no URL
+        "trace_correlation_id": cast.plan.correlation_id,
     }
     if blocks:
         data["decision_samples"] = [
@@ -262,14 +219,14 @@ def _rollout_status(episode: Episode) -> tuple[str | None, str | None]:
 
 
 def _step(
-    episode: Episode, index: int, prompt: Sequence[Message], blocks: list[dict[str, Any]], facts: Facts
+    episode: Episode, index: int, prompt: Sequence[Message], blocks: list[dict[str, Any]], cast: Cast
 ) -> dict[str, Any]:
-    step, record = episode.steps[index], facts.body.record
+    step, record = episode.steps[index], cast.plan.body.record
     after = step.next_observation.achievements_counts if step.next_observation else {}
     info: dict[str, Any] = {
         "achievements_added": achievements_added(step.observation_data.achievements_counts, after),
         "executed_actions": list(step.step_info.executed_actions),
-        "meta": _meta(step, prompt, facts),
+        "meta": _meta(step, prompt, cast),
     }
     if blocks:
         info["stepwise"] = blocks[index]
@@ -290,10 +247,10 @@ def _step(
     }
 
 
-def _meta(step: StepData, prompt: Sequence[Message], facts: Facts) -> dict[str, Any]:
+def _meta(step: StepData, prompt: Sequence[Message], cast: Cast) -> dict[str, Any]:
     info = step.step_info
     meta: dict[str, Any] = {
-        "inference_url": facts.inference_url,
+        "inference_url": cast.inference_url,
         "inference_request": {
             "messages": [message.model_dump(mode="json", exclude_none=True) for message in prompt]
         },
@@ -304,7 +261,7 @@ def _meta(step: StepData, prompt: Sequence[Message], facts: Facts) -> dict[str, 
         "timing": {"inference_s": info.policy_s, "env_step_ms": 1_000 * info.environment_s},
         **step.metadata.model_dump(mode="json", exclude_none=True),
     }
-    if facts.body.record.logprobs and (logprobs := step.policy_logprobs) is not None:
+    if cast.plan.body.record.logprobs and (logprobs := step.policy_logprobs) is not None:
         meta["policy_logprobs"] = logprobs if isinstance(logprobs, dict) else logprobs.model_dump(mode="json")
         meta["sampling"] = step.sampling.model_dump(mode="json") if step.sampling else None
     return meta
@@ -339,8 +296,8 @@ def _metrics(
     }
 
 
-def _later_warnings(episodes: Sequence[Episode], facts: Facts) -> list[str]:
-    record = facts.body.record
+def _later_warnings(episodes: Sequence[Episode], cast: Cast) -> list[str]:
+    record = cast.plan.body.record
     steps = [step for episode in episodes for step in episode.steps]
     warnings = []
     if record.logprobs and any(exact_tokens(step) is None for step in steps):
@@ -351,22 +308,21 @@ def _later_warnings(episodes: Sequence[Episode], facts: Facts) -> list[str]:
         warnings.append("record.trace_format structured is the same as full here")
     if len(episodes) > 1:
         warnings.append(
-            f"on_done is reset: {len(episodes)} episodes of seed {facts.seed} were played, a trajectory each"
+            f"on_done is reset: {len(episodes)} episodes of seed {cast.seed} were played, a trajectory each"
         )
     return warnings
 
 
-def _trace(episodes: Sequence[Sequence[StepData]], facts: Facts) -> dict[str, Any]:
+def _trace(episodes: Sequence[Episode], body: LegacyRollout, created_at: datetime) -> dict[str, Any]:
     """The compact trace; every other format also has the events and the conversation.
 
     `turn` in `decision_rewards` counts from 0 here, as readers of such traces expect; in steps, from 1.
     """
-    body = facts.body
-    steps = [step for episode in episodes for step in episode]
-    messages = [message for episode in episodes for message in transcript(episode)]
+    steps = [step for episode in episodes for step in episode.steps]
+    messages = [message for episode in episodes for message in transcript(episode.steps)]
     data: dict[str, Any] = {
         "session_id": body.run_id,
-        "created_at": facts.created_at.astimezone(UTC).isoformat(),
+        "created_at": created_at.astimezone(UTC).isoformat(),
         "metadata": body.model_dump(include={"training_session_id", "synth_base_url"}),
         "events_count": len(steps),
         "messages_count": len(messages),

@@ -8,10 +8,14 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from shared_schemas.base import did_you_mean
 from shared_schemas.messages import ToolSpec
-from shared_schemas.rewards import StepRewardKeys
+from shared_schemas.rewards import CONSISTENT_STRATEGIES, StepRewardKeys, StepRewards
 from shared_schemas.rollouts import Id, InferenceKey, Name, Seed
+from task_app.complaints import validated
+from task_app.errors import InvalidRequest
 from task_app.routes.wire import EnvId, ForeignBody
+from task_app.sessions.switches import agree_on_step_rewards
 
 MAX_TIME_S = 86_400.0
 
@@ -72,6 +76,52 @@ class LegacyRollout(ForeignBody):
     mode: Literal["rl", "eval"] | None = None
     training_session_id: str | None = Field(default=None, max_length=500)
     synth_base_url: str | None = Field(default=None, max_length=2_000)
+
+
+# The reward in the `stepwise` blocks is the trainer's r_t without `reward_parts`. With `per_achievement` the
+# sum of the weights of the achievements replaces its delta; each counts up to `k_limits` times an episode
+# (default 1, no limit if <= 0). The ancestor's hidden bonus for resources is not paid.
+
+CONSISTENT, PER_ACHIEVEMENT = "consistent", "per_achievement"
+STRATEGIES = {
+    **dict.fromkeys(CONSISTENT_STRATEGIES, CONSISTENT),
+    **dict.fromkeys(
+        (PER_ACHIEVEMENT, "complex", "per-achievement", "perachievement", "achievement_weighted"),
+        PER_ACHIEVEMENT,
+    ),
+}
+
+
+class Stepwise(StepRewards):
+    """`step_rewards` of this route: the switches of all routes, and three of its own."""
+
+    strategy: str = Field(default=CONSISTENT, max_length=100)
+    weights: dict[str, float] = Field(default_factory=dict)
+    k_limits: dict[str, int] = Field(default_factory=dict)
+
+
+# Keys of `step_rewards` that clients send as null for their defaults.
+_MAY_BE_NULL = frozenset({"indicator_lambda", "strategy", "weights", "k_limits"})
+
+
+def read_stepwise(raw: Any, *, where: str) -> Stepwise:
+    """Read `config.step_rewards` of a legacy request."""
+    if not isinstance(raw, dict):
+        raise InvalidRequest(f"{where} is no object", where=where)
+    given = {name: value for name, value in raw.items() if value is not None or name not in _MAY_BE_NULL}
+    stepwise = validated(Stepwise, given, where=where)
+    strategy = STRATEGIES.get(stepwise.strategy.strip().lower())
+    if strategy is None:
+        raise InvalidRequest(
+            f"unknown strategy {stepwise.strategy!r}{did_you_mean(stepwise.strategy, STRATEGIES)}",
+            where=f"{where}.strategy",
+        )
+    return stepwise.model_copy(update={"strategy": strategy})
+
+
+def agree_on_stepwise(by_place: Mapping[str, StepRewards]) -> Stepwise:
+    """The switches that all places agree on; those of this route alone have their defaults."""
+    return Stepwise(**agree_on_step_rewards(by_place).model_dump())
 
 
 INTERACT = "interact"

@@ -9,7 +9,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,9 +16,9 @@ from shared_schemas.messages import Message, ToolSpec
 from shared_schemas.rollouts import EnvSpec, PolicySpec, RolloutLimits, RolloutRequest, Start
 from shared_schemas.task_definition import TaskDefinitionModel
 from shared_schemas.trajectory import StopReason
-from task_app.dialects.one_call.plan import LegacyPlan, correlation_id, plan_rollout
-from task_app.dialects.one_call.reply import Episode, Facts, Stepwise, agree_on_stepwise, reply
-from task_app.dialects.one_call.request import LegacyRollout
+from task_app.dialects.one_call.plan import LegacyPlan, plan_rollout
+from task_app.dialects.one_call.reply import Cast, Episode, Result, reply
+from task_app.dialects.one_call.request import LegacyRollout, agree_on_stepwise
 from task_app.environment_calls import list_tools
 from task_app.episode.release import close
 from task_app.episode.worker import RLRolloutWorker
@@ -40,50 +39,20 @@ from task_app.sessions.sessions import EnvironmentSession, PolicySession
 from task_app.sessions.switches import agree_on_step_rewards
 
 
-@dataclass(frozen=True, slots=True)
-class Cast:
-    """The environment and the policy, new or living, with the training switches."""
-
-    environment: Environment
-    policy: AgentPolicy
-    stepwise: Stepwise
-    env_session: EnvironmentSession | None
-    seed: int
-    inference_url: str | None
-
-
-@dataclass(slots=True)
-class Result:
-    episodes: list[Episode] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    aborted: bool = False
-
-
 async def legacy_rollout(services: Services, body: LegacyRollout) -> dict[str, Any]:
     """Play the rollout that the request describes, and return the reply."""
     plan = plan_rollout(body, services.boards, services.settings)
-    async with _cast(services, body, plan) as cast:
-        result = await _play(services, body, plan, cast)
+    async with _cast(services, plan) as cast:
+        result = await _play(services, cast)
     if cast.env_session is not None and cast.env_session.over and body.on_done == "reset":
         await cast.env_session.reset(cast.env_session.seed)
-    facts = Facts(
-        body=body,
-        env_name=cast.environment.name,
-        policy_name=policy_name(cast.policy),
-        seed=cast.seed,
-        inference_url=cast.inference_url,
-        correlation_id=correlation_id(body),
-        policy_config=plan.policy_config,
-        stepwise=cast.stepwise,
-        warnings=(*plan.warnings, *result.warnings),
-        created_at=datetime.now(UTC),
-    )
-    return reply(result.episodes, facts, aborted=result.aborted)
+    return reply(result, cast, created_at=datetime.now(UTC))
 
 
 @asynccontextmanager
-async def _cast(services: Services, body: LegacyRollout, plan: LegacyPlan) -> AsyncIterator[Cast]:
+async def _cast(services: Services, plan: LegacyPlan) -> AsyncIterator[Cast]:
     """Build or find environment and policy; the locks keep other requests from living ones."""
+    body = plan.body
     env_session: EnvironmentSession | None = None
     async with AsyncExitStack() as locks:
         if body.env.env_id is None:
@@ -111,6 +80,7 @@ async def _cast(services: Services, body: LegacyRollout, plan: LegacyPlan) -> As
         stepwise = plan.stepwise or agree_on_stepwise(switches)
         agree_on_step_rewards(switches | {"step_rewards of this rollout": stepwise})
         yield Cast(
+            plan=plan,
             environment=environment,
             policy=policy,
             stepwise=stepwise,
@@ -127,13 +97,14 @@ async def _hold(session: EnvironmentSession | PolicySession, locks: AsyncExitSta
     await locks.enter_async_context(session.lock)
 
 
-async def _play(services: Services, body: LegacyRollout, plan: LegacyPlan, cast: Cast) -> Result:
+async def _play(services: Services, cast: Cast) -> Result:
     """One episode; with `on_done = "reset"` and a new environment, as many as the ops allow."""
-    until_s = time.monotonic() + plan.max_time_s
-    rest, result = plan.decisions, Result()
+    body = cast.plan.body
+    until_s = time.monotonic() + body.safety.max_time_s
+    rest, result = cast.plan.decisions, Result()
     while rest:
         try:
-            episode = await _episode(services, body, plan, cast, rest, until_s - time.monotonic())
+            episode = await _episode(services, cast, rest, until_s - time.monotonic())
         except RunAborted as exc:
             # The abort came before the first episode or between two.
             result.warnings.append(exc.detail)
@@ -161,11 +132,9 @@ async def _play(services: Services, body: LegacyRollout, plan: LegacyPlan, cast:
     return result
 
 
-async def _episode(
-    services: Services, body: LegacyRollout, plan: LegacyPlan, cast: Cast, decisions: int, timeout_s: float
-) -> Episode:
-    recorder = ObservationRecorder(cast.environment)
-    limits = RolloutLimits(max_decisions=decisions, max_invalid_decisions=1, timeout_s=plan.max_time_s)
+async def _episode(services: Services, cast: Cast, decisions: int, timeout_s: float) -> Episode:
+    recorder, body = ObservationRecorder(cast.environment), cast.plan.body
+    limits = RolloutLimits(max_decisions=decisions, max_invalid_decisions=1, timeout_s=body.safety.max_time_s)
     # The rollout service lists this request while the episode runs.
     request = RolloutRequest(
         rollout_id=f"legacy/{secrets.token_hex(8)}",
@@ -200,13 +169,30 @@ async def _episode(
     )
 
 
-class SessionEnvironment:
+class _Wrapper:
+    """Passes calls on to an environment."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._inner = environment
+        self.name = environment.name
+        self.outcome_definition = environment.outcome_definition
+
+    def tools(self) -> tuple[ToolSpec, ...]:
+        return list_tools(self._inner)
+
+    def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
+        return self._inner.messages(observation, past)
+
+    def outcome_reward(self) -> float:
+        return self._inner.outcome_reward()
+
+
+class SessionEnvironment(_Wrapper):
     """A living session as an `Environment`; an episode continues its state. The caller holds its lock."""
 
     def __init__(self, env_session: EnvironmentSession) -> None:
+        super().__init__(env_session.environment)
         self._session = env_session
-        self.name = env_session.environment.name
-        self.outcome_definition = env_session.environment.outcome_definition
 
     def reset(self, seed: int) -> Observation:
         """Return the session's observation without a reset."""
@@ -218,24 +204,16 @@ class SessionEnvironment:
         _, outcome = self._session.take(calls, invalid_reason=invalid_reason)
         return outcome
 
-    def tools(self) -> tuple[ToolSpec, ...]:
-        return list_tools(self._session.environment)
-
     def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
         """The messages with the session's own history, which may be older than this rollout."""
-        return self._session.environment.messages(observation, tuple(self._session.past))
-
-    def outcome_reward(self) -> float:
-        return self._session.environment.outcome_reward()
+        return self._inner.messages(observation, tuple(self._session.past))
 
 
-class ObservationRecorder:
-    """Passes calls on and records `observations`: [T + 1], before each decision and after the last."""
+class ObservationRecorder(_Wrapper):
+    """Records `observations`: [T + 1], before each decision and after the last."""
 
     def __init__(self, environment: Environment) -> None:
-        self._inner = environment
-        self.name = environment.name
-        self.outcome_definition = environment.outcome_definition
+        super().__init__(environment)
         self.observations: list[Observation] = []
 
     def reset(self, seed: int) -> Observation:
@@ -247,15 +225,6 @@ class ObservationRecorder:
         outcome = self._inner.step(calls, invalid_reason=invalid_reason)
         self.observations.append(outcome.observation)
         return outcome
-
-    def tools(self) -> tuple[ToolSpec, ...]:
-        return list_tools(self._inner)
-
-    def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
-        return self._inner.messages(observation, past)
-
-    def outcome_reward(self) -> float:
-        return self._inner.outcome_reward()
 
     def close(self) -> None:
         close(self._inner)

@@ -51,7 +51,6 @@ _NEWS = {
     "invalid": "The last call was not carried out; it cost one step.",
 }
 
-
 _WAYS = ("{} ahead", "{} to the right", "{} to the left")
 
 

@@ -8,7 +8,7 @@ consumes the random numbers of stock's night picture.
 import functools
 import hashlib
 import json
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import crafter
 import numpy as np
@@ -41,23 +41,20 @@ def daylight_at(step: int) -> float:
 
 
 class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
-    """One episode of Crafter in the 64x64 world of one seed. A thread must not share an engine with
-    another."""
+    """One episode of Crafter in the 64x64 world of one seed; threads must not share an engine."""
 
     def __init__(self, seed: int, *, length: int = 10_000) -> None:
-        """Prepare an engine without a world; `reset` makes it.
+        """Prepare an engine without a world, which `reset` makes.
 
-        Args:
-            seed: 0 .. 2**31 - 2, as for `crafter.Env`; ValueError otherwise.
-            length: env steps after which the episode is over, at least 1.
+        The seed is 0 .. 2**31 - 2, as for `crafter.Env`; an episode is over after `length` env steps, at
+        least 1. Anything else is a ValueError.
         """
         # Stock's constructor is not called: it loads all textures (30 ms, 0.5 MB) each time.
         # gym's base class has a method `seed`.
         self.seed_value = _check_int("seed", seed, 0, SEED_LIMIT - 1)
         self.length = _check_int("length", length, 1, None)
         self._episode, self.step_count = 0, 0
-        self._world_or_none: World | None = None
-        self._player_or_none: Player | None = None
+        self._game: tuple[World, Player] | None = None
         self._unlocked: set[str] = set()
         self._zero_count = len(ACHIEVEMENTS)
         self.last_health = 0  # after the last step; the next reward is computed from it
@@ -70,16 +67,12 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
     @property
     def world(self) -> World:
         """The world; NotReset before the first reset."""
-        if self._world_or_none is None:
-            raise NotReset("there is no world yet; call reset() first")
-        return self._world_or_none
+        return (self._game or _refuse_early())[0]
 
     @property
     def player(self) -> Player:
         """The player; NotReset before the first reset."""
-        if self._player_or_none is None:
-            raise NotReset("there is no player yet; call reset() first")
-        return self._player_or_none
+        return (self._game or _refuse_early())[1]
 
     _world, _player = world, player  # stock's names, which libraries for stock read
 
@@ -90,7 +83,7 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         # hash() of a tuple of ints does not depend on PYTHONHASHSEED.
         world = generate_world(hash((self.seed_value, self._episode)) % (2**31 - 1), player)
         world.daylight = daylight_at(0)
-        self._world_or_none, self._player_or_none = world, player
+        self._game = world, player
         self.last_health = player.inventory["health"]
         self._unlocked = set()
         self._zero_count = len(ACHIEVEMENTS)
@@ -106,7 +99,7 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         Raises:
             NotReset, EpisodeOver: there was no reset, or the player died, or `length` steps were made.
         """
-        world, player = self.world, self.player
+        world, player = self._game or _refuse_early()
         if self.over:
             raise EpisodeOver(f"the episode ended at step {self.step_count}; call reset() to start again")
         if not 0 <= action < len(ACTIONS):
@@ -161,7 +154,7 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
     @property
     def dead(self) -> bool:
         """Whether the player's health is 0."""
-        return self._player_or_none is not None and self._player_or_none.inventory["health"] <= 0
+        return self._game is not None and self._game[1].inventory["health"] <= 0
 
     @property
     def over(self) -> bool:
@@ -187,15 +180,16 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
     def faced_health(self) -> int:
         """Health of the creature or plant in front of the player; 0 if there is none."""
         # Arrows are things without health.
-        return int(getattr(self.world.at[self.player.target_cell()], "health", 0))
+        world, player = self._game or _refuse_early()
+        return int(getattr(world.at[player.target_cell()], "health", 0))
 
     def view(self) -> LocalView:
         """The player's view, in words."""
-        return local_view(self.world, self.player)
+        return local_view(*(self._game or _refuse_early()))
 
     def frame(self, width: int = 288, height: int = 288) -> npt.NDArray[np.uint8]:
         """[height, width, 3] picture as stock would draw it now; the game does not change."""
-        return picture.draw(self.world, self.player, width, height)
+        return picture.draw(*(self._game or _refuse_early()), width, height)
 
     def render(self, size: tuple[int, int] | None = None) -> npt.NDArray[np.uint8]:
         """Stock's name for `frame`; `size` is (width, height), by default 64x64."""
@@ -203,7 +197,7 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
 
     def capture(self) -> GameState:
         """The whole state of the game as plain values."""
-        return capture(self.world, self.player)
+        return capture(*(self._game or _refuse_early()))
 
     def fingerprint(self) -> str:
         """Hex digest of everything that the future depends on; equal fingerprints mean equal futures."""
@@ -231,11 +225,15 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         other = CrafterEngine(self.seed_value, length=self.length)
         world, player = rebuild(state)
         world.daylight = daylight_at(step)
-        other._world_or_none, other._player_or_none = world, player
+        other._game = world, player
         other._episode, other.step_count, other.last_health = 1, step, last_health
         other._unlocked = {name for name, count in player.achievements.items() if count > 0}
         other._zero_count = len(ACHIEVEMENTS) - len(other._unlocked)
         return other
+
+
+def _refuse_early() -> NoReturn:
+    raise NotReset("there is no world yet; call reset() first")
 
 
 def _check_int(name: str, value: Any, low: int, high: int | None) -> int:  # Any: callers may pass anything

@@ -1,5 +1,4 @@
-"""Crafter as an `Environment`: it turns the engine's state into text and data, and tool calls into env
-steps."""
+"""Crafter as an `Environment`: the engine's state as text and data, and tool calls as env steps."""
 
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
@@ -149,21 +148,21 @@ class CrafterEnvironment:
 
     def _observe(self, reward: float, news: Mapping[str, Any]) -> Observation:
         engine = started(self._engine)
-        self._last, view = (reward, news), engine.view()
+        self._last, view, player = (reward, news), engine.view(), engine.player
         # Table and furnace are near in crafting range. On the world's left and top edge Crafter finds none
         # (a quirk that the engine keeps).
-        around = () if 0 in view.position else [row[3:6] for row in view.materials[2:5]]
+        around = () if 0 in engine.position else [row[3:6] for row in view.materials[2:5]]
         # Plain JSON, and never more than the 9x7 view and the status bar show.
         data = {
             "rows": [*map(list, view.rows)],
-            "facing": [*view.facing],
+            "facing": [*player.facing],
             "target": view.target,
             "near": [name for name in ("table", "furnace") if any(name in row for row in around)],
-            "inventory": dict(view.inventory),
-            "position": [*view.position],
-            "sleeping": view.sleeping,
-            "daylight": round(view.daylight, 3),
-            "dark": view.daylight < DARK_BELOW,
+            "inventory": dict(player.inventory),
+            "position": [*engine.position],
+            "sleeping": player.sleeping,
+            "daylight": round(engine.world.daylight, 3),
+            "dark": engine.world.daylight < DARK_BELOW,
             "step": engine.step_count,
             "max_steps": self.config.length,
             "achievements": sorted([name for name, count in engine.achievements.items() if count]),
@@ -194,7 +193,8 @@ def _visible_state(engine: CrafterEngine) -> tuple[Any, ...]:
     It leaves out the vitals, which change by themselves. The counters show a drink at nine or a tenth stone,
     and the health in front shows a hit.
     """
-    player, counts = engine.player, tuple(engine.achievements.values())
+    player = engine.player
+    counts = tuple(player.achievements.values())
     return (
-        engine.position, player.facing, player.sleeping, _items(engine.inventory), counts, engine.faced_health
+        player.cell, player.facing, player.sleeping, _items(player.inventory), counts, engine.faced_health
     )  # fmt: skip

@@ -52,12 +52,25 @@ def toward(dx: int, dy: int, long_axis: bool) -> tuple[int, int]:
     return 0, (dy > 0) - (dy < 0)
 
 
-class Cow(Being):
+class Creature(Being):
+    """A being that the player's blows kill, for which `achievement` counts."""
+
+    __slots__ = ()
+    achievement: str
+
+    def acted_on(self, player: Player, damage: int) -> None:
+        self.hurt(damage)
+        if self.health <= 0:
+            player.achievements[self.achievement] += 1
+
+
+class Cow(Creature):
     """A cow is food, and walks at random every other step."""
 
     __slots__ = ()
     kind = COW
     start_health = 3
+    achievement = "eat_cow"
 
     def update(self, world: World, player: Player) -> None:
         if self.health <= 0:
@@ -66,20 +79,20 @@ class Cow(Being):
             self.try_move(world, DIRECTIONS[world.word() & 3], WALKABLE)
 
     def acted_on(self, player: Player, damage: int) -> None:
-        self.hurt(damage)
+        super().acted_on(player, damage)
         if self.health <= 0:
             player.inventory["food"] += 6
-            player.achievements["eat_cow"] += 1
             player.hunger = 0
 
 
-class Zombie(Being):
+class Zombie(Creature):
     """Hunts within 8 cells, and hits a neighbour for 2 (7 if asleep) with a cooldown of 5."""
 
     __slots__ = ("cooldown",)
     kind = ZOMBIE
     start_health = 5
     counter = "cooldown"
+    achievement = "defeat_zombie"
     cooldown: int
 
     def update(self, world: World, player: Player) -> None:
@@ -97,19 +110,15 @@ class Zombie(Being):
                 player.hurt(7 if player.sleeping else 2)
                 self.cooldown = 5
 
-    def acted_on(self, player: Player, damage: int) -> None:
-        self.hurt(damage)
-        if self.health <= 0:
-            player.achievements["defeat_zombie"] += 1
 
-
-class Skeleton(Being):
+class Skeleton(Creature):
     """Keeps 3 cells away, shoots within 5, follows within 8."""
 
     __slots__ = ("reload",)
     kind = SKELETON
     start_health = 3
     counter = "reload"
+    achievement = "defeat_skeleton"
     reload: int
 
     def update(self, world: World, player: Player) -> None:
@@ -137,11 +146,6 @@ class Skeleton(Being):
         if world.at[target] is None and ARROW_WALKABLE[world.materials[target]]:
             world.add(Arrow(self.x + dx, self.y + dy, direction))
             self.reload = 4
-
-    def acted_on(self, player: Player, damage: int) -> None:
-        self.hurt(damage)
-        if self.health <= 0:
-            player.achievements["defeat_skeleton"] += 1
 
 
 class Arrow(Being):

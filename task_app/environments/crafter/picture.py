@@ -72,8 +72,7 @@ def _texture_name(thing: Thing) -> str:
 def draw(world: World, player: Player, width: int, height: int) -> Picture:
     """[height, width, 3] RGB picture of the game, as stock's `render((width, height))` draws it.
 
-    Args:
-        width, height: in pixels, at least 9 each, otherwise ValueError; 9x9 equal cells are centred in it.
+    Each side has at least 9 pixels, otherwise ValueError; 9x9 equal cells are centred in it.
     """
     if min(width, height) < COLUMNS:
         raise ValueError(f"a picture needs at least {COLUMNS}x{COLUMNS} pixels, got {width}x{height}")

@@ -44,7 +44,7 @@ class News(Body, allow_inf_nan=False):
 
 # Fields that the line of JSON has as they stand in `GameState`.
 _OF_STATE = (
-    "things", "chunks", "word_position", "place", "facing", "inventory", "achievements", "sleeping",
+    "things", "chunks", "word_position", "place", "facing", "inventory", "achievements", "sleeping", "hidden",
 )  # fmt: skip
 
 
@@ -59,15 +59,15 @@ class Head(Body, allow_inf_nan=False):
     length: Steps
     step: Steps
     last_health: Small
-    things: list[list[Small]] = Field(max_length=GROUND_BYTES)
-    chunks: list[Annotated[int, Field(ge=0, lt=CHUNK_COUNT)]] = Field(max_length=CHUNK_COUNT)
+    things: tuple[tuple[Small, ...], ...] = Field(max_length=GROUND_BYTES)
+    chunks: tuple[Annotated[int, Field(ge=0, lt=CHUNK_COUNT)], ...] = Field(max_length=CHUNK_COUNT)
     word_position: int = Field(ge=0, le=MT_WORDS)
     place: tuple[Coordinate, Coordinate]
     facing: tuple[int, int]
     inventory: dict[str, Annotated[int, Field(ge=0, le=99)]]
     achievements: dict[str, Steps]
     sleeping: bool
-    hidden: list[Counter] = Field(min_length=len(HIDDEN), max_length=len(HIDDEN))
+    hidden: tuple[Counter, ...] = Field(min_length=len(HIDDEN), max_length=len(HIDDEN))
     reward: Counter
     news: News
 
@@ -109,20 +109,13 @@ def unpack(data: bytes) -> tuple[CrafterEngine, float, dict[str, Any]]:
     ground = rest[:GROUND_BYTES]
     if ground.translate(None, _MATERIALS):
         raise ValueError(f"snapshot's ground must hold materials 1 .. {MATERIAL_COUNT - 1}")
-    state = GameState(
-        ground=ground,
-        things=_things(head),
-        chunks=tuple(head.chunks),
-        words=np.frombuffer(rest[GROUND_BYTES:], "<u4").astype(np.uint32),
-        word_position=head.word_position,
-        place=head.place,
-        facing=head.facing,
-        # In the order of the rules: the picture shows items in the order of this dict.
-        inventory={name: head.inventory[name] for name in RULES.item_max},
-        achievements={name: head.achievements[name] for name in ACHIEVEMENTS},
-        sleeping=head.sleeping,
-        hidden=tuple(head.hidden),
-    )
+    _check_things(head)
+    fields = {name: getattr(head, name) for name in _OF_STATE}
+    # In the order of the rules: the picture shows items in the order of this dict.
+    fields["inventory"] = {name: head.inventory[name] for name in RULES.item_max}
+    fields["achievements"] = {name: head.achievements[name] for name in ACHIEVEMENTS}
+    words = np.frombuffer(rest[GROUND_BYTES:], "<u4").astype(np.uint32)
+    state = GameState(ground=ground, words=words, **fields)
     engine = CrafterEngine(head.seed, length=head.length).with_state(state, head.step, head.last_health)
     return engine, head.reward, head.news.model_dump()
 
@@ -133,7 +126,7 @@ def _check_names(field: str, counts: dict[str, int], known: tuple[str, ...]) -> 
         raise ValueError(f"snapshot.{field} has missing or unknown names: {', '.join(differing)[:200]}")
 
 
-def _things(head: Head) -> tuple[tuple[int, ...], ...]:
+def _check_things(head: Head) -> None:
     occupied = {head.place}
     for number, thing in enumerate(head.things):
         where = f"snapshot.things[{number}]"
@@ -145,4 +138,3 @@ def _things(head: Head) -> tuple[tuple[int, ...], ...]:
         if kind == ARROW and tuple(extra) not in DIRECTIONS:
             raise ValueError(f"{where} is an arrow flying {extra}; known: {DIRECTIONS}")
         occupied.add((x, y))
-    return tuple(tuple(thing) for thing in head.things)

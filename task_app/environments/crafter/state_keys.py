@@ -22,8 +22,7 @@ _HEALTH_BAND = 3
 
 
 def nearest(observation: Observation) -> Any:
-    """The nearest of each kind in view, the faced cell, the items, a band of health, and whether it is
-    dark."""
+    """The nearest of each kind in view, the faced cell, the items, a band of health, night and sleep."""
     data = observation.data
     return [
         {name: list(offset) for name, offset in nearest_offsets(data["rows"], without=_FLOOR).items()},

@@ -1,6 +1,6 @@
 """The player's view: the 9x7 cells around the player, row by row as on the screen."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from task_app.environments.crafter.grid import MATERIAL_NAMES, STRIDE
@@ -16,7 +16,7 @@ _ROW_STARTS = tuple(_TOP_LEFT + row * STRIDE for row in range(ROWS))
 
 
 class LocalView(NamedTuple):
-    """The picture and the status bar in words; never more than a person at the screen knows."""
+    """The picture in words; never more than a person at the screen knows."""
 
     rows: tuple[tuple[str, ...], ...]
     """[7][9] names; row 0 is the top of the screen (smallest y), column 0 its left edge. A name is that of
@@ -24,18 +24,8 @@ class LocalView(NamedTuple):
     its material; 'void' lies outside the world."""
     materials: tuple[tuple[str, ...], ...]
     """[7][9] names of the materials below, 'void' outside."""
-    facing: tuple[int, int]
-    """(dx, dy) of the faced cell, y growing downwards."""
     target: str
     """Name of the faced cell, as in `rows`."""
-    sleeping: bool
-    """The player sleeps; actions are ignored until they wake up."""
-    daylight: float
-    """1 at noon; night is below 0.5 (the picture is then dark and noisy)."""
-    position: tuple[int, int]
-    """(x, y) in the 64x64 world."""
-    inventory: Mapping[str, int]
-    """The 16 item counts, among them health, food, drink and energy (0 to 9 each); a copy."""
 
 
 def nearest_offsets(rows: Sequence[Sequence[str]], *, without: Collection[str]) -> dict[str, tuple[int, int]]:
@@ -50,8 +40,7 @@ def nearest_offsets(rows: Sequence[Sequence[str]], *, without: Collection[str]) 
 
 
 def local_view(world: World, player: Player) -> LocalView:
-    """The view from the player's cell; the border of the grid is as wide as the view, so edges need no
-    test."""
+    """The view from the player's cell; the border is as wide as the view, so edges need no test."""
     rows, materials = [], []
     for offset in _ROW_STARTS:
         start = player.cell + offset
@@ -65,13 +54,5 @@ def local_view(world: World, player: Player) -> LocalView:
             rows.append(ground)
     target = player.target_cell()
     thing_ahead = world.at[target]
-    return LocalView(
-        rows=tuple(rows),
-        materials=tuple(materials),
-        facing=player.facing,
-        target=thing_ahead.name if thing_ahead else MATERIAL_NAMES[world.materials[target]],
-        sleeping=player.sleeping,
-        daylight=world.daylight,
-        position=(player.x, player.y),
-        inventory=dict(player.inventory),
-    )
+    name = thing_ahead.name if thing_ahead else MATERIAL_NAMES[world.materials[target]]
+    return LocalView(tuple(rows), tuple(materials), name)

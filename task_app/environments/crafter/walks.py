@@ -80,9 +80,8 @@ Trails = dict[Cell, Trail]
 def find_trails(ground: Ground, *, can_dig: bool) -> Trails:
     """The cheapest way to every known cell that can be entered or bumped into; a straight one among equals.
 
-    Args:
-        ground: everything but known grass, sand and path blocks the way.
-        can_dig: the player can remove stone, so ways may lead through it (three env steps for each cell).
+    Everything but known grass, sand and path blocks the way; but a player that `can_dig` removes stone (three
+    env steps for each cell).
     """
     cells, start = ground.cells, ground.player
     trails: Trails = {}

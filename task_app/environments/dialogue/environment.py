@@ -12,6 +12,7 @@ from pydantic import Field, field_validator
 from shared_schemas.base import Body
 from shared_schemas.messages import Message, ToolSpec, dialogue_opening, refuse_no_opening
 from task_app.complaints import state_in
+from task_app.environments.past import refuse_decision
 from task_app.errors import started
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
 
@@ -60,15 +61,7 @@ class DialogueEnvironment:
 
     def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
         started(self._answers)
-        reason = invalid_reason or NO_TOOLS
-        return DecisionOutcome(
-            self._observation(),
-            env_rewards=(0.0,),
-            executed_actions=("noop",),
-            invalid_reason=reason,
-            result=f"error: {reason}",
-            results=(f"error: {reason}",) * len(calls),
-        )
+        return refuse_decision(self._observation(), calls, invalid_reason or NO_TOOLS)
 
     def answer(self, text: str) -> DecisionOutcome:
         self._answers = started(self._answers) + 1

@@ -73,14 +73,6 @@ _WORD = re.compile(r"\w+")
 SNIPPET_CHARS = 120
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """A chunk that holds words of the query, with its BM25 score (larger is better)."""
-
-    chunk_id: int
-    score: float
-
-
 class SearchIndex:
     """Finds chunks by their words with BM25.
 
@@ -94,14 +86,15 @@ class SearchIndex:
         if any(words):
             self._bm25.index(words, show_progress=False)
 
-    def hits(self, query: str, *, at_most: int) -> list[Hit]:
+    def hits(self, query: str, *, at_most: int) -> list[int]:
+        """The chunk_id of each chunk that holds words of the query, the best first."""
         known = [word for word in _words(query) if word in self._bm25.vocab_dict]
         if not known:
             return []
         scores = self._bm25.get_scores(known)
         # bm25s's own retrieval uses argpartition, whose order of ties differs between processors.
         best = (-scores).argsort(kind="stable")[:at_most]
-        return [Hit(int(i), float(scores[i])) for i in best if scores[i] > 0.0]
+        return [int(i) for i in best if scores[i] > 0.0]
 
 
 def snippet(text: str, query: str) -> str:

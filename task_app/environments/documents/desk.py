@@ -5,9 +5,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from shared_schemas.base import Body, suggest_to_policy
 from task_app.environments.documents.chunks import Chunks, SearchIndex, cut_into_chunks, snippet
-from task_app.environments.documents.notes import MAX_NOTE_CHARS, Notes
+from task_app.tools.toolbox import MAX_RESULT_CHARS
 
+MAX_NOTES = 100
+MAX_NOTE_CHARS = 20_000
 MAX_HITS = 10
 MAX_CHUNK_CHARS = 20_000
 # Length of the longest title: `chunk 19999 of 0 to 19999:` with its line break.
@@ -19,6 +22,11 @@ Summary = Annotated[str, Field(max_length=500, description="what the note is abo
 Content = Annotated[str, Field(max_length=MAX_NOTE_CHARS)]
 
 
+class Note(Body):
+    summary: str
+    content: str
+
+
 @dataclass
 class Desk:
     """The state of a reader; `answer` is given once, and ends the episode."""
@@ -27,13 +35,16 @@ class Desk:
     """The whole text."""
     chunk_size: int
     """Default of buildIndex, in characters."""
-    notes: Notes
+    notes: dict[str, Note] = field(default_factory=dict)
+    """By their keys. They are not in the prompt, so that writing one changes no earlier message."""
     chunks: Chunks | None = None
     next_chunk: int = 0
     """The chunk that a scan reads next."""
     answer: str | None = None
     max_chunk_chars: int = MAX_CHUNK_CHARS
     """Longest chunk that fits, with its title, into one result."""
+    max_result_chars: int = MAX_RESULT_CHARS
+    """Longest result; readNote shows a whole note."""
     # Made at the first search, and not in snapshots, because it follows from the chunks.
     _search: SearchIndex | None = field(default=None, init=False, repr=False)
 
@@ -99,16 +110,20 @@ class Desk:
         hits = self._search.hits(keyword, at_most=MAX_HITS)
         if not hits:
             return "no chunk holds any of these words"
-        lines = [f"chunk {hit.chunk_id}: ...{snippet(self._chunk(hit.chunk_id), keyword)}..." for hit in hits]
-        return "\n".join(lines)
+        return "\n".join(f"chunk {hit}: ...{snippet(self._chunk(hit), keyword)}..." for hit in hits)
 
     def note(self, key: Key, summary: Summary, content: Content) -> str:
         """Write down what you need later; a note stays when messages are deleted."""
-        return self.notes.write(key, summary, content)
+        if key in self.notes:
+            return f"error: there is a note {key!r} already; updateNote changes it"
+        return self._store(key, Note(summary=summary, content=content))
 
     def readNote(self, key: Key | None = None) -> str:
         """Read a note, or without a key the list of them."""
-        return self.notes.read(key)
+        if key is None:
+            return self._list_notes()
+        note = self.notes.get(key)
+        return self._unknown(key) if note is None else _format(key, note)
 
     def updateNote(
         self,
@@ -118,11 +133,18 @@ class Desk:
         new_summary: Summary | None = None,
     ) -> str:
         """Change a note: append to it, overwrite it, or delete it."""
-        if mode == "delete":
-            return self.notes.delete(key)
-        if new_content is None:
+        if mode != "delete" and new_content is None:
             return f"error: give new_content to {mode}"
-        return self.notes.change(key, new_content, new_summary, append=mode == "append")
+        note = self.notes.get(key)
+        if note is None:
+            return self._unknown(key)
+        if mode == "delete" or new_content is None:
+            del self.notes[key]
+            return f"deleted. {self._list_notes()}"
+        content = f"{note.content}\n{new_content}" if mode == "append" else new_content
+        return self._store(
+            key, Note(summary=note.summary if new_summary is None else new_summary, content=content)
+        )
 
     def finish(
         self, answer: Annotated[str, Field(max_length=2_000, description="the answer, and nothing else")]
@@ -139,3 +161,24 @@ class Desk:
         assert self.chunks is not None
         start, end = self.chunks.spans[chunk_id]
         return self.document[start:end]
+
+    def _list_notes(self) -> str:
+        lines = [f"- {key}: {note.summary}" for key, note in self.notes.items()]
+        return "\n".join(("notes:", *lines)) if lines else "there are no notes yet"
+
+    def _store(self, key: str, note: Note) -> str:
+        # The bound includes the heading, because text beyond a result's end could never be read.
+        limit = min(MAX_NOTE_CHARS, self.max_result_chars - len(_format(key, note)) + len(note.content))
+        if len(note.content) > limit:
+            return f"error: the note would have {len(note.content)} characters; {max(0, limit)} are allowed"
+        if key not in self.notes and len(self.notes) >= MAX_NOTES:
+            return f"error: there are {MAX_NOTES} notes, which is the most; delete one with updateNote first"
+        self.notes[key] = note
+        return f"noted. {self._list_notes()}"
+
+    def _unknown(self, key: str) -> str:
+        return f"error: there is no note {key!r}{suggest_to_policy(key, self.notes) if self.notes else ''}"
+
+
+def _format(key: str, note: Note) -> str:
+    return f"{key}: {note.summary}\n{note.content}"

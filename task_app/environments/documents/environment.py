@@ -14,10 +14,9 @@ from shared_schemas.documents import MAX_ANSWER_CHARS, MAX_DOCUMENT_CHARS, MAX_Q
 from shared_schemas.messages import Message, ToolSpec
 from task_app.complaints import state_in
 from task_app.environments.documents.chunks import MAX_CHUNKS, cut_into_chunks
-from task_app.environments.documents.desk import MAX_CHUNK_CHARS, MAX_TITLE_CHARS, Desk
+from task_app.environments.documents.desk import MAX_CHUNK_CHARS, MAX_NOTES, MAX_TITLE_CHARS, Desk, Note
 from task_app.environments.documents.generate import GenerateConfig, Task, generate_task
-from task_app.environments.documents.notes import MAX_NOTES, Note, Notes
-from task_app.environments.past import past_messages
+from task_app.environments.past import past_messages, refuse_decision
 from task_app.errors import EpisodeOver, started
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
 from task_app.tools import Answer, Toolbox, function_tool
@@ -129,15 +128,7 @@ class DocumentsEnvironment:
             raise EpisodeOver()
         reason = invalid_reason or (None if calls else NO_CALL)
         if reason is not None:
-            refusal = Answer.of_refusal(reason)
-            return DecisionOutcome(
-                observation=self._observe(0.0),
-                env_rewards=(0.0,),
-                executed_actions=("noop",),
-                invalid_reason=refusal.refused,
-                result=refusal.text,
-                results=(refusal.text,) * len(calls),
-            )
+            return refuse_decision(self._observe(0.0), calls, reason)
         toolbox = self._toolbox()
         answers: list[Answer] = []
         rewards: list[float] = []
@@ -182,7 +173,7 @@ class DocumentsEnvironment:
         state = ReaderState(
             seed=self._seed,
             chars=len(task.document),
-            notes=desk.notes.all,
+            notes=dict(desk.notes),
             index=(desk.chunks.size, desk.chunks.overlap) if desk.chunks else None,
             next_chunk=desk.next_chunk,
             answer=desk.answer,
@@ -207,8 +198,10 @@ class DocumentsEnvironment:
 
     def _new_desk(self, document: str, notes: Mapping[str, Note] | None = None) -> Desk:
         config = self.config
-        bounded = Notes(notes, max_read_chars=config.max_result_chars)
-        return Desk(document, config.chunk_size, bounded, max_chunk_chars=config.max_chunk_chars)
+        return Desk(
+            document, config.chunk_size, dict(notes or {}), max_chunk_chars=config.max_chunk_chars,
+            max_result_chars=config.max_result_chars,
+        )  # fmt: skip
 
     def _toolbox(self) -> Toolbox:
         tools = (function_tool(getattr(self._desk, name)) for name in self.config.tools)
@@ -231,7 +224,7 @@ class DocumentsEnvironment:
             "text": self.config.text,
             "chunks": len(chunks.spans) if chunks else None,
             "next_chunk": self._desk.next_chunk,
-            "notes": {key: note.summary for key, note in self._desk.notes.all.items()},
+            "notes": {key: note.summary for key, note in self._desk.notes.items()},
         }
 
 

@@ -12,8 +12,9 @@ from typing import IO, Any
 
 from service_kit.children import without_keys
 from service_kit.output import Output
-from task_app.environments.foreign.peer import ForeignDeadline, ForeignFailed, Reach
+from task_app.environments.foreign.peer import ForeignDeadline, ForeignFailed
 from task_app.environments.foreign.wire import json_of, late, too_much
+from task_app.settings import Reach
 
 # For the imports and downloads of a start, which take seconds on an idle machine.
 START_S = 120.0
@@ -25,10 +26,8 @@ _open: set[int] = set()
 class Child:
     """The process; what it prints to stderr goes to the task app's log, up to a bound.
 
-    Args:
-        name, source: of the environment, and what names the command, for errors.
-        variables: its further environment variables.
-        folder: where it runs; None: where the task app does.
+    It runs in the `folder`, by default the task app's, with these further environment variables. Errors name
+    the environment, and by `source` what names the command.
     """
 
     def __init__(
@@ -60,10 +59,10 @@ class Child:
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """Write a line; a process that does not read has the operator's deadline."""
-        until_s = time.monotonic() + self._reach.deadline_s
+        until_s = time.monotonic() + self._reach.environment_deadline_s
         text = memoryview(json.dumps(message).encode() + b"\n")
         while text:
-            self._wait(self._stdin, EVENT_WRITE, until_s, self._reach.deadline_s)
+            self._wait(self._stdin, EVENT_WRITE, until_s, self._reach.environment_deadline_s)
             try:
                 text = text[os.write(self._stdin.fileno(), text) :]
             except OSError as exc:
@@ -78,7 +77,7 @@ class Child:
         until_s = time.monotonic() + deadline_s
         while True:
             line, newline, rest = self._read.partition(b"\n")
-            if len(line) > self._reach.max_bytes:
+            if len(line) > self._reach.max_environment_bytes:
                 raise too_much(self._name, self._reach)
             if newline:
                 self._read = rest

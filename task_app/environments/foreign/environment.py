@@ -21,7 +21,7 @@ from shared_schemas.messages import Message, ToolSpec
 from task_app.environments.foreign.configs import SYSTEM, RemoteConfig
 from task_app.environments.foreign.peer import Call, ForeignFailed, Peer, Shown, SpokenPeer
 from task_app.environments.foreign.schemas import Tools
-from task_app.environments.past import past_messages
+from task_app.environments.past import past_messages, refuse_decision
 from task_app.errors import EpisodeOver, started
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
 from task_app.tools.toolbox import MAX_RESULT_CHARS, truncate
@@ -35,12 +35,9 @@ _CLOSE_WAIT_S = 120.0
 
 
 class ForeignEnvironment:
-    """One episode at a time of a foreign environment.
+    """One episode at a time of a foreign environment, whose name has its prefix, as in `env_name`.
 
-    Args:
-        name: as in `env_name`, with its prefix.
-        instructions: the system message.
-        is_secret: no error may quote what the foreign side says, which may repeat a secret.
+    If it `is_secret`, no error may quote what the foreign side says, which may repeat a secret.
     """
 
     outcome_definition = "return: sum of the rewards of the env steps"
@@ -86,11 +83,7 @@ class ForeignEnvironment:
             if self._refuses_whole:
                 reason = reason or next(filter(None, faults), None)
             if reason is not None:  # the foreign side hears nothing of the decision
-                text = f"error: {reason}"
-                return DecisionOutcome(
-                    self._again(0.0), (0.0,), executed_actions=(NOOP,), invalid_reason=reason,
-                    result=text, results=(text,) * len(calls),
-                )  # fmt: skip
+                return refuse_decision(self._again(0.0), calls, reason)
             return self._outcome(calls, self._play(calls, faults))
 
     def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:

@@ -24,11 +24,12 @@ from task_app.complaints import state_in
 from task_app.environments.foreign import spaces
 from task_app.environments.foreign.configs import SYSTEM, GymnasiumConfig
 from task_app.environments.foreign.environment import ForeignEnvironment
-from task_app.environments.foreign.peer import Call, ForeignFailed, Reach, Shown
+from task_app.environments.foreign.peer import Call, ForeignFailed, Shown
 from task_app.environments.foreign.schemas import tool
 from task_app.environments.foreign.words import text_of
 from task_app.errors import EpisodeOver, InvalidRequest, clipped, started
 from task_app.protocols import Observation
+from task_app.settings import Reach
 
 Wrapper = Callable[[gymnasium.Env[Any, Any]], gymnasium.Env[Any, Any]]
 
@@ -259,14 +260,14 @@ _CLASSES = ((ForeignEnvironment, Restorable), (Pictured, RestorablePictured))
 def _spec(argument: str, reach: Reach) -> EnvSpec:
     """The registered environment; only the modules of the operator's list are imported for it."""
     module, colon, env_id = argument.rpartition(":")
-    listed = ", ".join(reach.modules) or "none"
-    if colon and module not in reach.modules:
+    listed = ", ".join(reach.gymnasium_modules) or "none"
+    if colon and module not in reach.gymnasium_modules:
         raise InvalidRequest(
             f"module {clipped(module)!r} is not on this task app's list; allowed: {listed}",
             where="env_name",
             hint=PREFIXES["gymnasium"].how,
         )
-    for name in reach.modules:
+    for name in reach.gymnasium_modules:
         import_module(name)
     spec = registry.get(env_id)
     if spec is None or spec.entry_point is None or env_id.startswith(_IMPORTERS):

@@ -16,16 +16,12 @@ from task_app.environments.foreign.configs import (
     TextArenaConfig,
     VerifiersConfig,
 )
-from task_app.environments.foreign.library_peer import (
-    reasoning_gym_environment,
-    textarena_environment,
-    verifiers_environment,
-)
+from task_app.environments.foreign.library_peer import replayable_environment, verifiers_environment
 from task_app.environments.foreign.mcp_peer import mcp_environment
 from task_app.environments.foreign.openenv_peer import openenv_environment
-from task_app.environments.foreign.peer import Reach
 from task_app.errors import InvalidRequest
 from task_app.protocols import Environment
+from task_app.settings import Reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +50,8 @@ FOREIGN: dict[str, ForeignKind] = {
     "gymnasium": ForeignKind(GymnasiumConfig, _gymnasium),
     "mcp": ForeignKind(McpConfig, mcp_environment),
     "openenv": ForeignKind(OpenEnvConfig, openenv_environment),
-    "reasoning_gym": ForeignKind(ReasoningGymConfig, reasoning_gym_environment),
-    "textarena": ForeignKind(TextArenaConfig, textarena_environment),
+    "reasoning_gym": ForeignKind(ReasoningGymConfig, replayable_environment),
+    "textarena": ForeignKind(TextArenaConfig, replayable_environment),
     "verifiers": ForeignKind(VerifiersConfig, verifiers_environment),
 }
 

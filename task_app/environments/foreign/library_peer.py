@@ -6,7 +6,6 @@ plays there, a module for each, and the lines that are exchanged.
 
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,30 +18,32 @@ from task_app.complaints import state_in
 from task_app.environments.foreign.child import START_S, Child
 from task_app.environments.foreign.configs import ReasoningGymConfig, TextArenaConfig, VerifiersConfig
 from task_app.environments.foreign.environment import ForeignConversation
-from task_app.environments.foreign.peer import Call, ForeignFailed, Reach, Shown
+from task_app.environments.foreign.peer import Call, ForeignFailed, Shown
 from task_app.environments.foreign.schemas import tool
 from task_app.environments.foreign.words import number, object_in
 from task_app.errors import EpisodeOver, InvalidRequest, clipped, started
 from task_app.protocols import DecisionOutcome, Observation, ToolRequest
+from task_app.settings import Reach
 
 CHILDREN = Path(__file__).with_name("children")
 
 
-def textarena_environment(argument: str, config: TextArenaConfig, reach: Reach) -> "Replayable":
-    peer = LibraryPeer("textarena", argument, config.game, reach)
-    return Replayable(f"textarena:{argument}", peer, instructions=config.instructions)
-
-
-def reasoning_gym_environment(argument: str, config: ReasoningGymConfig, reach: Reach) -> "Replayable":
-    peer = LibraryPeer("reasoning_gym", argument, config.dataset, reach)
-    return Replayable(f"reasoning_gym:{argument}", peer, instructions=config.instructions)
+def replayable_environment(
+    argument: str, config: TextArenaConfig | ReasoningGymConfig, reach: Reach
+) -> "Replayable":
+    if isinstance(config, TextArenaConfig):
+        library, settings = "textarena", config.game
+    else:
+        library, settings = "reasoning_gym", config.dataset
+    peer = LibraryPeer(library, argument, settings, reach)
+    return Replayable(f"{library}:{argument}", peer, instructions=config.instructions)
 
 
 def verifiers_environment(argument: str, config: VerifiersConfig, reach: Reach) -> ForeignConversation:
-    if argument not in reach.tasksets:
+    if argument not in reach.verifiers_modules:
         raise InvalidRequest(
             f"taskset {clipped(argument)!r} is not on this task app's list; "
-            f"allowed: {', '.join(reach.tasksets) or 'none'}",
+            f"allowed: {', '.join(reach.verifiers_modules) or 'none'}",
             where="env_name",
             hint=PREFIXES["verifiers"].how,
         )
@@ -56,7 +57,7 @@ class LibraryPeer:
     def __init__(self, library: str, argument: str, config: Mapping[str, Any], reach: Reach) -> None:
         self._name = f"{library}:{argument}"
         self._library = library
-        python = reach.pythons.get(library, sys.executable)
+        python = reach.python_with(library)
         self._command = (python, str(CHILDREN), library, argument, json.dumps(config))
         self._reach = reach
         self._child: Child | None = None
@@ -71,7 +72,7 @@ class LibraryPeer:
         self._child = Child(
             self._name, self._command, self._reach, source=f"TURNWISE_{source}_PYTHON", variables=variables
         )
-        start_s = max(START_S, self._reach.deadline_s)
+        start_s = max(START_S, self._reach.environment_deadline_s)
         ready = object_in(self._reply(self._child, start_s), "the process's first line").get("ready")
         if self._tools is None:
             if ready is None:
@@ -125,7 +126,7 @@ class LibraryPeer:
     def _ask(self, request: Mapping[str, Any]) -> Any:
         assert self._child is not None, "the peer is open"
         self._child.tell(request)
-        return self._reply(self._child, self._reach.deadline_s)
+        return self._reply(self._child, self._reach.environment_deadline_s)
 
     def _reply(self, child: Child, deadline_s: float) -> Any:
         """The next line of the process, which is no error."""

@@ -4,13 +4,14 @@ Source: modelcontextprotocol.io/specification/2025-06-18, basic/transports.
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from task_app.environments.foreign.child import START_S, Child
 from task_app.environments.foreign.mcp_servers import McpServer
-from task_app.environments.foreign.peer import ForeignFailed, Reach
+from task_app.environments.foreign.peer import ForeignFailed
 from task_app.environments.foreign.wire import CLOSE_S, Http, json_of
 from task_app.environments.foreign.words import object_in
+from task_app.settings import Reach
 
 INITIALIZE = "initialize"
 _SESSION = "mcp-session-id"
@@ -18,20 +19,8 @@ _METHOD_NOT_FOUND = -32601
 _EVENTS = (b"event:", b"data:", b"id:", b"retry:", b":")
 
 
-class Link(Protocol):
-    """One session of a server."""
-
-    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a request, which has an id and a method."""
-
-    def tell(self, notification: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None:
-        """End the session."""
-
-
 class HttpLink:
-    """A session over streamable HTTP; every request has the `headers`."""
+    """A session of a server over streamable HTTP; every request has the `headers`."""
 
     def __init__(
         self, name: str, url: str, reach: Reach, *, headers: Mapping[str, str] | None = None
@@ -43,6 +32,8 @@ class HttpLink:
         self._http.client.headers["accept"] = "application/json, text/event-stream"
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a request, which has an id and a method."""
+
         def ends(content: bytes) -> bool:
             return content.startswith(_EVENTS) and _answer(content, request["id"], self._name) is not None
 
@@ -58,7 +49,7 @@ class HttpLink:
         self._http.send("POST", self._url, body=notification)
 
     def close(self) -> None:
-        """A server may refuse that, and ends it itself then."""
+        """End the session. A server may refuse that, and ends it itself then."""
         try:
             if _SESSION in self._http.client.headers:
                 self._http.send("DELETE", self._url, deadline_s=CLOSE_S)
@@ -89,7 +80,7 @@ class ProcessLink:
         )  # fmt: skip
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        deadline_s = self._reach.deadline_s
+        deadline_s = self._reach.environment_deadline_s
         if request["method"] == INITIALIZE:
             deadline_s = max(START_S, deadline_s)
         self._child.tell(request)
@@ -118,6 +109,9 @@ class ProcessLink:
             else {"error": {"code": _METHOD_NOT_FOUND, "message": "Turnwise has no such method"}}
         )
         self._child.tell({"jsonrpc": "2.0", "id": message["id"], **answer})
+
+
+Link = HttpLink | ProcessLink
 
 
 def _answer(content: bytes, request_id: int, name: str) -> dict[str, Any] | None:

@@ -23,10 +23,11 @@ from task_app.environments.foreign.configs import McpConfig
 from task_app.environments.foreign.environment import ForeignEnvironment, remote_environment
 from task_app.environments.foreign.mcp_links import INITIALIZE, HttpLink, Link, ProcessLink
 from task_app.environments.foreign.mcp_servers import McpServer
-from task_app.environments.foreign.peer import Call, ForeignFailed, Reach, Shown
+from task_app.environments.foreign.peer import Call, ForeignFailed, Shown
 from task_app.environments.foreign.wire import checked_url
 from task_app.environments.foreign.words import mcp_tool, number, object_in, result_text
 from task_app.errors import InvalidRequest, clipped
+from task_app.settings import Reach
 
 # The one that is asked for, and those that a server may answer with. Over HTTP the oldest is not spoken.
 VERSION = "2025-06-18"

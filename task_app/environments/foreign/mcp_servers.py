@@ -7,22 +7,17 @@
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
 from shared_schemas.base import OpenBody
 from shared_schemas.json_text import read_json
-from shared_schemas.urls import is_http
+from shared_schemas.urls import split_http
 
 
 def _http(url: str) -> str:
     """A URL without what urlsplit leaves out of its parts. No error tells it: its path may be a key."""
-    try:
-        is_one = url.isascii() and url.isprintable() and " " not in url and is_http(urlsplit(url))
-    except ValueError:
-        is_one = False
-    if not is_one:
+    if not (url.isascii() and url.isprintable() and " " not in url and split_http(url)):
         raise ValueError("it is no http or https URL with a host")
     return url
 

@@ -14,11 +14,12 @@ from typing import Any
 from shared_schemas.messages import ToolSpec
 from task_app.environments.foreign.configs import OpenEnvConfig
 from task_app.environments.foreign.environment import ForeignEnvironment, remote_environment
-from task_app.environments.foreign.peer import Call, ForeignFailed, Reach, Shown
+from task_app.environments.foreign.peer import Call, ForeignFailed, Shown
 from task_app.environments.foreign.schemas import tool
 from task_app.environments.foreign.wire import Http, Socket, below, checked_url, json_of
 from task_app.environments.foreign.words import mcp_tool, number, object_in, result_text, text_of
 from task_app.errors import clipped
+from task_app.settings import Reach
 
 TYPED_TOOL = "step"
 # Titles of the action classes with which a server takes MCP calls.

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from shared_schemas.messages import ToolSpec
-from shared_schemas.urls import LOOPBACK
-from task_app.environments.foreign.mcp_servers import Servers
 from task_app.errors import EpisodeFailed
+from task_app.settings import Reach
 
 
 class ForeignFailed(EpisodeFailed, code="foreign_environment_failed", status=502):
@@ -27,26 +26,6 @@ class ForeignFailed(EpisodeFailed, code="foreign_environment_failed", status=502
 
 class ForeignDeadline(ForeignFailed, code="foreign_environment_deadline", status=504):
     """The foreign side did not answer in time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """How far foreign environments reach: what the operator's settings allow them."""
-
-    hosts: tuple[str, ...] = LOOPBACK
-    """`host` (any port) or `host:port` that a request may name."""
-    deadline_s: float = 60.0
-    """Limit for one answer of a foreign environment."""
-    max_bytes: int = 4 << 20
-    """Limit of one answer."""
-    modules: tuple[str, ...] = ()
-    """Imported for the environments that they register with gymnasium."""
-    pythons: Mapping[str, str] = field(default_factory=dict)
-    """Interpreters by the library that they have; this process's own for a library without one."""
-    tasksets: tuple[str, ...] = ()
-    """Modules that the one of `verifiers` may import as tasksets."""
-    mcp_servers: Servers = field(default_factory=dict, repr=False)
-    """Servers of the operator's file, by name."""
 
 
 LOCAL = Reach()

@@ -19,9 +19,10 @@ from websockets.sync.client import ClientConnection, connect
 from service_kit.replies import ReplyTooLarge, bounded
 from shared_schemas.json_text import read_json
 from shared_schemas.prefixes import PREFIXES
-from shared_schemas.urls import PORTS, host_and_port, is_http, is_listed
-from task_app.environments.foreign.peer import ForeignDeadline, ForeignFailed, Reach
-from task_app.errors import HostNotAllowed, InvalidRequest, clipped
+from shared_schemas.urls import PORTS, split_http
+from task_app.environments.foreign.peer import ForeignDeadline, ForeignFailed
+from task_app.errors import InvalidRequest, check_host, clipped
+from task_app.settings import Reach
 
 # For the end of a connection, after which nothing is expected.
 CLOSE_S = 1.0
@@ -34,25 +35,16 @@ def checked_url(url: str, reach: Reach) -> SplitResult:
         InvalidRequest: it is no http or https URL, or holds a password.
         HostNotAllowed: its host is not on the operator's list.
     """
-    try:
-        parts = urlsplit(url)
-        usable = is_http(parts) and url == url.strip()
-    except ValueError:
-        usable = False
-    if not usable or "@" in parts.netloc:
+    parts = split_http(url)
+    if parts is None or "@" in parts.netloc:
         raise InvalidRequest(
             f"{clipped(url)!r} is no http or https URL with a host and without a password",
             where="env_name",
             hint="for example openenv:http://127.0.0.1:8000",
         )
-    if not is_listed(parts, reach.hosts):
-        raise HostNotAllowed(
-            f"environment host {host_and_port(parts)} is not on this task app's list; "
-            f"allowed: {', '.join(sorted(reach.hosts)) or 'none'}",
-            where="env_name",
-            hint=PREFIXES["openenv"].how,
-            code="environment_host_not_allowed",
-        )
+    check_host(
+        "environment", parts, reach.allowed_environment_hosts, where="env_name", hint=PREFIXES["openenv"].how
+    )
     return parts
 
 
@@ -86,12 +78,12 @@ class Http:
 
         The deadline is by default that of the operator's settings.
         """
-        deadline_s = deadline_s or self._reach.deadline_s
+        deadline_s = deadline_s or self._reach.environment_deadline_s
         until_s = time.monotonic() + deadline_s
         content = bytearray()
         try:
             with self.client.stream(method, url, json=body, timeout=deadline_s) as response:
-                for chunk in bounded(response.iter_bytes(), self._reach.max_bytes):
+                for chunk in bounded(response.iter_bytes(), self._reach.max_environment_bytes):
                     content += chunk
                     if time.monotonic() > until_s:
                         raise late(self._name, deadline_s)
@@ -127,7 +119,7 @@ class Socket:
             # A server that has no place for us says so, and closes; what it said can still be read.
             with suppress(ConnectionClosed):
                 self._connection.send(json.dumps(message))
-            answer = self._connection.recv(timeout=self._reach.deadline_s)
+            answer = self._connection.recv(timeout=self._reach.environment_deadline_s)
         return json_of(answer, self._name)
 
     def close(self) -> None:
@@ -137,11 +129,11 @@ class Socket:
         parts = urlsplit(url)
         port = parts.port or PORTS[parts.scheme.replace("ws", "http")]
         # With a socket of ours, websockets follows no redirect.
-        plain = socket.create_connection((parts.hostname, port), timeout=self._reach.deadline_s)
+        plain = socket.create_connection((parts.hostname, port), timeout=self._reach.environment_deadline_s)
         try:
             opening = connect(
-                url, sock=plain, proxy=None, compression=None, max_size=self._reach.max_bytes,
-                open_timeout=self._reach.deadline_s, close_timeout=CLOSE_S,
+                url, sock=plain, proxy=None, compression=None, max_size=self._reach.max_environment_bytes,
+                open_timeout=self._reach.environment_deadline_s, close_timeout=CLOSE_S,
             )  # fmt: skip
             return self._stack.enter_context(opening)
         except BaseException:
@@ -153,7 +145,7 @@ class Socket:
         try:
             yield
         except TimeoutError as exc:
-            raise late(self._name, self._reach.deadline_s) from exc
+            raise late(self._name, self._reach.environment_deadline_s) from exc
         except ConnectionClosed as exc:
             if exc.sent is not None and exc.sent.code == CloseCode.MESSAGE_TOO_BIG:
                 raise too_much(self._name, self._reach) from exc
@@ -175,7 +167,7 @@ def json_of(text: bytes | str, name: str) -> Any:
 
 def too_much(name: str, reach: Reach) -> ForeignFailed:
     return ForeignFailed(
-        f"{name} answered more than {reach.max_bytes} bytes (TURNWISE_MAX_ENVIRONMENT_BYTES)"
+        f"{name} answered more than {reach.max_environment_bytes} bytes (TURNWISE_MAX_ENVIRONMENT_BYTES)"
     )
 
 

@@ -32,7 +32,6 @@ You are at the desk of a shop. Carry out the requests of its customers, and noth
 `find` shows a customer's city and orders. "no lamp": cancel the order if it is open, refund it if it was
 sent. "3 lamp": set the count of an open order. What is changed wrongly counts against you."""
 
-
 _ROWS_OF_ORDER = 2  # its own, and its product's stock
 
 

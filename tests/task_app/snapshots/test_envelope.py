@@ -9,14 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from task_app.errors import SnapshotRefused
-from task_app.snapshots.envelope import Contents, from_text, open_envelope, seal, to_text
+from task_app.snapshots.envelope import from_text, open_envelope, seal, to_text
 
 MOST = 10_000
-CONTENTS = Contents({"env": "maze"}, bytes(range(200)))
+Contents = tuple[dict[str, object], bytes]
+CONTENTS: Contents = ({"env": "maze"}, bytes(range(200)))
 
 
 def sealed(contents: Contents = CONTENTS) -> bytes:
-    return seal("environment", contents, at_most_bytes=MOST)
+    return seal("environment", *contents, at_most_bytes=MOST)
 
 
 def opened(data: bytes) -> Contents:
@@ -37,12 +38,12 @@ def forged(inside: bytes, *, version: int = 1) -> bytes:
     state=st.binary(max_size=3_000),
 )
 def test_what_is_sealed_is_opened(head: dict[str, object], state: bytes):
-    assert opened(sealed(Contents(head, state))) == Contents(head, state)
+    assert opened(sealed((head, state))) == (head, state)
 
 
 def test_a_forged_envelope_is_laid_out_as_the_docstring_says():
     head = b'{"kind": "environment"}'
-    assert opened(forged(struct.pack("<I", len(head)) + head + b"state")) == Contents({}, b"state")
+    assert opened(forged(struct.pack("<I", len(head)) + head + b"state")) == ({}, b"state")
 
 
 @given(st.integers(min_value=0, max_value=8 * len(sealed()) - 1))
@@ -69,7 +70,7 @@ BAD = {
     "holds more than 10000 bytes": forged(bytes(10_000_000)),
     "head is no JSON": forged(struct.pack("<I", 3) + b"abc"),
     "does not name its kind": forged(struct.pack("<I", 2) + b"{}"),
-    "of the kind 'policy', expected 'environment'": seal("policy", CONTENTS, at_most_bytes=MOST),
+    "of the kind 'policy', expected 'environment'": seal("policy", *CONTENTS, at_most_bytes=MOST),
 }
 
 
@@ -89,7 +90,7 @@ def test_a_compressed_part_with_something_behind_it_is_refused():
 
 def test_what_could_not_be_opened_again_is_not_sealed():
     with pytest.raises(SnapshotRefused, match="at most 10000 are taken back"):
-        sealed(Contents({}, bytes(MOST)))
+        sealed(({}, bytes(MOST)))
 
 
 def test_the_text_form_has_one_spelling():

@@ -7,7 +7,7 @@ from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvi
 from task_app.errors import CriticalError
 from task_app.plugins import EnvironmentPlugin, PlugBoards, default_plug_boards
 from task_app.protocols import Environment, Observation
-from task_app.snapshots.envelope import Contents, from_text, open_envelope, seal, to_text
+from task_app.snapshots.envelope import from_text, open_envelope, seal, to_text
 from task_app.snapshots.starts import Worlds
 from tests.task_app.counting import CountingEnvironment, running_app
 from tests.task_app.playing import ON, TO_THE_TREE, new_env, new_policy, post, refused, step
@@ -139,7 +139,7 @@ class Worn(CrafterEnvironment):
 
 
 async def begun(worlds: Worlds, environment: Environment, seed: int) -> Observation:
-    return (await worlds.start(SPEC, seed).begin(environment)).observation
+    return (await worlds.start(SPEC, seed).begin(environment))[0]
 
 
 async def test_siblings_share_one_generated_world_and_then_part():
@@ -191,8 +191,8 @@ async def test_a_moment_that_its_environment_does_not_take_fails_the_rollout_and
     async with running_app(default_plug_boards()) as client:
         taken = await post(client, "/env/snapshot", env_id=await new_env(client))
         data = from_text(taken["snapshot"], where="snapshot")
-        found = open_envelope("environment", data, at_most_bytes=10**6)
-        torn = to_text(seal("environment", Contents(found.head, found.state[:-1]), at_most_bytes=10**6))
+        head, state = open_envelope("environment", data, at_most_bytes=10**6)
+        torn = to_text(seal("environment", head, state[:-1], at_most_bytes=10**6))
         (ended,) = await played(client, rollout("a", {"snapshot": torn}))
     assert ended["status"] == "failed"
     assert ended["failure"]["code"] == "snapshot_refused"

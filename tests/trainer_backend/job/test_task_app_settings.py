@@ -17,13 +17,14 @@ GIVEN = {
 def test_the_task_app_reads_what_the_job_says_and_its_environment_says_the_rest():
     variables = {"TURNWISE_GYMNASIUM_MODULES": "other", "TURNWISE_REASONING_GYM_PYTHON": "/usr/bin/python3"}
     settings = read_settings(Settings, variables | ServicesTable.model_validate(GIVEN).task_app_variables)
-    reach = settings.reach
-    assert (reach.modules, reach.tasksets) == (("minigrid", "my_envs"), ("gsm8k_v1",))
-    assert reach.hosts == ("far:80",)
-    assert reach.pythons == {
-        "verifiers": "/opt/verifiers/bin/python", "textarena": "/opt/games/bin/python",
-        "reasoning_gym": "/usr/bin/python3",
-    }  # fmt: skip
+    assert (settings.gymnasium_modules, settings.verifiers_modules) == (
+        ("minigrid", "my_envs"),
+        ("gsm8k_v1",),
+    )
+    assert settings.allowed_environment_hosts == ("far:80",)
+    assert [settings.python_with(library) for library in ("verifiers", "textarena", "reasoning_gym")] == [
+        "/opt/verifiers/bin/python", "/opt/games/bin/python", "/usr/bin/python3",
+    ]  # fmt: skip
     assert ServicesTable().task_app_variables == {}
 
 

@@ -36,7 +36,7 @@ def planned(settings=None, **changes):
 def test_a_plain_request_is_played_as_it_stands_without_a_warning():
     plan = planned(env_config={"text": "compact"}, config={"temperature": 0.5})
     assert (plan.env_name, plan.env_config, plan.seed) == ("crafter", {"text": "compact"}, 3)
-    assert (plan.policy_name, plan.decisions, plan.max_time_s) == ("openai", 4, 3_600.0)
+    assert (plan.policy_name, plan.decisions, plan.body.safety.max_time_s) == ("openai", 4, 3_600.0)
     assert plan.policy_config == {
         "inference_url": URL, "model": "m", "temperature": 0.5,
         "max_tokens": 512, "tool_choice": "required", "ask_token_ids": False,

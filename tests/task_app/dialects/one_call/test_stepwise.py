@@ -3,7 +3,8 @@
 import pytest
 
 from shared_schemas.trajectory import DecisionRewards, ObservationData, StepData, StepMetadata
-from task_app.dialects.one_call.reply import read_stepwise, stepwise_blocks, stepwise_details
+from task_app.dialects.one_call.reply import stepwise_blocks, stepwise_details
+from task_app.dialects.one_call.request import read_stepwise
 from task_app.errors import InvalidRequest
 
 ON = {"enabled": True, "mode": "decision_stepwise"}

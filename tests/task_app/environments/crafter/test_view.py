@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from task_app.environments.crafter.environment import CrafterEnvironment
 from task_app.environments.crafter.objects import Arrow, Cow, Plant, Skeleton, Zombie
 from task_app.environments.crafter.picture import _textures
 from tests.task_app.environments.crafter.hand_made import MIDNIGHT, act, meadow, put
@@ -28,7 +29,7 @@ def test_a_step_to_the_right_shifts_the_picture_to_the_left():
     view = engine.view()
     assert view.rows[2][5] == "table"
     assert view.rows[3][4] == "player"
-    assert (view.position, view.facing) == ((33, 32), (1, 0))
+    assert (engine.position, engine.player.facing) == ((33, 32), (1, 0))
 
 
 def test_a_step_down_shifts_the_picture_up():
@@ -92,18 +93,17 @@ def test_a_creature_just_outside_the_picture_is_not_seen():
     assert not any("zombie" in row for row in engine.view().rows)
 
 
-def test_a_view_is_a_copy_that_later_steps_leave_alone():
-    engine = meadow()
-    view = engine.view()
-    engine.inventory["wood"] = 5
-    assert view.inventory["wood"] == 0
-    assert len(view.inventory) == 16
+def test_an_observation_is_a_copy_that_later_steps_leave_alone():
+    environment = CrafterEnvironment()
+    data = environment.reset(3).data
+    environment._engine.inventory["wood"] = 5
+    assert data["inventory"]["wood"] == 0
+    assert len(data["inventory"]) == 16
 
 
-def test_the_view_tells_night_and_sleep():
+def test_the_engine_tells_night_and_sleep():
     engine = meadow(step=MIDNIGHT)
     engine.inventory["energy"] = 3
     act(engine, "sleep")
-    view = engine.view()
-    assert view.sleeping
-    assert view.daylight < 0.5
+    assert engine.player.sleeping
+    assert engine.world.daylight < 0.5

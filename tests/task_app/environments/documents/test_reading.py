@@ -15,8 +15,8 @@ from task_app.environments.documents.chunks import (
     cut_into_chunks,
     snippet,
 )
+from task_app.environments.documents.desk import MAX_NOTE_CHARS, MAX_NOTES, Desk
 from task_app.environments.documents.environment import correctness
-from task_app.environments.documents.notes import MAX_NOTE_CHARS, MAX_NOTES, Notes
 
 
 def test_a_chunk_ends_behind_the_last_white_space_that_fits():
@@ -58,10 +58,10 @@ def test_chunks_that_would_be_too_many_or_the_same_again_are_refused():
 
 def test_the_chunk_with_the_rarer_word_is_found_first_and_ties_go_to_the_earlier():
     index = SearchIndex(["the sea is blue", "the harbour is red", "the sea is blue", "Harbour!"])
-    assert [hit.chunk_id for hit in index.hits("sea", at_most=5)] == [0, 2]
+    assert index.hits("sea", at_most=5) == [0, 2]
     # The shorter chunk says more with the same word.
-    assert [hit.chunk_id for hit in index.hits("HARBOUR", at_most=5)] == [3, 1]
-    assert [hit.chunk_id for hit in index.hits("HARBOUR", at_most=1)] == [3]
+    assert index.hits("HARBOUR", at_most=5) == [3, 1]
+    assert index.hits("HARBOUR", at_most=1) == [3]
 
 
 @pytest.mark.parametrize("texts", [["..."], ["", "- -"], ["words here"]])
@@ -82,28 +82,28 @@ def test_an_answer_is_right_when_it_is_one_of_the_accepted_ones():
 
 
 def test_notes_are_written_once_changed_read_and_deleted():
-    notes = Notes()
-    assert notes.read(None) == "there are no notes yet"
-    assert notes.write("colour", "of the harbour", "red") == "noted. notes:\n- colour: of the harbour"
-    assert notes.write("colour", "", "blue").startswith("error: there is a note 'colour' already")
-    notes.change("colour", "or pink", None, append=True)
-    assert notes.read("colour") == "colour: of the harbour\nred\nor pink"
-    notes.change("colour", "blue", "of the sea", append=False)
-    assert notes.read("colour") == "colour: of the sea\nblue"
-    assert notes.read("color") == "error: there is no note 'color'; known: colour. Did you mean 'colour'?"
-    assert notes.delete("colour") == "deleted. there are no notes yet"
-    assert notes.delete("colour") == "error: there is no note 'colour'"
+    desk = Desk("", 50)
+    assert desk.readNote() == "there are no notes yet"
+    assert desk.note("colour", "of the harbour", "red") == "noted. notes:\n- colour: of the harbour"
+    assert desk.note("colour", "", "blue").startswith("error: there is a note 'colour' already")
+    desk.updateNote("append", "colour", "or pink")
+    assert desk.readNote("colour") == "colour: of the harbour\nred\nor pink"
+    desk.updateNote("overwrite", "colour", "blue", "of the sea")
+    assert desk.readNote("colour") == "colour: of the sea\nblue"
+    assert desk.readNote("color") == "error: there is no note 'color'; known: colour. Did you mean 'colour'?"
+    assert desk.updateNote("delete", "colour") == "deleted. there are no notes yet"
+    assert desk.updateNote("delete", "colour") == "error: there is no note 'colour'"
 
 
 def test_notes_have_bounds_that_say_so():
-    notes = Notes(max_read_chars=2 * MAX_NOTE_CHARS)
-    notes.write("long", "", "a" * MAX_NOTE_CHARS)
-    assert notes.change(
-        "long", "b", None, append=True
-    ) == f"error: the note would have {MAX_NOTE_CHARS + 2} characters; " + (f"{MAX_NOTE_CHARS} are allowed")
+    desk = Desk("", 50, max_result_chars=2 * MAX_NOTE_CHARS)
+    desk.note("long", "", "a" * MAX_NOTE_CHARS)
+    assert desk.updateNote("append", "long", "b") == (
+        f"error: the note would have {MAX_NOTE_CHARS + 2} characters; {MAX_NOTE_CHARS} are allowed"
+    )
     for number in range(MAX_NOTES - 1):
-        notes.write(f"note {number}", "", "")
-    assert notes.write("one more", "", "").startswith(f"error: there are {MAX_NOTES} notes")
+        desk.note(f"note {number}", "", "")
+    assert desk.note("one more", "", "").startswith(f"error: there are {MAX_NOTES} notes")
 
 
 def test_the_search_does_not_start_jax_which_would_take_the_memory_of_a_gpu(tmp_path: Path):

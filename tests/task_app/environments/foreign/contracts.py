@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from task_app.environments.foreign.peer import Reach
 from task_app.plugins import default_plug_boards
 from task_app.protocols import Environment
+from task_app.settings import Reach
 from task_app.testing import EnvironmentContract
 
 PROMISES = [name for name in dir(EnvironmentContract) if name.startswith("test_")]
@@ -14,7 +14,7 @@ PROMISES = [name for name in dir(EnvironmentContract) if name.startswith("test_"
 
 def environment(env_name: str, config: Mapping[str, Any] | None = None, **reach: Any) -> Environment:
     """The environment of the name, within reach of tests' servers."""
-    boards = replace(default_plug_boards(), reach=Reach(**{"deadline_s": 20.0, **reach}))
+    boards = replace(default_plug_boards(), reach=Reach(**{"environment_deadline_s": 20.0, **reach}))
     return boards.environment(env_name, config or {})
 
 

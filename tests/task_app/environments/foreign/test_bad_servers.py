@@ -98,7 +98,9 @@ def fails_and_is_left(foreign: Environment, opening: str, kind: type[ForeignFail
 def test_a_server_that_misbehaves_in_mid_episode_fails_it_and_is_left(how):
     step, kind, sentence = BAD[how]
     with openenv(step) as name:
-        foreign = environment(name, deadline_s=2.0 if how == "hangs" else 20.0, max_bytes=10_000)
+        foreign = environment(
+            name, environment_deadline_s=2.0 if how == "hangs" else 20.0, max_environment_bytes=10_000
+        )
         fails_and_is_left(foreign, "at: 0", kind, sentence)
 
 
@@ -325,7 +327,9 @@ def test_an_mcp_server_that_misbehaves_in_mid_call_fails_the_episode_and_is_left
     call, kind, sentence = BAD_MCP[how]
     with mcp(call) as name:
         deadline_s = 2.0 if kind is ForeignDeadline else 20.0
-        foreign = environment(name, {"task": "Go."}, deadline_s=deadline_s, max_bytes=10_000)
+        foreign = environment(
+            name, {"task": "Go."}, environment_deadline_s=deadline_s, max_environment_bytes=10_000
+        )
         fails_and_is_left(foreign, "Go.", kind, sentence)
 
 
@@ -352,13 +356,17 @@ def test_an_mcp_process_that_misbehaves_in_mid_call_fails_the_episode_and_is_lef
     kind, sentence = BAD_CHILD[how]
     deadline_s = 2.0 if kind is ForeignDeadline else 20.0
     foreign = environment(
-        "mcp:child", {"task": "Go."}, deadline_s=deadline_s, max_bytes=10_000, mcp_servers=child(how)
+        "mcp:child",
+        {"task": "Go."},
+        environment_deadline_s=deadline_s,
+        max_environment_bytes=10_000,
+        mcp_servers=child(how),
     )
     fails_and_is_left(foreign, "Go.", kind, sentence)
 
 
 def test_an_mcp_process_that_reads_no_more_has_no_longer_than_any_other():
-    foreign = environment("mcp:child", deadline_s=2.0, mcp_servers=child("reads_no_more"))
+    foreign = environment("mcp:child", environment_deadline_s=2.0, mcp_servers=child("reads_no_more"))
     foreign.reset(0)
     assert foreign.step(CALL).env_rewards == (1.0,)
     large = "x" * 1_000_000  # more than a pipe holds
@@ -370,7 +378,7 @@ def test_an_mcp_process_that_reads_no_more_has_no_longer_than_any_other():
 @pytest.mark.parametrize("how", ["goes_at_a_signal", "ignores_a_signal"])
 def test_the_end_of_the_service_tells_a_process_amid_a_call_that_hangs_to_end_and_kills_it(how, tmp_path):
     file = tmp_path / "left"
-    foreign = environment("mcp:child", deadline_s=60.0, mcp_servers=child(how, str(file)))
+    foreign = environment("mcp:child", environment_deadline_s=60.0, mcp_servers=child(how, str(file)))
     foreign.reset(0)
     assert foreign.step(CALL).env_rewards == (1.0,)
     with ThreadPoolExecutor(1) as pool:
@@ -506,7 +514,7 @@ def test_a_server_at_a_url_of_the_operators_file_gets_its_headers_and_no_error_t
     with mcp(refuses, keys=keys) as name:
         url = name.removeprefix("mcp:")
         servers = {"far": McpServer(url=url, headers={"X-Key": "secret"})}
-        foreign = environment("mcp:far", hosts=(), mcp_servers=servers)
+        foreign = environment("mcp:far", allowed_environment_hosts=(), mcp_servers=servers)
         for sentence in says:
             foreign.reset(0)
             with pytest.raises(ForeignFailed) as failed:
@@ -588,7 +596,7 @@ def test_nobody_waits_long_for_an_mcp_server_that_hangs_when_it_is_left():
             waits_for_ever.set()
 
     with mcp(pays(0.0), leave) as name:
-        foreign = environment(name, deadline_s=600.0)
+        foreign = environment(name, environment_deadline_s=600.0)
         foreign.reset(0)
         foreign.close()
         has_left.set()

@@ -36,7 +36,7 @@ def test_environments_of_others_keep_the_contract(env_id, promise):
     if env_id.startswith(("MiniGrid", "BabyAI")):
         pytest.importorskip("minigrid", reason="the package `minigrid` is not installed")
         modules = ("minigrid",)
-    keeps(promise, f"gymnasium:{env_id}", modules=modules)
+    keeps(promise, f"gymnasium:{env_id}", gymnasium_modules=modules)
 
 
 class Rooms(gymnasium.Env):

@@ -46,7 +46,7 @@ def real_python(library):
 @pytest.fixture(scope="module")
 def standins(tmp_path_factory):
     python = with_path(tmp_path_factory.mktemp("python"), sys.executable, "standins")
-    return {"pythons": {"reasoning_gym": python, "textarena": python}}
+    return {"reasoning_gym_python": python, "textarena_python": python}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def verifiers(tmp_path_factory):
     """What reaches our tasksets."""
     python = with_path(tmp_path_factory.mktemp("verifiers"), real_python("verifiers"), "tasksets")
     tasksets = ("turnwise_guess", "turnwise_shop", "turnwise_sums")
-    return {"pythons": {"verifiers": python}, "tasksets": tasksets, "deadline_s": 60.0}
+    return {"verifiers_python": python, "verifiers_modules": tasksets, "environment_deadline_s": 60.0}
 
 
 @pytest.mark.parametrize("promise", PROMISES)
@@ -68,7 +68,9 @@ def test_a_world_of_a_library_keeps_the_contract(standins, promise):
 )
 def test_the_packages_themselves_keep_the_contract(name, words, promise):
     library = name.partition(":")[0]
-    keeps(promise, name, words=words, pythons={library: real_python(library)}, deadline_s=60.0)
+    keeps(
+        promise, name, words=words, **{f"{library}_python": real_python(library)}, environment_deadline_s=60.0
+    )
 
 
 def test_a_game_is_a_conversation_whose_end_pays(standins):
@@ -173,7 +175,7 @@ def test_tools_of_a_taskset_are_called_at_its_server(verifiers):
 
 
 def test_a_python_without_verifiers_is_told_as_such():
-    sums = environment(NAME, tasksets=("turnwise_sums",))
+    sums = environment(NAME, verifiers_modules=("turnwise_sums",))
     with pytest.raises(
         ForeignFailed, match=r"has no verifiers 0\.4 .*: pip install verifiers; .* TURNWISE_VERIFIERS_PYTHON"
     ):
@@ -202,7 +204,11 @@ def test_a_request_imports_nothing_that_the_operator_did_not_list():
 def test_a_process_that_misbehaves_fails_the_episode(tmp_path, lines, kind, sentence):
     stub = script(tmp_path, f"#!/bin/sh\n{lines}\n")
     sums = environment(
-        NAME, pythons={"verifiers": stub}, tasksets=("turnwise_sums",), max_bytes=5_000, deadline_s=2.0
+        NAME,
+        verifiers_python=stub,
+        verifiers_modules=("turnwise_sums",),
+        max_environment_bytes=5_000,
+        environment_deadline_s=2.0,
     )
     with pytest.raises(kind) as failed:
         sums.reset(0)
@@ -217,7 +223,7 @@ def test_a_process_is_left_with_what_it_has_forked(tmp_path):
     own = tmp_path / "its child has lived on"
     lines = ("#!/bin/sh", f"(sleep 5; touch '{own}') &", READY, "read line", "echo no", "")
     sums = environment(
-        NAME, pythons={"verifiers": script(tmp_path, "\n".join(lines))}, tasksets=("turnwise_sums",)
+        NAME, verifiers_python=script(tmp_path, "\n".join(lines)), verifiers_modules=("turnwise_sums",)
     )
     with pytest.raises(ForeignFailed, match="answered no JSON"):
         sums.reset(0)
@@ -232,7 +238,7 @@ def test_a_task_app_with_many_connections_can_play_too(tmp_path):
         while not held or held[-1] < 1_024:
             held.append(os.dup(0))
         stub = script(tmp_path, f'#!/bin/sh\n{READY}\nread line\necho \'{{"prompt": "2 + 2"}}\'\nread line\n')
-        sums = environment(NAME, pythons={"verifiers": stub}, tasksets=("turnwise_sums",))
+        sums = environment(NAME, verifiers_python=stub, verifiers_modules=("turnwise_sums",))
         assert sums.reset(0).text == "2 + 2"
         sums.close()
     finally:
