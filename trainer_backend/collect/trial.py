@@ -14,7 +14,7 @@ from typing import Any, Literal
 from shared_schemas.base import did_you_mean
 from shared_schemas.problem import Problem
 from shared_schemas.rollouts import PolicySpec
-from trainer_backend.collect.apps import App, TaskApps
+from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import Instance, TaskAppClient
 from trainer_backend.collect.plan import Planner, Players, Slot
 from trainer_backend.collect.sources import Source, row_of
@@ -73,34 +73,31 @@ async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool, prese
     largest = planner.largest()
     warnings = list[str]()
     environment_key = partial(_environment_key, row_of(first.group_id))
-    for app in apps.members:
-        if app.fault is not None:
-            continue  # not up yet; it may come later
+    for app in apps.serving:  # another one may come later
         try:
-            app.client.refuse_too_large(largest)
-            environment = _Environment(planner, app.client, bool(interactions), warnings)
-            await _try(app.client, "env", world, environment_key, check=environment.check)
-            await _refuse_unknown_interactions(app.client, interactions)
-            await _refuse_unmatchable_rows(app.client, planner.source)
+            app.refuse_too_large(largest)
+            environment = _Environment(planner, app, bool(interactions), warnings)
+            await _try(app, "env", world, environment_key, check=environment.check)
+            await _refuse_unknown_interactions(app, interactions)
+            await _refuse_unmatchable_rows(app, planner.source)
             for stage in policies:
                 body = stage.policy.model_dump(mode="json", include={"policy_name", "config", "seed"})
-                await _try(app.client, "policy", body, stage.key_of)
+                await _try(app, "policy", body, stage.key_of)
         except TaskAppLost as error:
             await _refuse_hanging(app, error)
-            app.fault = str(error)
-            apps.tell(f"task app lost: {error}")
+            apps.lose(app, error)
     apps.refuse_if_none_answers()
     for warning in dict.fromkeys(warnings):
         apps.tell(warning)
 
 
-async def _refuse_hanging(app: App, error: TaskAppLost) -> None:
+async def _refuse_hanging(app: TaskAppClient, error: TaskAppLost) -> None:
     """Raise an error if a request ran out of time and the task app answers others."""
     cause = error.__cause__
     if cause is None or not isinstance(cause.__cause__, TimeoutError):
         return
     try:
-        await app.look(attempts=1)
+        await app.about(attempts=1)
     except TaskAppError:
         return
     raise TaskAppError(

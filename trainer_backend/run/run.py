@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
-from trainer_backend.collect.collector import Collection, Collector
-from trainer_backend.collect.collector import Progress as Tell
+from trainer_backend.collect.batch import Batch
+from trainer_backend.collect.dispatcher import Dispatcher
+from trainer_backend.collect.dispatcher import Progress as Tell
 from trainer_backend.collect.losses import LossCheck
 from trainer_backend.collect.plan import Planner
-from trainer_backend.collect.work import with_earlier
 from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.protocols import InferenceServer, Learner, Progress, Reporter
 from trainer_backend.run.checkpointing import Saving
@@ -28,7 +28,7 @@ class Run:
 
     planner: Planner
     credit: CreditAssignment
-    collector: Collector
+    dispatcher: Dispatcher
     server: InferenceServer
     saving: Saving
     """Its checkpoints, with the learner and the run directory."""
@@ -98,20 +98,20 @@ class Run:
         spool: Spool | None,
         stop: asyncio.Event,
         shown: Callable[[], bool] = lambda: True,
-    ) -> Collection | None:
+    ) -> Batch | None:
         """Collect the rollouts of a stage; None where a stop came first.
 
         Args:
             shown: whether it is what the run waits for, and what is reported as its stage.
         """
         if not requests:
-            return Collection(())
+            return Batch(())
 
         def tell(done: int, total: int) -> None:
             if shown():
                 self.reporter.stage(name, done, total)
 
-        rollouts = collected(requests, self.collector, spool=spool, tell=tell, stop=stop)
+        rollouts = collected(requests, self.dispatcher, spool=spool, tell=tell, stop=stop)
         return await self.server.while_serving(rollouts)
 
     async def settled(self) -> None:
@@ -121,7 +121,7 @@ class Run:
 
     async def ack(self, rollouts: Sequence[Rollout]) -> None:
         """Let the task apps forget rollouts, which are stored."""
-        await self.collector.ack(self.planner.run_id, rollouts)
+        await self.dispatcher.ack(self.planner.run_id, rollouts)
 
     def record(self, row: dict[str, Any]) -> None:
         """Append the row of an iteration or an evaluation to the metrics, and report it."""
@@ -136,12 +136,12 @@ class Run:
 
 async def collected(
     requests: Sequence[RolloutRequest],
-    collector: Collector,
+    dispatcher: Dispatcher,
     *,
     spool: Spool | None,
     tell: Tell,
     stop: asyncio.Event,
-) -> Collection | None:
+) -> Batch | None:
     """Collect a plan's rollouts: reuse those that an earlier start spooled, and ask task apps for the rest.
 
     With a spool, a kill loses no finished rollout.
@@ -156,6 +156,9 @@ async def collected(
     reused = {} if spool is None else spool.rollouts_for(requests)
     rest = [request for request in requests if request.rollout_id not in reused]
     count, keep = len(reused), None if spool is None else spool.keep
-    collecting = collector.collect(rest, lambda done, total: tell(done + count, total + count), keep)
-    collection = await until(stop, collecting)
-    return None if collection is None else with_earlier(collection, list(reused.values()))
+    collecting = dispatcher.collect(rest, lambda done, total: tell(done + count, total + count), keep)
+    batch = await until(stop, collecting)
+    if batch is None:
+        return None
+    earlier = tuple(reused.values())
+    return Batch(earlier, reused=frozenset(item.rollout_id for item in earlier)).merge(batch)

@@ -10,7 +10,7 @@ from pydantic import SecretStr
 from tests.conftest import tiny_job
 from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, request_of, served
 from trainer_backend.collect.apps import TaskApps
-from trainer_backend.collect.collector import Collector
+from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.wire import TaskAppLost
 from trainer_backend.errors import JobError, TaskAppError
 from trainer_backend.job.addresses import Address, resolve_addresses
@@ -132,8 +132,8 @@ async def test_an_address_that_a_name_gets_later_takes_work_and_one_that_it_lose
             ) as apps,
         ):  # fmt: skip
             plan = [request_of(number, group=number) for number in range(6)]
-            collector = Collector(apps, timeout_s=30, max_running=2)
-            collecting = asyncio.ensure_future(collector.collect(plan))
+            dispatcher = Dispatcher(apps, timeout_s=30, max_running=2)
+            collecting = asyncio.ensure_future(dispatcher.collect(plan))
             names.addresses = ["127.0.0.2"]
             await joined.wait()
             first.gate.set()

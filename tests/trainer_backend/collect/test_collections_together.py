@@ -9,9 +9,9 @@ from aiohttp import web
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, answer_to, request_of, served
 from trainer_backend.collect.apps import TaskApps
-from trainer_backend.collect.collector import Collector
+from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.wire import TaskAppLost
-from trainer_backend.collect.work import Collection
+from trainer_backend.collect.batch import Batch
 from trainer_backend.errors import RunNotWritten, TaskAppError
 
 
@@ -24,7 +24,7 @@ def ids(first: int, end: int) -> list[str]:
     return [f"run/train/1/0/{number}" for number in range(first, end)]
 
 
-def siblings(collection: Collection) -> list[int]:
+def siblings(collection: Batch) -> list[int]:
     return sorted(rollout.sibling for rollout in collection.rollouts)
 
 
@@ -76,10 +76,10 @@ class Forgetting(ScriptedTaskApp):
 async def test_a_collection_that_begins_later_is_sent_at_once_and_one_that_is_cancelled_takes_none_along():
     task_app = Forgetting()
     async with served(task_app) as client:
-        collector = Collector(TaskApps.of([client]), timeout_s=30)
-        first = asyncio.ensure_future(collector.collect(plan(0, 4)))
+        dispatcher = Dispatcher(TaskApps.of([client]), timeout_s=30)
+        first = asyncio.ensure_future(dispatcher.collect(plan(0, 4)))
         await task_app.until_accepted(4)
-        second = asyncio.ensure_future(collector.collect(plan(4, 9, iteration=1)))
+        second = asyncio.ensure_future(dispatcher.collect(plan(4, 9, iteration=1)))
         await task_app.until_accepted(9)  # although the poll of before has not been answered
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -112,10 +112,10 @@ async def test_a_collection_goes_on_although_what_its_app_is_to_play_next_is_can
 
     task_app, has_ended = Slow(), asyncio.Event()
     async with served(task_app) as client:
-        collector = Collector(TaskApps.of([client]), timeout_s=30, max_running=3)
-        first = asyncio.ensure_future(collector.collect(plan(0, 2), lambda *_: has_ended.set()))
-        second = asyncio.ensure_future(collector.collect(plan(2, 3, iteration=1)))
-        third = asyncio.ensure_future(collector.collect(plan(3, 4, iteration=2)))
+        dispatcher = Dispatcher(TaskApps.of([client]), timeout_s=30, max_running=3)
+        first = asyncio.ensure_future(dispatcher.collect(plan(0, 2), lambda *_: has_ended.set()))
+        second = asyncio.ensure_future(dispatcher.collect(plan(2, 3, iteration=1)))
+        third = asyncio.ensure_future(dispatcher.collect(plan(3, 4, iteration=2)))
         await task_app.is_polled.wait()
         second.cancel()  # its place is for the third one, whose request waits for this cancellation
         await has_ended.wait()
@@ -133,18 +133,18 @@ async def test_what_one_collection_cannot_keep_does_not_end_the_other():
 
     task_app = Forgetting()
     async with served(task_app) as client:
-        collector = Collector(TaskApps.of([client]), timeout_s=30, max_running=6)
+        dispatcher = Dispatcher(TaskApps.of([client]), timeout_s=30, max_running=6)
         kept: list[str] = []
         both = asyncio.gather(
-            collector.collect(plan(0, 9), keep=full),
-            collector.collect(plan(9, 20, iteration=1), keep=lambda rollout: kept.append(rollout.rollout_id)),
+            dispatcher.collect(plan(0, 9), keep=full),
+            dispatcher.collect(plan(9, 20, iteration=1), keep=lambda rollout: kept.append(rollout.rollout_id)),
             return_exceptions=True,
         )
         await task_app.until_accepted(6)
         task_app.gate.set()
         error, collection = await both
     assert isinstance(error, RunNotWritten)
-    assert isinstance(collection, Collection)
+    assert isinstance(collection, Batch)
     assert siblings(collection) == list(range(9, 20))
     assert sorted(kept) == sorted(ids(9, 20))
     # No place was given to the broken one again.
@@ -155,11 +155,11 @@ async def test_a_later_collection_fills_the_places_that_the_first_one_leaves():
     task_app = Forgetting()
     task_app.gate.set()
     async with served(task_app) as client:
-        collector = Collector(TaskApps.of([client]), timeout_s=30, max_running=2)
+        dispatcher = Dispatcher(TaskApps.of([client]), timeout_s=30, max_running=2)
         parts = await asyncio.gather(
-            collector.collect(plan(0, 3, iteration=1)),
-            collector.collect(plan(3, 6, iteration=2)),
-            collector.collect(plan(6, 9, iteration=1)),
+            dispatcher.collect(plan(0, 3, iteration=1)),
+            dispatcher.collect(plan(3, 6, iteration=2)),
+            dispatcher.collect(plan(6, 9, iteration=1)),
         )
     assert [siblings(part) for part in parts] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     order = [item.sibling for item in task_app.ended]
@@ -170,14 +170,14 @@ async def test_what_is_wrong_with_the_task_apps_ends_all_collections_and_not_the
     task_app = ScriptedTaskApp()
     task_app.answer_first_with = [401]
     async with served(task_app) as client:
-        collector = Collector(TaskApps.of([client]), timeout_s=30)
+        dispatcher = Dispatcher(TaskApps.of([client]), timeout_s=30)
 
         async def both() -> list[BaseException]:
-            parts = collector.collect(plan(0, 3)), collector.collect(plan(3, 8, iteration=1))
+            parts = dispatcher.collect(plan(0, 3)), dispatcher.collect(plan(3, 8, iteration=1))
             return await asyncio.gather(*parts, return_exceptions=True)
 
         assert ["status 401: not now" in str(error) for error in await both()] == [True] * 2
-        assert siblings(await collector.collect(plan(8, 10))) == [8, 9]
+        assert siblings(await dispatcher.collect(plan(8, 10))) == [8, 9]
         task_app.down = True
         errors = await both()
     assert [type(error) for error in errors] == [TaskAppLost] * 2
@@ -187,12 +187,12 @@ async def test_what_is_wrong_with_the_task_apps_ends_all_collections_and_not_the
 async def test_the_deadline_of_a_collection_begins_when_no_earlier_iteration_is_under_way():
     task_app = Forgetting()
     async with served(task_app) as client:
-        collector = Collector(TaskApps.of([client]), timeout_s=1.0, max_running=1)
-        later = asyncio.ensure_future(collector.collect(plan(0, 2, iteration=2)))
+        dispatcher = Dispatcher(TaskApps.of([client]), timeout_s=1.0, max_running=1)
+        later = asyncio.ensure_future(dispatcher.collect(plan(0, 2, iteration=2)))
         await task_app.until_accepted(1)
         # Begun after the other, it runs into its deadline first, since the clock of the other stands still.
         with pytest.raises(TaskAppError) as caught:
-            await collector.collect(plan(2, 5, iteration=1))
+            await dispatcher.collect(plan(2, 5, iteration=1))
         assert (
             str(caught.value) == "3 of 3 rollouts were not finished within 1 s (services.iteration_timeout_s)"
         )
@@ -204,11 +204,11 @@ async def test_the_deadline_of_a_collection_begins_when_no_earlier_iteration_is_
 async def test_an_acknowledgement_that_is_lost_takes_no_work_from_an_app_whose_lane_finds_it_well():
     task_app = Forgetting()
     async with served(task_app) as client:
-        collector = Collector(TaskApps.of([client]), timeout_s=30, max_running=1)
-        collection = asyncio.ensure_future(collector.collect(plan(0, 3)))
+        dispatcher = Dispatcher(TaskApps.of([client]), timeout_s=30, max_running=1)
+        collection = asyncio.ensure_future(dispatcher.collect(plan(0, 3)))
         await task_app.until_accepted(1)
         task_app.lost_acks = 1
-        await collector.ack("run", [answer_to(request) for request in plan(7, 8)])
+        await dispatcher.ack("run", [answer_to(request) for request in plan(7, 8)])
         assert task_app.lost_acks == 0
         task_app.gate.set()
         assert siblings(await collection) == [0, 1, 2]

@@ -6,11 +6,11 @@ from shared_schemas.rollouts import RolloutFailure
 from tests.trainer_backend.collect.scripted_task_app import answer_to, request_of
 from trainer_backend.collect.losses import count_losses, losses_in, refuse_losses, sum_losses
 from trainer_backend.collect.metrics import collection_metrics
-from trainer_backend.collect.work import Collection
+from trainer_backend.collect.batch import Batch
 from trainer_backend.errors import JobTeachesNothing, NothingToLearnFrom, TooManyLost
 
 
-def stage(total: int, *details: str, recurs: bool = False) -> Collection:
+def stage(total: int, *details: str, recurs: bool = False) -> Batch:
     """A collection that lost one rollout for each detail."""
     failed = [
         answer_to(request_of(number), status="failed").model_copy(
@@ -19,7 +19,7 @@ def stage(total: int, *details: str, recurs: bool = False) -> Collection:
         for number, detail in enumerate(details)
     ]
     finished = [answer_to(request_of(number)) for number in range(len(details), total)]
-    return Collection(tuple(finished), tuple(failed))
+    return Batch(tuple(finished), tuple(failed))
 
 
 def test_causes_are_counted_whatever_numbers_and_ids_they_quote_the_most_common_one_first():
