@@ -16,11 +16,11 @@ from shared_schemas.trajectory import PolicyLogprobs, Sampling
 from tests.conftest import ListReporter, rows_of, tiny_job
 from tests.trainer_backend.pages.hand_made import COW, TABLE, WOOD, rollout
 from trainer_backend import job_parts
+from trainer_backend.collect.batch import Batch
+from trainer_backend.collect.dispatcher import Keep
 from trainer_backend.collect.losses import Losses, losses_in
 from trainer_backend.collect.metrics import count_worlds
 from trainer_backend.collect.plan import Inference
-from trainer_backend.collect.batch import Batch
-from trainer_backend.collect.dispatcher import Keep
 from trainer_backend.errors import (
     CheckpointError,
     NonFiniteLoss,

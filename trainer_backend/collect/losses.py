@@ -1,4 +1,4 @@
-"""What a stage lost: how many of its rollouts, and why. The one record that log, rows, pages and report read."""
+"""What a stage lost, and why: the one record that log, rows of metrics, pages and report read."""
 
 import re
 from collections import Counter, defaultdict

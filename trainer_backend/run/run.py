@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
-from trainer_backend.collect.batch import Batch
+from trainer_backend.collect.batch import Batch, LossCheck
 from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.dispatcher import Progress as Tell
-from trainer_backend.collect.losses import LossCheck
 from trainer_backend.collect.plan import Planner
 from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.protocols import InferenceServer, Learner, Progress, Reporter

@@ -85,7 +85,7 @@ async def test_a_task_app_that_has_two_addresses_is_asked_once():
     async with served(ScriptedTaskApp(instance="same")) as client:
         other = client.url.replace("127.0.0.1", "localhost")
         async with TaskApps([client.url, other], KEY, timeout_s=5, tell=told.append) as apps:
-            assert [app.client.url for app in apps.members] == [client.url]
+            assert [app.url for app in apps.members] == [client.url]
     assert told == [f"{other} is the task app at {client.url}; it is asked once"]
 
 
@@ -98,7 +98,7 @@ async def test_one_of_two_may_be_missing_at_the_start_and_a_wrong_key_may_not():
             served(ScriptedTaskApp()) as client,
             TaskApps([gone, client.url], KEY, timeout_s=0.5) as apps,
         ):
-            assert [item.url for item in apps] == [client.url]
+            assert [app.url for app in apps.serving] == [client.url]
             assert apps.answers().startswith(f"{gone}: GET /info: ")
 
 

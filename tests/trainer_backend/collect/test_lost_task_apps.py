@@ -8,11 +8,11 @@ from aiohttp import web
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, request_of, served
-from trainer_backend.collect.apps import App, TaskApps
+from trainer_backend.collect.apps import TaskApps
+from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.wire import TaskAppLost
-from trainer_backend.collect.batch import Batch
 
 
 def plan(count: int) -> list[RolloutRequest]:
@@ -177,7 +177,7 @@ async def test_an_app_that_is_back_stops_what_others_have_in_the_meantime_and_ta
 
     first, other = NeverSure(), Gated(instance="other")
     told: list[str] = []
-    shown: list[tuple[App, str, str | None]] = []
+    shown: list[tuple[TaskAppClient, str, str | None]] = []
     back = asyncio.Event()
 
     def tell(sentence: str) -> None:

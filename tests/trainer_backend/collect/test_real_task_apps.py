@@ -13,11 +13,11 @@ from tests.conftest import TASK_APP_KEY, task_app_thread, tiny_job
 from tests.trainer_backend.collect.task_app_process import TaskAppProcess, started
 from trainer_backend import job_parts
 from trainer_backend.collect.apps import TaskApps
+from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.plan import Inference
 from trainer_backend.collect.task_apps import describe
 from trainer_backend.collect.trial import try_job
-from trainer_backend.collect.batch import Batch
 from trainer_backend.pages.stored import played_frames
 
 JOB = tiny_job(rollout__max_turns=20, warmup__episodes=24, rollout__max_concurrent_rollouts=8)
@@ -133,7 +133,7 @@ async def test_a_name_with_two_addresses_is_two_task_apps(undisturbed):
         name = f"dns+http://task-apps:{port}"
         with task_app_thread(host="127.0.0.2", port=port) as second:
             async with TaskApps([name], TASK_APP_KEY, timeout_s=20, resolve=resolve) as apps:
-                assert [client.url for client in apps] == [first, second]
+                assert [app.url for app in apps.serving] == [first, second]
                 found = await Dispatcher(apps, timeout_s=120, max_running=8).collect(PLAN)
     assert played(found) == undisturbed
     assert {figures.answers for figures in found.apps.values()} == {True}

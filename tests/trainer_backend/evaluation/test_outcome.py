@@ -5,13 +5,13 @@ from rich.console import Console
 
 from tests.trainer_backend.dialogues import dialogue, finished
 from tests.trainer_backend.pages.hand_made import LAST, WOOD, evaluation_row, rollout
+from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.metrics import (
     evaluation_metrics,
     outcome_interval,
     outcome_meaning,
     outcome_name,
 )
-from trainer_backend.collect.batch import Batch
 from trainer_backend.core.intervals import wilson_interval
 from trainer_backend.evaluation.result import evaluation_result
 from trainer_backend.run.iteration_metrics import outcome_bounds
@@ -90,9 +90,7 @@ def test_a_number_of_achievements_is_no_proportion_even_if_none_has_two():
 
 
 def test_no_count_of_an_evaluation_can_be_negative():
-    figures = evaluation_result(
-        "p", Batch((rollout(10, [()]), rollout(11, [WOOD] + [()] * 9, group="g1")))
-    )
+    figures = evaluation_result("p", Batch((rollout(10, [()]), rollout(11, [WOOD] + [()] * 9, group="g1"))))
     assert (figures.decisions.mean, figures.decisions.low, figures.env_steps.low) == (5.5, 0.0, 0.0)
     assert figures.spans[0].unique.low == 0.0
 

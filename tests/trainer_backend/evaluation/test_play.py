@@ -14,8 +14,8 @@ from shared_schemas.rollouts import RolloutFailure
 from tests.conftest import at_the_task_app, tiny_job
 from tests.trainer_backend.pages.hand_made import LAST
 from trainer_backend.__main__ import app
-from trainer_backend.collect.plan import Inference
 from trainer_backend.collect.batch import Batch
+from trainer_backend.collect.plan import Inference
 from trainer_backend.errors import JobError, NothingToLearnFrom, RunDirectoryError
 from trainer_backend.evaluation.play import (
     Checkpoint,

@@ -17,9 +17,9 @@ from tests.conftest import tiny_job
 from tests.trainer_backend.pages.hand_made import rollout
 from trainer_backend import job_parts
 from trainer_backend.collect.apps import TaskApps
+from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.plan import Inference
 from trainer_backend.collect.wire import TaskAppLost
-from trainer_backend.collect.batch import Batch
 from trainer_backend.core.truth import CHOICES, Departures
 from trainer_backend.credit.rewards import Rewards
 from trainer_backend.data.dataset import RowIdentity

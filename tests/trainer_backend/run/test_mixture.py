@@ -13,8 +13,8 @@ from shared_schemas.rollouts import Rollout, RolloutRequest
 from tests.conftest import rows_of
 from tests.trainer_backend.pages.hand_made import COW, TABLE, WOOD
 from tests.trainer_backend.test_train import Learner, all_finished, failed, finished, run_of
-from trainer_backend.collect.sources import sampler_of
 from trainer_backend.collect.batch import Batch
+from trainer_backend.collect.sources import sampler_of
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.errors import NothingToLearnFrom, SegmentError
 from trainer_backend.protocols import CreditedEpisode, Progress

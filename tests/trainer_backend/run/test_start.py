@@ -22,8 +22,8 @@ from tests.trainer_backend.pages.hand_made import WOOD, rollout
 from tests.trainer_backend.rundir.test_whole_files import Disk
 from tests.trainer_backend.test_train import finished
 from trainer_backend import job_parts, learner_parts
-from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.batch import Batch
+from trainer_backend.collect.plan import Planner
 from trainer_backend.data.dataset import DataSet
 from trainer_backend.data.rows import Row
 from trainer_backend.errors import CheckpointError, DataError, LearnerLost, TaskAppError
@@ -141,7 +141,9 @@ def beginning_of(
     setup = ModelSetup(
         job.model, job.inference, learner_parts.local_learners(job), FixedSetup(), job.rollout.max_tokens
     )
-    return Beginning(directory, planner, setup, dispatcher=dispatcher, reporter=reporter, stop=asyncio.Event())
+    return Beginning(
+        directory, planner, setup, dispatcher=dispatcher, reporter=reporter, stop=asyncio.Event()
+    )
 
 
 DIALOGUE: dict[str, Any] = {
@@ -195,7 +197,9 @@ class HalfWayCollector:
     async def ack(self, run_id: str, rollouts: Sequence[Rollout]) -> None: ...
 
 
-async def begun_again(directory: RunDirectory, job: JobConfig, dispatcher: Any, reporter: ListReporter) -> Any:
+async def begun_again(
+    directory: RunDirectory, job: JobConfig, dispatcher: Any, reporter: ListReporter
+) -> Any:
     """A start before the first checkpoint, up to the warm-up; None where it is killed before."""
     planner = job_parts.planner(job, f"{directory.run_id}.{len(dispatcher.numbers)}")
     beginning = beginning_of(job, directory, planner, dispatcher, reporter)

@@ -9,9 +9,9 @@ from aiohttp import web
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, answer_to, request_of, served
 from trainer_backend.collect.apps import TaskApps
+from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.wire import TaskAppLost
-from trainer_backend.collect.batch import Batch
 from trainer_backend.errors import RunNotWritten, TaskAppError
 
 
@@ -137,7 +137,9 @@ async def test_what_one_collection_cannot_keep_does_not_end_the_other():
         kept: list[str] = []
         both = asyncio.gather(
             dispatcher.collect(plan(0, 9), keep=full),
-            dispatcher.collect(plan(9, 20, iteration=1), keep=lambda rollout: kept.append(rollout.rollout_id)),
+            dispatcher.collect(
+                plan(9, 20, iteration=1), keep=lambda rollout: kept.append(rollout.rollout_id)
+            ),
             return_exceptions=True,
         )
         await task_app.until_accepted(6)
