@@ -82,6 +82,8 @@ class Desk:
 
 
 class Client:
+    fault = None
+
     """Stands in for a task app's client; `outages` of its replays end without an answer."""
 
     url = "http://127.0.0.1:1"
