@@ -172,7 +172,7 @@ class TaskAppClient:
         self.wake = asyncio.Event()  # set when there is something to send
         self._sending = asyncio.Lock()
         self.cursor: str | None = None
-        self._last_instance = ""  # that accepted a request
+        self._last_instance = self.instance_id  # that was asked last; it may have accepted
         self.strikes = 0  # how often in a row it had lost what it accepted
         self._look_s = 0.0
 
@@ -225,6 +225,12 @@ class TaskAppClient:
         if self.take_back(rollout_id):
             self.stale.add(rollout_id)
             self.wake.set()
+
+    def discard_results(self) -> None:
+        """Let it forget results that count, since they are kept elsewhere."""
+        self.discard += self.unacked
+        self.unacked = []
+        self.wake.set()
 
     async def keep_sending(self) -> None:
         while True:
@@ -300,24 +306,23 @@ class TaskAppClient:
             async with asyncio.TaskGroup() as group:
                 for name in names[first : first + _CANCELS_AT_ONCE]:
                     group.create_task(self._cancel(name))
-        await self.forget(names)
-        self.stale.difference_update(names)
-
-    async def forget(self, names: Sequence[str] = ()) -> None:
-        """Let it forget these results, and those to discard."""
-        results, self.discard = [*names, *self.discard], []
+        results, self.discard = self.discard, []
         try:
-            await self.ack(self._run_id, results)
+            await self.ack(self._run_id, [*names, *results])
         except BaseException:
             self.discard += results  # it may still hold them
             raise
+        self.stale.difference_update(names)
 
     async def _send(self) -> None:
         """Cancel, acknowledge and request what is to be."""
         async with self._sending:
             self.wake.clear()
             await self.let_go()
-            batch, self.unsent = self.unsent, {}
+            # What it may hold from before is requested once it has forgotten that, in the next call.
+            held = self.stale.union(self.discard)
+            batch = {name: request for name, request in self.unsent.items() if name not in held}
+            self.unsent = {name: request for name, request in self.unsent.items() if name in held}
             if batch:
                 await self._submit(batch)
 

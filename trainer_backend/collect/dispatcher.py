@@ -60,6 +60,11 @@ class Entry:
     def rollout_id(self) -> str:
         return self.request.rollout_id
 
+    @property
+    def is_new(self) -> bool:
+        """Whether no task app has had it: a result is of an earlier batch with the same ids."""
+        return self.app is None and not self.turn
+
 
 class Queue:
     """The rollouts of one batch: those that wait, in their order, and those that have ended.
@@ -190,8 +195,11 @@ class Dispatcher:
                     self._set_clocks()
                     await queue.done.wait()
             except TimeoutError as error:
-                reason = f"{_missing([queue])} within {self._timeout_s:g} s (services.iteration_timeout_s)"
-                raise TaskAppError(reason) from error
+                if queue.unfinished:  # else the last one ended in the same moment
+                    reason = (
+                        f"{_missing([queue])} within {self._timeout_s:g} s (services.iteration_timeout_s)"
+                    )
+                    raise TaskAppError(reason) from error
             finally:
                 await self._leave(queue)
         if queue.error is not None:
@@ -248,9 +256,7 @@ class Dispatcher:
                 entry.app = None
         for app in self._apps.members:
             # Those of other batches too: they are kept by now (`_serve`).
-            app.discard += app.unacked
-            app.unacked = []
-            app.wake.set()
+            app.discard_results()
         queue.error = error
         self._remove(queue)
         self.deal()
@@ -272,7 +278,7 @@ class Dispatcher:
         if entry is not None and rollout.status == "finished":
             rollout = checked(entry.request, rollout)
         is_finished = rollout.status == "finished"
-        if entry is None or (entry.app is not app and not is_finished):
+        if entry is None or entry.is_new or (entry.app is not app and not is_finished):
             app.discard.append(rollout.rollout_id)
             return
         # While an idle app waits for work, slower ones overtake it, which says nothing about its speed.
@@ -394,7 +400,9 @@ class Dispatcher:
         now = asyncio.get_running_loop().time()
         for queue in self.queues:
             is_first = queue.rank == self.queues[0].rank
-            if queue.clock is not None and is_first != (queue.clock.when() is not None):
+            if queue.clock is None or queue.clock.expired():
+                continue
+            if is_first != (queue.clock.when() is not None):
                 queue.clock.reschedule(now + self._timeout_s if is_first else None)
 
     async def _ack(self, app: TaskAppClient, run_id: str, ids: Sequence[str]) -> None:
@@ -490,7 +498,7 @@ class Dispatcher:
                 app.cursor = None
                 self._lose_some(app, app.find_missing(), str(error))
                 continue
-            await self._take(app, page)
+            self._take(app, page)
             if restarted := app.find_restarted(page.instance_id):
                 self._lose_some(app, restarted, f"{app.url} was started anew")
             elif page.rollouts:
@@ -498,14 +506,12 @@ class Dispatcher:
             elif missing := app.find_missing():
                 await self._look_for_losses(app, missing, page)
 
-    async def _take(self, app: TaskAppClient, page: RolloutPage) -> None:
+    def _take(self, app: TaskAppClient, page: RolloutPage) -> None:
         for rollout in page.rollouts:
             self.end(app, rollout)
         self.deal()
         if len(app.unacked) > _MOST_UNACKED:
-            app.discard += app.unacked
-            app.unacked = []
-        await app.forget()
+            app.discard_results()
 
     async def _look_for_losses(self, app: TaskAppClient, missing: Sequence[str], page: RolloutPage) -> None:
         """Find out whether a task app that has no results still runs what it has accepted."""
@@ -554,7 +560,7 @@ class Dispatcher:
                 page = await app.poll_run(wait_s=0.0)
             except CursorExpired as error:
                 raise TaskAppLost(str(error)) from error  # it has just restarted: look again
-            await self._take(app, page)
+            self._take(app, page)
         await app.let_go()
 
 

@@ -214,3 +214,62 @@ async def test_an_acknowledgement_that_is_lost_takes_no_work_from_an_app_whose_l
         assert task_app.lost_acks == 0
         task_app.gate.set()
         assert siblings(await collection) == [0, 1, 2]
+
+
+async def test_what_is_collected_again_right_after_its_batch_was_cancelled_is_cancelled_before_it_is_sent():
+    class Slow(Forgetting):
+        """Answers its first cancellation `later`; what is requested again counts as new."""
+
+        is_asked, later = asyncio.Event(), asyncio.Event()
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[tuple[str, str]] = []
+
+        async def accept(self, request: web.Request) -> web.Response:
+            names = [item["rollout_id"] for item in (await request.json())["rollouts"]]
+            self.calls += [("accept", name) for name in names]
+            self.acked, self.cancelled = (
+                [name for name in old if name not in names] for old in (self.acked, self.cancelled)
+            )
+            return await super().accept(request)
+
+        async def cancel(self, request: web.Request) -> web.Response:
+            self.is_asked.set()
+            await self.later.wait()
+            self.calls.append(("cancel", request.match_info["rollout_id"]))
+            return await super().cancel(request)
+
+    task_app = Slow()
+    async with served(task_app) as client:
+        dispatcher = Dispatcher(TaskApps.of([client]), timeout_s=30)
+        other, first, last = (
+            asyncio.ensure_future(dispatcher.collect(requests))
+            for requests in (plan(0, 1), plan(1, 2), plan(2, 3))
+        )
+        await task_app.until_accepted(3)
+        last.cancel()
+        await task_app.is_asked.wait()
+        first.cancel()  # while its task app is told of the last one
+        await asyncio.gather(first, last, return_exceptions=True)
+        again = asyncio.ensure_future(dispatcher.collect(plan(1, 2)))
+        await asyncio.sleep(0)
+        task_app.later.set()
+        task_app.gate.set()
+        assert [siblings(await other), siblings(await again)] == [[0], [1]]
+    (name,) = ids(1, 2)
+    assert [call for call, of in task_app.calls if of == name] == ["accept", "cancel", "accept"]
+
+
+async def test_a_batch_whose_last_rollout_ends_in_the_moment_of_its_deadline_is_collected():
+    task_app = Forgetting()
+    async with served(task_app) as client:
+        dispatcher = Dispatcher(TaskApps.of([client]), timeout_s=30)
+        collecting = asyncio.ensure_future(dispatcher.collect(plan(0, 1)))
+        await task_app.until_accepted(1)
+        (queue,) = dispatcher.queues
+        assert queue.clock is not None
+        queue.clock.reschedule(0.0)  # it has passed, and is told before the next line
+        await asyncio.sleep(0)
+        dispatcher.end(client, answer_to(plan(0, 1)[0]))
+        assert siblings(await collecting) == [0]

@@ -295,3 +295,35 @@ async def test_a_task_app_that_stops_in_order_is_no_fault_of_its_rollouts():
         found = await collected([client], plan(2))
     assert [item.rollout_id for item in found.rollouts] == [f"{name}:2" for name in ids([0, 1])]
     assert found.failures == {"cancelled": 4}
+
+
+async def test_what_an_app_accepted_although_its_answer_was_lost_is_fetched_and_not_played_twice():
+    class LosesItsAnswer(ScriptedTaskApp):
+        async def accept(self, request: web.Request) -> web.Response:
+            answer = await super().accept(request)
+            is_first = len(self.ended) == 3
+            return web.json_response({"detail": "out of order"}, status=500) if is_first else answer
+
+    task_app = LosesItsAnswer()
+    async with served(task_app) as client:
+        await client.about()  # as at the start of a run: the process is known
+        found = await collected([client], plan(3))
+    assert siblings(found) == [0, 1, 2]
+    assert [item.rollout_id for item in task_app.ended] == ids([0, 1, 2])
+
+
+async def test_a_result_that_no_app_was_asked_for_yet_does_not_count():
+    class Early(ScriptedTaskApp):
+        """Still has the last rollout, of a batch that was given up."""
+
+        async def accept(self, request: web.Request) -> web.Response:
+            if not self.ended:
+                self.ended.append(self._ended(plan(3)[-1]))
+            return await super().accept(request)
+
+    task_app = Early()
+    async with served(task_app) as client:
+        found = await Dispatcher(TaskApps.of([client]), timeout_s=30, max_running=1).collect(plan(3))
+    assert siblings(found) == [0, 1, 2]
+    assert [item.sibling for item in task_app.ended] == [2, 0, 1, 2]
+    assert task_app.acked[0] == ids([2])[0]
