@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from shared_schemas.rollouts import Rollout
 from trainer_backend.collect.losses import Losses
-from trainer_backend.errors import JobTeachesNothing, NothingToLearnFrom, TooManyLost, TrainerError
+from trainer_backend.errors import JobTeachesNothing, NothingToLearnFrom, TooManyLost
 
 # The failure code of rollouts that were finished, and cannot be learned from.
 REJECTED = "rollout_rejected"
@@ -103,47 +103,16 @@ def _place(rollout: Rollout) -> tuple[list[tuple[int, str]], int, str]:
     return group, rollout.sibling, rollout.rollout_id
 
 
-def refuse_losses(batch: Batch, stage: str, *, most: float = 1.0, log: Path | None = None) -> None:
-    """Raise the error of a stage that lost all of its rollouts, or more than an accident would.
-
-    Args:
-        stage: names it in the error.
-        most: the largest share, `training.max_lost_share`; it applies from LEAST_ROLLOUTS on.
-        log: the log of the job's own task app; absent: its operator knows where it is.
-
-    Raises:
-        JobTeachesNothing: every rollout failed in a way that recurs.
-        NothingToLearnFrom: none was finished.
-        TooManyLost: too many failed.
-    """
-    losses = batch.losses
-    recurs = all(item.failure is not None and item.failure.recurs for item in batch.failed)
-    where = f"the task app's log ({log})" if log is not None and log.exists() else "the task app's log"
-    if not batch.rollouts:
-        raise (JobTeachesNothing if recurs and losses.lost else NothingToLearnFrom)(
-            losses.describe(stage),
-            hint=f"Each was tried twice, and a resumed run tries them again; {where} says more.",
-        )
-    if losses.total >= LEAST_ROLLOUTS and losses.share > most:
-        error = TooManyLost(
-            losses.describe(stage),
-            hint=f"That is more than training.max_lost_share ({most:g}). A resumed run plays the lost ones "
-            f"again; {where} says more.",
-        )
-        error.recurs = recurs
-        raise error
-
-
 @dataclass(frozen=True, slots=True)
 class LossCheck:
-    """Reports what the stages of a run lose, and refuses what is no accident."""
+    """Reports what stages lose, and refuses what is no accident."""
 
-    say: Callable[[str], None]
-    most: float
-    """`training.max_lost_share`."""
-    log: Path
-    """The log of the job's own task app."""
-    record: Callable[[dict[str, Any]], None]
+    log: Path | None = None
+    """The log of the job's own task app; None: its operator knows where it is."""
+    most: float = 1.0
+    """The largest share, `training.max_lost_share`; it applies from LEAST_ROLLOUTS on."""
+    say: Callable[[str], None] = lambda _: None
+    record: Callable[[dict[str, Any]], None] = lambda _: None
     """Keeps the row of a stage that ends the run."""
 
     def report(self, batch: Batch, stage: str) -> None:
@@ -154,10 +123,31 @@ class LossCheck:
         if episodes and cut / len(episodes) >= NOTABLE_SHARE:
             self.say(f"{stage}: {cut:,} of {len(episodes):,} episodes were cut short by their time limit")
 
-    def refuse(self, batch: Batch, stage: str, iteration: int) -> None:
-        """Raise what `refuse_losses` raises, with a row for the page and the report of the run."""
-        try:
-            refuse_losses(batch, stage, most=self.most, log=self.log)
-        except TrainerError:
-            self.record({"iteration": iteration, "stage": stage, **batch.losses.row()})
-            raise
+    def refuse(self, batch: Batch, stage: str, iteration: int = 0) -> None:
+        """End a stage that lost all of its rollouts, or more than an accident would.
+
+        Raises:
+            JobTeachesNothing: every rollout failed in a way that recurs.
+            NothingToLearnFrom: none was finished.
+            TooManyLost: too many failed.
+        """
+        losses = batch.losses
+        too_many = losses.total >= LEAST_ROLLOUTS and losses.share > self.most
+        if batch.rollouts and not too_many:
+            return
+        self.record({"iteration": iteration, "stage": stage, **losses.row()})
+        recurs = all(item.failure is not None and item.failure.recurs for item in batch.failed)
+        has_log = self.log is not None and self.log.exists()
+        where = f"the task app's log ({self.log})" if has_log else "the task app's log"
+        if not batch.rollouts:
+            raise (JobTeachesNothing if recurs and losses.lost else NothingToLearnFrom)(
+                losses.describe(stage),
+                hint=f"Each was tried twice, and a resumed run tries them again; {where} says more.",
+            )
+        error = TooManyLost(
+            losses.describe(stage),
+            hint=f"That is more than training.max_lost_share ({self.most:g}). A resumed run plays the lost "
+            f"ones again; {where} says more.",
+        )
+        error.recurs = recurs
+        raise error

@@ -29,7 +29,6 @@ from trainer_backend.collect.wire import (
     json_in,
     message_of,
     refusal,
-    refuse_too_large,
     slices,
 )
 from trainer_backend.errors import TaskAppError
@@ -366,7 +365,8 @@ class TaskAppClient:
 
     def refuse_too_large(self, request: RolloutRequest) -> None:
         """Refuse a request that this task app would not take, by the limits of its last `about`."""
-        refuse_too_large(request, max_body_bytes=self._limits.max_body_bytes, url=self.url)
+        for _ in slices([request], max_body_bytes=self._limits.max_body_bytes, url=self.url):
+            pass
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> str:
         """Request rollouts, in slices. Sending the same requests twice is harmless.
@@ -503,13 +503,17 @@ class TaskAppClient:
     ) -> bytes:
         assert self._session is not None, "use TaskAppClient as an async context manager"
         timeout = aiohttp.ClientTimeout(total=timeout_s, connect=10.0)
+        data = None
+        if body is not None:  # written in pieces: a large row as one string would block the event loop
+            content = BytesIO(json.dumps(body).encode("ascii"))
+            data = BytesIOPayload(content, content_type="application/json")
         try:
             async with self._session.request(
-                method, self.url + path, data=_payload(body), params=params, timeout=timeout,
+                method, self.url + path, data=data, params=params, timeout=timeout,
                 server_hostname=self._certificate_host, allow_redirects=False,
             ) as reply:  # fmt: skip
                 status, location = reply.status, reply.headers.get("Location")
-                content = await read_bounded(reply.content.iter_any(), self._most_reply_bytes)
+                answer = await read_bounded(reply.content.iter_any(), self._most_reply_bytes)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
             raise _Unreachable(str(error) or type(error).__name__) from error
         except aiohttp.ClientError as error:
@@ -526,23 +530,16 @@ class TaskAppClient:
                 hint="services.task_url must name the final address.",
             )
         if status < 400:
-            return content
+            return answer
         # The status first: while the task app starts, a proxy may answer with a page of HTML.
-        text = content.decode(errors="replace")
-        answer = json_in(text)
-        if status in _LATER and not is_final(status, answer):
-            raise _Unreachable(f"status {status}: {message_of(answer, text)}")
-        sentence = f"{self.url}: {method} {path}: status {status}: {message_of(answer, text)}"
-        raise refusal(status, answer, sentence)
+        text = answer.decode(errors="replace")
+        problem = json_in(text)
+        if status in _LATER and not is_final(status, problem):
+            raise _Unreachable(f"status {status}: {message_of(problem, text)}")
+        sentence = f"{self.url}: {method} {path}: status {status}: {message_of(problem, text)}"
+        raise refusal(status, problem, sentence)
 
     @property
     def _certificate_host(self) -> str | None:
         """The host of the certificate, if it is not the host of the URL."""
         return self.name.rpartition(":")[0] if self.name and self.url.startswith("https:") else None
-
-
-def _payload(body: Any) -> BytesIOPayload | None:
-    """Return a JSON body written in pieces: a large row as one string would block the event loop."""
-    if body is None:
-        return None
-    return BytesIOPayload(BytesIO(json.dumps(body).encode("ascii")), content_type="application/json")

@@ -78,8 +78,8 @@ async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool, prese
             app.refuse_too_large(largest)
             environment = _Environment(planner, app, bool(interactions), warnings)
             await _try(app, "env", world, environment_key, check=environment.check)
-            await _refuse_unknown_interactions(app, interactions)
-            await _refuse_unmatchable_rows(app, planner.source)
+            if interactions:
+                await _refuse_interactions(app, planner.source, interactions)
             for stage in policies:
                 body = stage.policy.model_dump(mode="json", include={"policy_name", "config", "seed"})
                 await _try(app, "policy", body, stage.key_of)
@@ -155,26 +155,21 @@ def _keys_of(players: Players, table: RolloutOnlyTable) -> dict[str, str]:
     }
 
 
-async def _refuse_unknown_interactions(client: TaskAppClient, names: frozenset[str | None]) -> None:
-    """Refuse unknown interactions of any row, since the row with a misspelt one may come last in an epoch."""
-    if not names:
-        return
-    known = (await client.about()).capabilities.interactions
+async def _refuse_interactions(client: TaskAppClient, source: Source, names: frozenset[str | None]) -> None:
+    """Refuse unknown interactions of any row, since the row with a misspelt one may come last in an epoch.
+
+    Rows that an interaction can only score as wrong are refused too; the task app says which need a number.
+    """
+    capabilities = (await client.about()).capabilities
+    known = capabilities.interactions
     for name in sorted(names - set(known) - {None}, key=str):
         told = f"unknown interaction {name!r}{did_you_mean(str(name), known) if known else '; it has none'}"
         raise _no_interaction(f"{told} (says the task app at {client.url})")
     if None in names and len(known) != 1:
         told = f"some rows name no interaction, and the task app at {client.url} has {len(known)}"
         raise _no_interaction(f"{told}{': ' * bool(known)}{', '.join(known)}")
-
-
-async def _refuse_unmatchable_rows(client: TaskAppClient, source: Source) -> None:
-    """Refuse rows that an interaction can only score as wrong; the task app says which need a number."""
-    if not source.interactions():
-        return
-    capabilities = (await client.about()).capabilities
     numbers: set[str | None] = set(capabilities.number_interactions)
-    if numbers.issuperset(capabilities.interactions):
+    if numbers.issuperset(known):
         numbers.add(None)
     source.refuse_unmatchable(numbers)
 

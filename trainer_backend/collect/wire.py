@@ -164,12 +164,6 @@ def slices(
         yield part
 
 
-def refuse_too_large(request: RolloutRequest, *, max_body_bytes: int, url: str) -> None:
-    """Refuse a request that is too large for the task app at `url`."""
-    for _ in slices([request], max_body_bytes=max_body_bytes, url=url):
-        pass
-
-
 def _too_large(request: RolloutRequest, size: int, max_body_bytes: int, url: str) -> JobError:
     row = row_of(request.group_id)
     return JobError(

@@ -15,7 +15,7 @@ from service_kit.errors import ServiceError
 from service_kit.logs import configure_logs_from
 from shared_schemas.rollouts import RolloutRequest
 from trainer_backend import job_parts
-from trainer_backend.collect.batch import Batch, refuse_losses
+from trainer_backend.collect.batch import Batch, LossCheck
 from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.endpoints import endpoint, sends_key_in_the_open, warmup_key
 from trainer_backend.collect.plan import Inference, Planner, Players
@@ -188,7 +188,7 @@ async def evaluate(
                 batch = await play(_plan(player, planner_for, job.warmup, repeats))
         if keep is not None:
             write_rollouts(keep, batch.all)
-        refuse_losses(batch, "evaluation", log=log)
+        LossCheck(log).refuse(batch, "evaluation")
     setting = _setting(planner_for().players, player, job.data)
     places = {}
     if data is not None and job.data is not None:

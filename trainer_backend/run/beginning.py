@@ -350,7 +350,7 @@ class Beginning:
         spool.flush()  # first: the file says that all are there, and replaces those of an earlier plan
         write_rollouts(self._directory.rollouts_file(_FILES[kind]), batch.all)
         most, log = self._planner.table.max_lost_share, self._directory.task_app_log
-        losses = LossCheck(self._reporter.say, most, log, self._directory.append_last_stage)
+        losses = LossCheck(log, most, self._reporter.say, self._directory.append_last_stage)
         losses.report(batch, NAMES_BEFORE_RL[kind])
         losses.refuse(batch, NAMES_BEFORE_RL[kind], 0)
         await self._dispatcher.ack(self._planner.run_id, batch.all)

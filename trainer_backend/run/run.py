@@ -48,7 +48,7 @@ class Run:
     @property
     def losses(self) -> LossCheck:
         most, directory = self.planner.table.max_lost_share, self.directory
-        return LossCheck(self.reporter.say, most, directory.task_app_log, directory.append_last_stage)
+        return LossCheck(directory.task_app_log, most, self.reporter.say, directory.append_last_stage)
 
     @property
     def metrics(self) -> IterationMetrics:

@@ -4,7 +4,7 @@ import pytest
 
 from shared_schemas.rollouts import RolloutFailure
 from tests.trainer_backend.collect.scripted_task_app import answer_to, request_of
-from trainer_backend.collect.batch import Batch, refuse_losses
+from trainer_backend.collect.batch import Batch, LossCheck
 from trainer_backend.collect.losses import losses_in, sum_losses
 from trainer_backend.errors import JobTeachesNothing, NothingToLearnFrom, TooManyLost
 
@@ -57,18 +57,18 @@ def test_a_row_of_metrics_tells_the_losses_again_and_makes_no_curve_of_a_cause()
 def test_a_share_that_is_no_accident_ends_the_stage(total: int, lost: int, error: type[Exception] | None):
     batch = stage(total, *["no level"] * lost)
     if error is None:
-        refuse_losses(batch, "warm-up", most=0.2)
+        LossCheck(most=0.2).refuse(batch, "warm-up")
         return
     with pytest.raises(error, match=f"^warm-up: {lost} of {total} rollouts lost: no level") as caught:
-        refuse_losses(batch, "warm-up", most=0.2)
+        LossCheck(most=0.2).refuse(batch, "warm-up")
     assert type(caught.value) is error
 
 
 @pytest.mark.parametrize("recurs", [True, False])
 def test_what_recurs_is_told_from_what_may_pass(recurs: bool):
     with pytest.raises(NothingToLearnFrom) as caught:
-        refuse_losses(stage(2, "a", "a", recurs=recurs), "prompts")
+        LossCheck().refuse(stage(2, "a", "a", recurs=recurs), "prompts")
     assert isinstance(caught.value, JobTeachesNothing) is recurs
     with pytest.raises(TooManyLost) as too_many:
-        refuse_losses(stage(8, *"aaaa", recurs=recurs), "prompts", most=0.2)
+        LossCheck(most=0.2).refuse(stage(8, *"aaaa", recurs=recurs), "prompts")
     assert too_many.value.recurs is recurs
