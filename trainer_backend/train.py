@@ -217,7 +217,7 @@ class Iteration:
                 if not self.reject(error):
                     raise
         self._credit_spans.append(span)
-        await run.ack([*batch.all, *branches.all])
+        await run.dispatcher.ack(self._planner.run_id, [*batch.all, *branches.all])
         return True
 
     def reject(self, error: TrainerError, *, goes_on: bool = True) -> bool:
@@ -526,7 +526,7 @@ async def _evaluate(run: Run, progress: Progress, stop: asyncio.Event) -> None:
     stage = f"evaluation after iteration {progress.iteration}"
     run.losses.report(batch, stage)
     run.losses.refuse(batch, stage, progress.iteration)
-    await run.ack(batch.all)
+    await run.dispatcher.ack(run.planner.run_id, batch.all)
     row = {
         "kind": "evaluation",
         "iteration": progress.iteration,

@@ -33,8 +33,8 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[StepRewards, list[T
 async def _play(folder: Path) -> dict[StepRewards, list[Trajectory]]:
     job = tiny_job(rollout__max_turns=25, warmup__episodes=3)
     found = {}
-    async with job_parts.task_apps(at_the_task_app(job), folder / "task_app.log") as clients:
-        dispatcher = Dispatcher(clients, timeout_s=120)
+    async with job_parts.task_apps(at_the_task_app(job), folder / "task_app.log") as apps:
+        dispatcher = Dispatcher(apps, timeout_s=120)
         for number, switches in enumerate(SWITCHES):
             requests = [
                 request.model_copy(update={"step_rewards": switches})

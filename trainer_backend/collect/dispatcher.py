@@ -92,13 +92,13 @@ class Queue:
         # The rollouts of each app's current group that no app has yet.
         self._current: dict[TaskAppClient, deque[Entry]] = {}
         # Lost and failed rollouts, by where they failed last. They come before new ones, the latest first.
-        self._again: dict[TaskAppClient | None, dict[str, Entry]] = {}
+        self.again: dict[TaskAppClient | None, dict[str, Entry]] = {}
         self._turns = 0
 
     @property
     def waits(self) -> bool:
         """Whether a rollout waits for a task app."""
-        return bool(self._groups) or any(self._current.values()) or any(self._again.values())
+        return bool(self._groups) or any(self._current.values()) or any(self.again.values())
 
     def join(self, app: TaskAppClient) -> None:
         self._current[app], self.apps[app] = deque(), AppFigures()
@@ -106,18 +106,14 @@ class Queue:
     def put_back(self, entry: Entry) -> None:
         self._turns += 1
         entry.turn = self._turns
-        self._again.setdefault(entry.failed_at, {})[entry.rollout_id] = entry
-
-    def drop(self, entry: Entry) -> None:
-        """Take a rollout that was put back from the queue."""
-        del self._again[entry.failed_at][entry.rollout_id]
+        self.again.setdefault(entry.failed_at, {})[entry.rollout_id] = entry
 
     def next_for(self, app: TaskAppClient, *, alone: bool) -> Entry | None:
         """Take the next rollout for an app; siblings stay together while other groups wait.
 
         An app that is `alone` gets rollouts that failed there, too.
         """
-        again = [part for place, part in self._again.items() if part and (alone or place is not app)]
+        again = [part for place, part in self.again.items() if part and (alone or place is not app)]
         if again:
             return max(again, key=lambda part: next(reversed(part.values())).turn).popitem()[1]
         if not self._current[app] and self._groups:
@@ -227,7 +223,10 @@ class Dispatcher:
         """Begin to collect a batch, after those of the same rank."""
         run_id = next(iter(queue.unfinished.values())).request.run_id
         if not self._run_id:
-            self._begin_run(run_id)
+            self._run_id, self._has_withdrawn = run_id, False
+            self._change, self._is_idle = asyncio.Event(), asyncio.Event()
+            for app in self._apps.members:
+                app.begin_run(run_id, self._change)
         if run_id != self._run_id:
             raise ValueError(f"run {run_id!r} must wait until run {self._run_id!r} is collected")
         for rollout_id in queue.unfinished:
@@ -315,12 +314,6 @@ class Dispatcher:
         app.stale |= set(app.accepted)
         self.lose(app, list(app.requests), why=why)
 
-    def _begin_run(self, run_id: str) -> None:
-        self._run_id, self._has_withdrawn = run_id, False
-        self._change, self._is_idle = asyncio.Event(), asyncio.Event()
-        for app in self._apps.members:
-            app.begin_run(run_id, self._change)
-
     def _find(self, rollout_id: str) -> Entry | None:
         for queue in self.queues:
             if rollout_id in queue.unfinished:
@@ -346,7 +339,7 @@ class Dispatcher:
     def _take_back(self, entry: Entry, *, but_from: TaskAppClient) -> None:
         """Take a rollout from the app that has it, and cancel it there if it may still be running."""
         if entry.app is None:
-            entry.queue.drop(entry)
+            del entry.queue.again[entry.failed_at][entry.rollout_id]
         elif entry.app is but_from:
             but_from.take_back(entry.rollout_id)
         else:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from pydantic import SecretStr
 
@@ -172,14 +172,19 @@ class Planner:
         They get the rest of the parent's limits, its time included. A lost branch is asked for again like
         any other rollout.
         """
-        return [
-            self._branch(parent, step.turn, step.snapshot, sibling)
-            for parent in parents
-            if parent.trajectory is not None
-            for step in parent.trajectory.steps
-            if step.snapshot is not None
-            for sibling in range(self.algorithm.branch_rollouts)
-        ]
+        requests = []
+        for parent in parents:
+            name = parent.rollout_id
+            for step in () if parent.trajectory is None else parent.trajectory.steps:
+                if step.snapshot is None:
+                    continue
+                group_id = f"{name.replace(':', '.')}/branch-{step.turn}"
+                start = Start(snapshot=step.snapshot, parent_rollout_id=name, parent_turn=step.turn - 1)
+                for sibling in range(self.algorithm.branch_rollouts):
+                    seed_parts = ("branch", parent.group_id, parent.sibling, step.turn, sibling)
+                    request = self.continuation(parent, start, group_id, sibling, seed_parts=seed_parts)
+                    requests.append(request)
+        return requests
 
     def warmup(self, key: SecretStr | None = None, *, most: int | None = None) -> list[RolloutRequest]:
         """The teacher's episodes, an origin each, or the first `most`; `key`: of the server in its config."""
@@ -239,10 +244,6 @@ class Planner:
         """The request of the row that takes the most room, of all that are trained or evaluated on."""
         return self._groups("train", 1, [self.source.largest()], siblings=1)[0]
 
-    def after(self, rows: Sequence[Mapping[str, Any]]) -> Self:
-        """The same planner once these rows of metrics are there."""
-        return replace(self, allocation=self.allocation.after(rows))
-
     def _groups(
         self, stage: str, iteration: int, origins: Sequence[Origin], *, siblings: int | None = None
     ) -> list[RolloutRequest]:
@@ -262,12 +263,6 @@ class Planner:
                 )  # fmt: skip
                 requests.append(request)
         return requests
-
-    def _branch(self, parent: Rollout, turn: int, snapshot: str, sibling: int) -> RolloutRequest:
-        group_id = f"{parent.rollout_id.replace(':', '.')}/branch-{turn}"
-        start = Start(snapshot=snapshot, parent_rollout_id=parent.rollout_id, parent_turn=turn - 1)
-        seed_parts = ("branch", parent.group_id, parent.sibling, turn, sibling)
-        return self.continuation(parent, start, group_id, sibling, seed_parts=seed_parts)
 
     def continuation(
         self, parent: Rollout, start: Start, group_id: str, sibling: int, *,

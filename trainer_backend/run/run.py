@@ -2,10 +2,10 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shared_schemas.rollouts import Rollout, RolloutRequest
+from shared_schemas.rollouts import RolloutRequest
 from trainer_backend.collect.batch import Batch, LossCheck
 from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.dispatcher import Progress as Tell
@@ -56,8 +56,10 @@ class Run:
 
     def current_planner(self) -> Planner:
         """The planner of the next iteration, whose schedule may look back on the finished ones."""
-        looks_back = self.planner.allocation.looks_back
-        return self.planner.after(self.directory.metrics()) if looks_back else self.planner
+        planner, allocation = self.planner, self.planner.allocation
+        if not allocation.looks_back:
+            return planner
+        return replace(planner, allocation=allocation.after(self.directory.metrics()))
 
     def spool(self, stage: str, requests: Sequence[RolloutRequest], versions: range) -> Spool:
         """The spool of a stage, with the rollouts of these requests that an earlier start has left there.
@@ -117,10 +119,6 @@ class Run:
         """Wait until nothing reads the learner's weights but who asks now; see `Saving`."""
         with self.timeline.working("learn"):
             await self.saving.settled()
-
-    async def ack(self, rollouts: Sequence[Rollout]) -> None:
-        """Let the task apps forget rollouts, which are stored."""
-        await self.dispatcher.ack(self.planner.run_id, rollouts)
 
     def record(self, row: dict[str, Any]) -> None:
         """Append the row of an iteration or an evaluation to the metrics, and report it."""
