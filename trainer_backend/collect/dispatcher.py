@@ -493,7 +493,7 @@ class Dispatcher:
                 continue
             self._take(app, page)
             if restarted := app.find_restarted(page.instance_id):
-                self._lose_some(app, restarted, f"{app.url} was started anew")
+                self._lose_some(app, restarted, f"{app.url} was restarted")
             elif page.rollouts:
                 app.strikes = 0
             elif missing := app.find_missing():

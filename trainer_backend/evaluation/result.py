@@ -134,7 +134,7 @@ def evaluation_result(
     episodes = finished_trajectories(batch.rollouts, "evaluation")
     worlds = [item.group_id for item in batch.rollouts if item.trajectory is not None]
     repeats, has_achievements = max(Counter(worlds).values()), have_achievements(episodes)
-    metrics = episode_metrics(episodes)
+    metrics, losses = episode_metrics(episodes), batch.losses
     endings = {
         name.removeprefix("stop/"): round(share * len(episodes))
         for name, share in metrics.items()
@@ -164,8 +164,8 @@ def evaluation_result(
         endings=endings,
         rows=_outcome_by_row(batch),
         row_places=dict(row_places or {}),
-        lost=len(batch.failed),
-        lost_because=batch.losses.explain() if batch.failed else "",
+        lost=losses.lost,
+        lost_because=losses.explain() if losses.lost else "",
         failures=dict(sorted(batch.failures.items())),
         prompt_tokens=_total([step.step_info.prompt_tokens for item in episodes for step in item.steps]),
         sampled_tokens=_total([step.step_info.completion_tokens for item in episodes for step in item.steps]),
