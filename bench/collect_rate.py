@@ -102,14 +102,14 @@ class Stage:
         spool = Spool.open(
             self._folder / "stage.spool.jsonl", requests, versions=range(1), gateway_urls=(), tell=print
         )
-        collection = await collected(
+        batch = await collected(
             requests, self._dispatcher, spool=spool, tell=lambda done, total: None, stop=asyncio.Event()
         )
-        assert collection is not None and not collection.failed, "every game is played to its end"
-        write_rollouts(self._folder / "stage.parquet", collection.all)
+        assert batch is not None and not batch.failed, "every game is played to its end"
+        write_rollouts(self._folder / "stage.parquet", batch.all)
         spool.remove()
-        await self._dispatcher.ack(requests[0].run_id, collection.all)
-        games = [rollout.trajectory for rollout in collection.rollouts if rollout.trajectory is not None]
+        await self._dispatcher.ack(requests[0].run_id, batch.all)
+        games = [rollout.trajectory for rollout in batch.rollouts if rollout.trajectory is not None]
         return {
             "decisions": sum(len(game.steps) for game in games),
             "outcome": statistics.mean(game.outcome_reward for game in games),

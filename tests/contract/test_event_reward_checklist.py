@@ -40,9 +40,9 @@ async def _play(folder: Path) -> dict[StepRewards, list[Trajectory]]:
                 request.model_copy(update={"step_rewards": switches})
                 for request in job_parts.planner(job, f"checklist-{number}").warmup()
             ]
-            collection = await dispatcher.collect(requests)
-            assert not collection.failed
-            found[switches] = _trajectories(collection.rollouts)
+            batch = await dispatcher.collect(requests)
+            assert not batch.failed
+            found[switches] = _trajectories(batch.rollouts)
     return found
 
 

@@ -85,9 +85,9 @@ async def _twice(
     start = uuid4().hex  # others play at the same task app
     for run_id in (f"{start}.1", f"{start}.2"):
         planner = job_parts.planner(job, run_id, server.inference)
-        collection = await dispatcher.collect(planner.training(1))
-        assert not collection.failed, collection.failed
-        found += collection.rollouts
+        batch = await dispatcher.collect(planner.training(1))
+        assert not batch.failed, batch.failed
+        found += batch.rollouts
         with torch.no_grad():
             for weight in learner.model.parameters():
                 weight += 0.02 * torch.randn_like(weight)

@@ -1,4 +1,4 @@
-"""Several collections of one run at the same time: each gets its own, and none ends with another."""
+"""Several batches of one run at the same time: each gets its own, and none ends with another."""
 
 import asyncio
 import json
@@ -24,8 +24,8 @@ def ids(first: int, end: int) -> list[str]:
     return [f"run/train/1/0/{number}" for number in range(first, end)]
 
 
-def siblings(collection: Batch) -> list[int]:
-    return sorted(rollout.sibling for rollout in collection.rollouts)
+def siblings(batch: Batch) -> list[int]:
+    return sorted(rollout.sibling for rollout in batch.rollouts)
 
 
 class Forgetting(ScriptedTaskApp):
@@ -73,7 +73,7 @@ class Forgetting(ScriptedTaskApp):
         return await super().ack(request)
 
 
-async def test_a_collection_that_begins_later_is_sent_at_once_and_one_that_is_cancelled_takes_none_along():
+async def test_a_batch_that_begins_later_is_sent_at_once_and_one_that_is_cancelled_takes_none_along():
     task_app = Forgetting()
     async with served(task_app) as client:
         dispatcher = Dispatcher(TaskApps.of([client]), timeout_s=30)
@@ -90,7 +90,7 @@ async def test_a_collection_that_begins_later_is_sent_at_once_and_one_that_is_ca
     assert sorted(task_app.acked) == ids(0, 4)
 
 
-async def test_a_collection_goes_on_although_what_its_app_is_to_play_next_is_cancelled_before_it_is_sent():
+async def test_a_batch_goes_on_although_what_its_app_is_to_play_next_is_cancelled_before_it_is_sent():
     class Slow(Forgetting):
         """Answers a cancellation `later`. Its first page, rollout 0 alone, comes while one waits."""
 
@@ -127,7 +127,7 @@ async def test_a_collection_goes_on_although_what_its_app_is_to_play_next_is_can
     assert [item.sibling for item in task_app.ended] == [0, 1, 2]
 
 
-async def test_what_one_collection_cannot_keep_does_not_end_the_other():
+async def test_what_one_batch_cannot_keep_does_not_end_the_other():
     def full(rollout: Rollout) -> None:
         raise RunNotWritten("no space left")
 
@@ -144,16 +144,16 @@ async def test_what_one_collection_cannot_keep_does_not_end_the_other():
         )
         await task_app.until_accepted(6)
         task_app.gate.set()
-        error, collection = await both
+        error, batch = await both
     assert isinstance(error, RunNotWritten)
-    assert isinstance(collection, Batch)
-    assert siblings(collection) == list(range(9, 20))
+    assert isinstance(batch, Batch)
+    assert siblings(batch) == list(range(9, 20))
     assert sorted(kept) == sorted(ids(9, 20))
     # No place was given to the broken one again.
     assert {item.rollout_id for item in task_app.ended} == {*ids(0, 6), *ids(9, 20)}
 
 
-async def test_a_later_collection_fills_the_places_that_the_first_one_leaves():
+async def test_a_later_batch_fills_the_places_that_the_first_one_leaves():
     task_app = Forgetting()
     task_app.gate.set()
     async with served(task_app) as client:
@@ -168,7 +168,7 @@ async def test_a_later_collection_fills_the_places_that_the_first_one_leaves():
     assert order == [0, 1, 2, 6, 7, 8, 3, 4, 5]
 
 
-async def test_what_is_wrong_with_the_task_apps_ends_all_collections_and_not_the_next_one():
+async def test_what_is_wrong_with_the_task_apps_ends_all_batches_and_not_the_next_one():
     task_app = ScriptedTaskApp()
     task_app.answer_first_with = [401]
     async with served(task_app) as client:
@@ -186,7 +186,7 @@ async def test_what_is_wrong_with_the_task_apps_ends_all_collections_and_not_the
     assert str(errors[0]).endswith("status 500: out of order; 8 of 8 rollouts were not finished")
 
 
-async def test_the_deadline_of_a_collection_begins_when_no_earlier_iteration_is_under_way():
+async def test_the_deadline_of_a_batch_begins_when_no_earlier_iteration_is_under_way():
     task_app = Forgetting()
     async with served(task_app) as client:
         dispatcher = Dispatcher(TaskApps.of([client]), timeout_s=1.0, max_running=1)
@@ -203,17 +203,17 @@ async def test_the_deadline_of_a_collection_begins_when_no_earlier_iteration_is_
     assert task_app.cancelled == []
 
 
-async def test_an_acknowledgement_that_is_lost_takes_no_work_from_an_app_whose_lane_finds_it_well():
+async def test_an_acknowledgement_that_is_lost_takes_no_work_from_an_app_that_is_found_well():
     task_app = Forgetting()
     async with served(task_app) as client:
         dispatcher = Dispatcher(TaskApps.of([client]), timeout_s=30, max_running=1)
-        collection = asyncio.ensure_future(dispatcher.collect(plan(0, 3)))
+        batch = asyncio.ensure_future(dispatcher.collect(plan(0, 3)))
         await task_app.until_accepted(1)
         task_app.lost_acks = 1
         await dispatcher.ack("run", [answer_to(request) for request in plan(7, 8)])
         assert task_app.lost_acks == 0
         task_app.gate.set()
-        assert siblings(await collection) == [0, 1, 2]
+        assert siblings(await batch) == [0, 1, 2]
 
 
 async def test_what_is_collected_again_right_after_its_batch_was_cancelled_is_cancelled_before_it_is_sent():

@@ -61,7 +61,7 @@ async def test_what_has_finished_is_kept_before_its_task_app_may_forget_it_and_w
     assert len(task_app.acked) > 200, "long before the end it was told to forget some"
 
 
-async def test_what_cannot_be_kept_ends_the_collection():
+async def test_what_cannot_be_kept_ends_the_batch():
     def full(rollout: Rollout) -> None:
         raise RunNotWritten("no space left")
 

@@ -24,7 +24,7 @@ JOB = tiny_job(rollout__max_turns=20, warmup__episodes=24, rollout__max_concurre
 PLAN = job_parts.planner(JOB, "run").warmup()
 
 
-def played(collection: Batch) -> list[Any]:
+def played(batch: Batch) -> list[Any]:
     """What came of each rollout, in order, but for where it ran and how long it took."""
     times = {"policy_s", "environment_s", "interaction_s"}
     return [
@@ -35,7 +35,7 @@ def played(collection: Batch) -> list[Any]:
                 "trajectory": {"wall_s": True, "steps": {"__all__": {"step_info": times}}},
             },
         )
-        for rollout in collection.rollouts
+        for rollout in batch.rollouts
     ]
 
 
@@ -86,7 +86,7 @@ async def test_two_collections_of_one_run_at_the_same_time_each_get_their_own(un
     assert [[figures.finished for figures in part.apps.values()] for part in parts] == [[12], [12]]
 
 
-async def test_a_task_app_started_again_on_its_port_takes_work_in_the_same_collection(tmp_path, undisturbed):
+async def test_a_task_app_started_again_on_its_port_takes_work_in_the_same_batch(tmp_path, undisturbed):
     first, second = TaskAppProcess(tmp_path / "a"), TaskAppProcess(tmp_path / "b")
     killed, lost, back = asyncio.Event(), asyncio.Event(), asyncio.Event()
 

@@ -58,11 +58,11 @@ class Learner:
                 weight += 0.02 * torch.randn_like(weight)
 
 
-def answers(collection: Batch) -> dict[str, list[Any]]:
+def answers(batch: Batch) -> dict[str, list[Any]]:
     """By the plan's id, the exact tokens of each decision."""
     return {
         plan_id(rollout.rollout_id): [step.policy_logprobs for step in _steps(rollout)]
-        for rollout in collection.rollouts
+        for rollout in batch.rollouts
     }
 
 

@@ -177,7 +177,7 @@ async def test_what_will_be_slow_is_noted_and_the_memory_plan_is_only_said(tmp_p
     assert reporter.notes == reporter.lines[1:]
 
 
-class HalfWayCollector:
+class HalfWayDispatcher:
     """Plays so many of each plan, and is killed where that is not all."""
 
     def __init__(self) -> None:
@@ -216,7 +216,7 @@ async def begun_again(
 
 async def test_the_teachers_episodes_of_earlier_starts_are_kept_until_the_warm_up_is_saved(tmp_path: Path):
     directory, reporter = create_run(tiny_job(), tmp_path / "run"), ListReporter()
-    dispatcher: Any = HalfWayCollector()
+    dispatcher: Any = HalfWayDispatcher()
     # episodes of the job, how many are played, how many are asked for
     starts = [(8, 5, 8), (8, 8, 3), (10, 10, 2), (4, 0, 0), (9, 0, 0)]
     for start, (episodes, dispatcher.most, number) in enumerate(starts):
@@ -237,7 +237,7 @@ async def test_the_teachers_episodes_of_earlier_starts_are_kept_until_the_warm_u
 async def test_the_games_are_on_the_disk_before_the_file_that_says_that_all_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    directory, dispatcher = create_run(tiny_job(), tmp_path / "run"), HalfWayCollector()
+    directory, dispatcher = create_run(tiny_job(), tmp_path / "run"), HalfWayDispatcher()
     dispatcher.most, disk = 4, Disk(directory.rollouts, monkeypatch)
     await begun_again(directory, tiny_job(warmup__episodes=4), dispatcher, ListReporter())
     rename = disk.heard.index("rename .warmup.parquet.tmp to warmup.parquet")
@@ -248,7 +248,7 @@ async def test_the_games_are_on_the_disk_before_the_file_that_says_that_all_are_
 async def test_whatever_changes_between_starts_no_game_is_played_twice_and_the_file_has_the_plans_games(
     tmp_path: Path, seed: int
 ):
-    draws, dispatcher = random.Random(seed), HalfWayCollector()
+    draws, dispatcher = random.Random(seed), HalfWayDispatcher()
     directory, reporter = create_run(tiny_job(), tmp_path / "run"), ListReporter()
     spool, known = directory.spool_file("warmup"), set[str]()
     for _ in range(14):
@@ -294,7 +294,7 @@ async def test_games_of_an_earlier_version_are_not_played_again_with_other_numbe
     tmp_path: Path, episodes: int, number: int, is_spool: bool
 ):
     directory, reporter = create_run(tiny_job(), tmp_path / "run"), ListReporter()
-    dispatcher: Any = HalfWayCollector()
+    dispatcher: Any = HalfWayDispatcher()
     job, dispatcher.most = tiny_job(warmup__episodes=4), 6
     await begun_again(directory, job, dispatcher, reporter)
     as_an_earlier_version_left_it(directory, job_parts.planner(job, "run").warmup() if is_spool else None)
@@ -308,7 +308,7 @@ async def test_games_of_an_earlier_version_are_not_played_again_with_other_numbe
 @pytest.mark.parametrize("doubt", ["another start", "other worlds", "data", "cluster", "damage"])
 async def test_a_stored_stage_is_set_aside_where_its_requests_are_not_known(tmp_path: Path, doubt: str):
     directory, reporter = create_run(tiny_job(), tmp_path / "run"), ListReporter()
-    dispatcher: Any = HalfWayCollector()
+    dispatcher: Any = HalfWayDispatcher()
     job, dispatcher.most = tiny_job(warmup__episodes=4), 6
     await begun_again(directory, job, dispatcher, reporter)
     stored = as_an_earlier_version_left_it(directory)
@@ -440,7 +440,7 @@ async def test_a_run_that_loses_its_learner_resumes_so_often_and_not_after_a_sto
 
 async def test_games_of_a_stage_that_a_start_does_not_play_are_set_aside_with_a_word(tmp_path: Path):
     directory, reporter = create_run(tiny_job(), tmp_path / "run"), ListReporter()
-    dispatcher: Any = HalfWayCollector()
+    dispatcher: Any = HalfWayDispatcher()
     dispatcher.most = 3
     assert await begun_again(directory, tiny_job(warmup__episodes=4), dispatcher, reporter) is None
     job = tiny_job().model_copy(update={"warmup": None})
