@@ -27,7 +27,7 @@ from typing import Any
 from bench import kit
 from shared_schemas.rollouts import RolloutRequest
 from trainer_backend import job_parts
-from trainer_backend.collect.collector import Collector
+from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.job.load import load_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.run.gateways import gateway_listener
@@ -89,9 +89,9 @@ class Stage:
     """A stage of a run that can be collected again and again, each time as another start of it."""
 
     def __init__(
-        self, folder: Path, collector: Collector, plan: Callable[[str], list[RolloutRequest]]
+        self, folder: Path, dispatcher: Dispatcher, plan: Callable[[str], list[RolloutRequest]]
     ) -> None:
-        self._folder, self._collector, self._plan = folder, collector, plan
+        self._folder, self._dispatcher, self._plan = folder, dispatcher, plan
         self._count = 0
 
     async def collect(self) -> dict[str, float]:
@@ -102,14 +102,14 @@ class Stage:
         spool = Spool.open(
             self._folder / "stage.spool.jsonl", requests, versions=range(1), gateway_urls=(), tell=print
         )
-        collection = await collected(
-            requests, self._collector, spool=spool, tell=lambda done, total: None, stop=asyncio.Event()
+        batch = await collected(
+            requests, self._dispatcher, spool=spool, tell=lambda done, total: None, stop=asyncio.Event()
         )
-        assert collection is not None and not collection.failed, "every game is played to its end"
-        write_rollouts(self._folder / "stage.parquet", collection.all)
+        assert batch is not None and not batch.failed, "every game is played to its end"
+        write_rollouts(self._folder / "stage.parquet", batch.all)
         spool.remove()
-        await self._collector.ack(requests[0].run_id, collection.all)
-        games = [rollout.trajectory for rollout in collection.rollouts if rollout.trajectory is not None]
+        await self._dispatcher.ack(requests[0].run_id, batch.all)
+        games = [rollout.trajectory for rollout in batch.rollouts if rollout.trajectory is not None]
         return {
             "decisions": sum(len(game.steps) for game in games),
             "outcome": statistics.mean(game.outcome_reward for game in games),
@@ -133,9 +133,9 @@ class Published:
 async def stage_of(job: JobConfig, model: Path | None, folder: Path) -> AsyncIterator[Stage]:
     """The stage of the teacher, or of the model, with a task app and what else it needs."""
     async with job_parts.task_apps(job, folder / "task_app.log") as apps:
-        collector = Collector(apps, timeout_s=job.services.iteration_timeout_s)
+        dispatcher = Dispatcher(apps, timeout_s=job.services.iteration_timeout_s)
         if model is None:
-            yield Stage(folder, collector, lambda run_id: job_parts.planner(job, run_id).warmup())
+            yield Stage(folder, dispatcher, lambda run_id: job_parts.planner(job, run_id).warmup())
             return
         if job.cluster is not None:  # imported here, since the other tree may have none
             from trainer_backend.run.fixed_setup import FixedSetup
@@ -147,7 +147,7 @@ async def stage_of(job: JobConfig, model: Path | None, folder: Path) -> AsyncIte
                     inference = processes.inference
                     yield Stage(
                         folder,
-                        collector,
+                        dispatcher,
                         lambda run_id: job_parts.planner(job, run_id, inference).training(1),
                     )
             return
@@ -156,7 +156,7 @@ async def stage_of(job: JobConfig, model: Path | None, folder: Path) -> AsyncIte
             policy = await asyncio.to_thread(FolderPolicy, job.model, server, model)
             with policy.serving() as inference:
                 yield Stage(
-                    folder, collector, lambda run_id: job_parts.planner(job, run_id, inference).training(1)
+                    folder, dispatcher, lambda run_id: job_parts.planner(job, run_id, inference).training(1)
                 )
 
 

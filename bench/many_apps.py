@@ -24,7 +24,7 @@ from pydantic import SecretStr
 from bench import kit
 from shared_schemas.rollouts import RolloutRequest
 from trainer_backend.collect.apps import TaskApps
-from trainer_backend.collect.collector import Collector
+from trainer_backend.collect.dispatcher import Dispatcher
 
 
 def plan(run_id: str, options: Namespace) -> list[RolloutRequest]:
@@ -62,12 +62,12 @@ async def replicas(count: int) -> AsyncIterator[TaskApps]:
 
 
 async def decisions_per_s(apps: TaskApps, run_id: str, options: Namespace) -> float:
-    collector = Collector(apps, timeout_s=600, max_running=64)
+    dispatcher = Dispatcher(apps, timeout_s=600, max_running=64)
     started = time.perf_counter()
-    found = await collector.collect(plan(run_id, options))
+    found = await dispatcher.collect(plan(run_id, options))
     took_s = time.perf_counter() - started
     assert not found.failed
-    await collector.ack(run_id, found.all)
+    await dispatcher.ack(run_id, found.all)
     return sum(len(item.trajectory.steps) for item in found.rollouts if item.trajectory) / took_s
 
 

@@ -29,7 +29,7 @@ from bench import kit
 from service_kit.server import Listener, ServerThread
 from shared_schemas.trajectory import Trajectory
 from trainer_backend import job_parts
-from trainer_backend.collect.collector import Collector
+from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.plan import Inference
 from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.remote_engine import RemoteEngine
@@ -107,11 +107,11 @@ async def played(options: Namespace) -> tuple[Server, list[Trajectory], float]:
         actor = Inference(url, f"{job.job.name}/actor", SecretStr("key"))
         planner = job_parts.planner(job, "run", actor)
         async with job_parts.task_apps(job, Path(folder) / "task_app.log", actor) as apps:
-            collector = Collector(apps, timeout_s=600)
-            await collector.collect(planner.training(1))  # first touch of everything
+            dispatcher = Dispatcher(apps, timeout_s=600)
+            await dispatcher.collect(planner.training(1))  # first touch of everything
             server.took_s.clear()
             begun = time.perf_counter()
-            found = await collector.collect(planner.training(2))
+            found = await dispatcher.collect(planner.training(2))
             took_s = time.perf_counter() - begun
     await runner.cleanup()
     assert not found.failed, found.failures

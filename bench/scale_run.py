@@ -1,7 +1,7 @@
 """A run of bench/scale.py in virtual time: the code that shares out work, over parts that only cost time.
 
 From the project: which iterations may be asked for (`train.iterations_open`), the plan and each rollout's
-gateway (`collect.plan`), the queue of the task apps (`collect.collector`), which gateway has which server
+gateway (`collect.plan`), the queue of the task apps (`collect.dispatcher`), which gateway has which server
 (`run.gateways.share_of`), and sticky sessions, pauses and publishing (`inference.pool`).
 """
 
@@ -20,7 +20,7 @@ from shared_schemas.rollouts import Rollout, RolloutPage, RolloutRequest
 from shared_schemas.trajectory import Sampling, Trajectory
 from trainer_backend import job_parts
 from trainer_backend.collect.apps import TaskApps
-from trainer_backend.collect.collector import Collector
+from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.plan import Inference
 from trainer_backend.inference.pool import ReplicaPool
 from trainer_backend.inference.protocol import Extras
@@ -99,7 +99,7 @@ class SimulatedGateway:
 
 
 class SimulatedTaskApp:
-    """What the collector takes for the client of a task app: episodes on one core."""
+    """What the dispatcher takes for the client of a task app: episodes on one core."""
 
     def __init__(self, number: int, run: "SimulatedRun") -> None:
         self.url, self.core, self._run = f"http://task-app-{number}", Core(), run
@@ -144,7 +144,7 @@ class SimulatedTaskApp:
         fields = request.model_dump(
             include={"rollout_id", "run_id", "iteration", "group_id", "sibling", "attempt"}
         )
-        # Its decisions are counted in the batch; the collector looks at world and outcome alone.
+        # Its decisions are counted in the batch; the dispatcher looks at world and outcome alone.
         episode = Trajectory.model_construct(
             seed=request.start.seed, steps=(), outcome_reward=0.0, wall_s=0.0,
             parent_rollout_id=None, parent_turn=None,
@@ -194,7 +194,7 @@ class SimulatedRun:
         task_apps = TaskApps.of(self._apps)  # type: ignore[arg-type]
         for app in task_apps.members:
             app.at_most = -(-cluster.places // cluster.task_apps)
-        self._collector = Collector(task_apps, timeout_s=_FOR_EVER_S, max_running=cluster.places)
+        self._dispatcher = Dispatcher(task_apps, timeout_s=_FOR_EVER_S, max_running=cluster.places)
 
     async def play(self, iterations: int) -> list[Totals]:
         """The order of `train.train`: collect, credit, update, publish."""
@@ -206,7 +206,7 @@ class SimulatedRun:
                 if number not in collections:
                     self.batches[number] = Batch()
                     requests = self._planner.training(number)
-                    collections[number] = asyncio.ensure_future(self._collector.collect(requests))
+                    collections[number] = asyncio.ensure_future(self._dispatcher.collect(requests))
             collection = await collections[done + 1]
             assert not collection.failed
             batch = self.batches[done + 1]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import SecretStr
 
 from trainer_backend.collect.apps import TaskApps, Tell, log_sentence
-from trainer_backend.collect.collector import Collector
+from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.endpoints import hosts_to_call
 from trainer_backend.collect.plan import Inference, Planner, Players, inferences
 from trainer_backend.collect.sources import Allocation, Rows, Source, Worlds
@@ -162,9 +162,9 @@ def task_apps(
     )
 
 
-def collector(job: JobConfig, apps: TaskApps) -> Collector:
+def dispatcher(job: JobConfig, apps: TaskApps) -> Dispatcher:
     most = job.rollout.max_concurrent_rollouts
-    return Collector(apps, timeout_s=job.services.iteration_timeout_s, max_running=most)
+    return Dispatcher(apps, timeout_s=job.services.iteration_timeout_s, max_running=most)
 
 
 def policies(job: JobConfig) -> Policies:

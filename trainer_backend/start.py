@@ -14,8 +14,9 @@ from urllib.parse import urlsplit
 
 from service_kit.logs import configure_logs_from
 from trainer_backend import job_parts
-from trainer_backend.collect.apps import App, Show, TaskApps
-from trainer_backend.collect.apps import State as AppState
+from trainer_backend.collect.apps import TaskApps
+from trainer_backend.collect.client import Show, TaskAppClient
+from trainer_backend.collect.client import State as AppState
 from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.task_apps import describe
 from trainer_backend.collect.trial import try_job
@@ -173,9 +174,9 @@ async def _run(
         planner = job_parts.planner(job, run_id, gateways.inference, data)
         async with job_parts.task_apps(job, directory.task_app_log, data=data, tell=reporter.say) as apps:
             apps.watch(shown_by(reporter))
-            collector = job_parts.collector(job, apps)
+            dispatcher = job_parts.dispatcher(job, apps)
             if reporter.left_behind:
-                await collector.abort(reporter.left_behind)
+                await dispatcher.abort(reporter.left_behind)
             reporter.runs_as(run_id)
             servers = await until(stop, _checked_servers(job)) or []
             switches, notes = echo_of_switches(job.training, job.algorithm), data.notes if data else ()
@@ -184,7 +185,7 @@ async def _run(
             await _try(job, planner, apps, stop, from_scratch=checkpoint is None)
             beginning = Beginning(
                 directory, planner, _models_of(job, learners, fixed_setup),
-                collector=collector, reporter=reporter, stop=stop,
+                dispatcher=dispatcher, reporter=reporter, stop=stop,
             )  # fmt: skip
             models = await beginning.load(resume=resume)
             replace_job = _replaced_job(job, directory)
@@ -197,7 +198,7 @@ async def _run(
                 actor.watch(reporter)
                 reporter.say(f"gateway: {', '.join(actor.inference.urls)} serves {actor.inference.model}")
                 run = Run(
-                    planner, job_parts.credit(job), collector, actor,
+                    planner, job_parts.credit(job), dispatcher, actor,
                     saving=saving, reporter=reporter, resumes=reporter.resumes,
                 )  # fmt: skip
                 # Not before: a start that fails, or has nothing left to play, accepts no rows.
@@ -261,8 +262,8 @@ def _refuse_damage(job: JobConfig, checkpoints: Path) -> None:
 def shown_by(reporter: Reporter) -> Show:
     """What reports a task app as a process of the run."""
 
-    def show(app: App, state: AppState) -> None:
-        word, host = app.fault or "", urlsplit(app.client.url).netloc
+    def show(app: TaskAppClient, state: AppState) -> None:
+        word, host = app.fault or "", urlsplit(app.url).netloc
         reporter.process(app.label, role="task app", state=state, word=word, host=host)
 
     return show

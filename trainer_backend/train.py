@@ -12,10 +12,9 @@ from operator import attrgetter
 from typing import Any
 
 from shared_schemas.rollouts import RolloutRequest
-from trainer_backend.collect.collector import Collection, join_rounds
-from trainer_backend.collect.metrics import collection_metrics, evaluation_metrics
+from trainer_backend.collect.batch import Batch
+from trainer_backend.collect.metrics import batch_metrics, evaluation_metrics
 from trainer_backend.collect.plan import digest_tasks, retried
-from trainer_backend.collect.work import merge, without
 from trainer_backend.core.advantages.branch import by_parent
 from trainer_backend.core.critic import firsts
 from trainer_backend.core.statistics import staleness_metrics
@@ -141,7 +140,7 @@ class Ahead:
         return self._iterations.pop(progress.iteration + 1)
 
     async def end(self) -> None:
-        """End the collection of what will not be learned from."""
+        """End the batch of what will not be learned from."""
         iterations, self._iterations = self._iterations, {}
         for iteration in iterations.values():
             await iteration.cancel()
@@ -168,8 +167,8 @@ class Iteration:
         self._requests = self._planner.training(number)  # 2, 3
         self._all_requests: list[RolloutRequest] = []
         self._spool = run.iteration_spool(number, self._requests, progress)
-        self._rounds: list[Collection] = []
-        self._branches: list[Collection] = []
+        self._rounds: list[Batch] = []
+        self._branches: list[Batch] = []
         self._measured, self._credited = NOTHING, Credited([], [], {}, [])
         self._refilled = 0
         self._start = Moment(0.0, {})
@@ -179,7 +178,7 @@ class Iteration:
         # What is planned once more because credit or update rejected it, and whether that was done.
         self._again: list[RolloutRequest] = []
         self._has_rejected = False
-        self._first: asyncio.Task[Collection | None] | None = asyncio.ensure_future(self._first_round())
+        self._first: asyncio.Task[Batch | None] | None = asyncio.ensure_future(self._first_round())
 
     @property
     def is_complete(self) -> bool:
@@ -194,13 +193,13 @@ class Iteration:
     async def add_round(self) -> bool:
         """Collect the next round, credit all rounds, and store them; False where a stop came first."""
         run, self._is_awaited, is_again = self._run, True, bool(self._again)
-        collection = await run.saving.while_written(self._next_round())  # 4 to 6
+        batch = await run.saving.while_written(self._next_round())  # 4 to 6
         await run.settled()  # before the learner is asked, and before anything of this iteration is stored
-        if collection is None:
+        if batch is None:
             return False
-        new = self._planner.branches(collection.rollouts)  # 3; none, but for an estimator that needs them
+        new = self._planner.branches(batch.rollouts)  # 3; none, but for an estimator that needs them
         if new:  # their parents are stored first, lest an error loses them
-            self._store(self._name, join_rounds([*self._rounds, collection]))
+            self._store(self._name, Batch.join([*self._rounds, batch]))
         branches = await self._collect("branches", new)  # 4 to 6
         if branches is None:
             return False
@@ -208,9 +207,9 @@ class Iteration:
             await run.server.release()
         with run.timeline.working("learn") as span:
             if is_again:
-                self._rounds[-1] = merge(self._rounds[-1], collection)
+                self._rounds[-1] = self._rounds[-1].merge(batch)
             else:
-                self._rounds.append(collection)
+                self._rounds.append(batch)
             self._branches.append(branches)
             try:
                 await self._credit_and_store()  # 7 to 10
@@ -218,7 +217,7 @@ class Iteration:
                 if not self.reject(error):
                     raise
         self._credit_spans.append(span)
-        await run.ack([*collection.all, *branches.all])
+        await run.dispatcher.ack(self._planner.run_id, [*batch.all, *branches.all])
         return True
 
     def reject(self, error: TrainerError, *, goes_on: bool = True) -> bool:
@@ -232,7 +231,7 @@ class Iteration:
         run, name = self._run, f"iteration_{self.number}"
         ids: dict[str, TrainerError] = {}
         if isinstance(error, CreditError):
-            ids |= run.credit.find_rejected(join_rounds(self._rounds).rollouts, self._measured)
+            ids |= run.credit.find_rejected(Batch.join(self._rounds).rollouts, self._measured)
         ids |= dict.fromkeys(rejected_rollouts(error), error)
         parts = (*self._rounds, *self._branches)
         rollouts = [item for part in parts for item in part.rollouts if item.rollout_id in ids]
@@ -243,8 +242,8 @@ class Iteration:
             append_rejected(path, item, str(ids[item.rollout_id]))
         if self._spool is not None:
             self._spool.reject(rollouts)
-        self._rounds = [without(part, ids) for part in self._rounds]
-        self._branches = [without(part, ids) for part in self._branches]
+        self._rounds = [part.without(ids) for part in self._rounds]
+        self._branches = [part.without(ids) for part in self._branches]
         # A branch cannot be planned without its parent, nor a parent without its branches.
         plans_again = goes_on and not self._has_rejected and not run.credit.estimator.needs_branches
         run.reporter.say(
@@ -261,29 +260,29 @@ class Iteration:
         return plans_again
 
     async def cancel(self) -> None:
-        """End its collection; its errors have no reader."""
+        """End its batch; its errors have no reader."""
         if self._first is not None:
             self._first.cancel()
             await asyncio.gather(self._first, return_exceptions=True)
 
     def result(self) -> IterationResult:
         """All rounds together."""
-        collection, credits = join_rounds(self._rounds), self._credited.credits
+        batch, credits = Batch.join(self._rounds), self._credited.credits
         schedule = self._planner.allocation.schedule
         alpha = None if schedule is None else schedule.alpha_at(self.number)
         metrics = self._run.metrics
         return IterationResult(
-            collection=collection,
-            branches=join_rounds(self._branches),
+            batch=batch,
+            branches=Batch.join(self._branches),
             credited=self._credited,
             start=self._start,
             collect_spans=self._collect_spans,
             credit_spans=self._credit_spans,
-            mixture=metrics.by_policy(self._all_requests, collection.rollouts, credits, alpha=alpha),
+            mixture=metrics.by_policy(self._all_requests, batch.rollouts, credits, alpha=alpha),
             refilled=self._refilled,
         )
 
-    async def _next_round(self) -> Collection | None:
+    async def _next_round(self) -> Batch | None:
         """Wait for the first round, or ask for another one in place of flat groups."""
         if self._first is not None:
             first, self._first = self._first, None
@@ -298,66 +297,66 @@ class Iteration:
         self._refilled += missing
         return await self._collect("collect", self._requests)
 
-    async def _first_round(self) -> Collection | None:
+    async def _first_round(self) -> Batch | None:
         self._start = await moment(self._run.server)
         return await self._collect("collect", self._requests)
 
-    async def _collect(self, what: str, requests: Sequence[RolloutRequest]) -> Collection | None:
+    async def _collect(self, what: str, requests: Sequence[RolloutRequest]) -> Batch | None:
         if not requests:
-            return Collection(())
+            return Batch(())
         if what == "collect":
             self._all_requests += requests
         refills = 0 if what == "again" else len(self._rounds)
         stage = _stage(what, self.number, refills)
         with self._run.timeline.working("collect") as span:
-            collection = await self._run.collect(
+            batch = await self._run.collect(
                 stage, requests, spool=self._spool, stop=self._stop, shown=lambda: self._is_awaited
             )
         self._collect_spans.append(span)
-        if collection is not None:
-            self._run.losses.report(collection, _stage(_NAMES[what], self.number, refills))
-        return collection
+        if batch is not None:
+            self._run.losses.report(batch, _stage(_NAMES[what], self.number, refills))
+        return batch
 
     async def _credit_and_store(self) -> None:
         """Credit and store rollouts; those that cannot be credited are stored too, for inspection."""
-        collection, branches = join_rounds(self._rounds), join_rounds(self._branches)
+        batch, branches = Batch.join(self._rounds), Batch.join(self._branches)
         run, credit = self._run, self._run.credit
 
         def store(credits: Sequence[Credit] | None) -> None:
             if credit.estimator.needs_branches:  # an empty file too: it says that there was none
                 self._store(f"branches_{self.number}", branches)
-            self._store(self._name, collection, credits)
+            self._store(self._name, batch, credits)
 
         try:
-            # First: where a fixed policy plays the whole iteration, it is why the collection is empty.
+            # First: where a fixed policy plays the whole iteration, it is why the batch is empty.
             refuse_round(credit.policies, self._all_requests, self._rounds[-1])
-            run.losses.refuse(collection, f"iteration {self.number}", self.number)
+            run.losses.refuse(batch, f"iteration {self.number}", self.number)
             if branches.all:
                 run.losses.refuse(branches, f"branches of iteration {self.number}", self.number)
-            self._measured = await self._measure(collection, branches)  # 7, 8
-            self._credited = credit.credit(collection.rollouts, self._measured)  # 7, 9, 10
+            self._measured = await self._measure(batch, branches)  # 7, 8
+            self._credited = credit.credit(batch.rollouts, self._measured)  # 7, 9, 10
         except TrainerError:
             store(None)
             raise
         store(self._credited.credits)
 
-    def _store(self, name: str, collection: Collection, credits: Sequence[Credit] | None = None) -> None:
+    def _store(self, name: str, batch: Batch, credits: Sequence[Credit] | None = None) -> None:
         path = self._run.directory.rollouts_file(name)
-        write_rollouts(path, collection.all, credits, self._measured.scored)
+        write_rollouts(path, batch.all, credits, self._measured.scored)
 
-    async def _measure(self, collection: Collection, branches: Collection) -> Measured:
+    async def _measure(self, batch: Batch, branches: Batch) -> Measured:
         """Stop 8 of the route: measure new rollouts, if the job's estimator or rewards need it."""
         earlier, credit, learner = self._measured, self._run.credit, self._run.learner
         values, after, scored = dict(earlier.values), dict(earlier.after or {}), dict(earlier.scored)
         if credit.estimator.needs_values:
-            new = [rollout for rollout in collection.rollouts if rollout.rollout_id not in values]
+            new = [rollout for rollout in batch.rollouts if rollout.rollout_id not in values]
             episodes, views = credit.segments(new), credit.final_views(new)
             states = {f"{name}{_AFTER}": [view] for name, view in views.items()}
             scores = await asyncio.to_thread(learner.values, episodes | states)
             values |= {name: scores[name] for name in episodes}
             after |= {name: firsts(scores[f"{name}{_AFTER}"])[0] for name in views}
         if credit.rewards.pays_kl:
-            rollouts = (*collection.rollouts, *branches.rollouts)
+            rollouts = (*batch.rollouts, *branches.rollouts)
             new = [rollout for rollout in rollouts if rollout.rollout_id not in scored]
             tokens = await asyncio.to_thread(learner.score, credit.segments(new))
             lengths = {
@@ -455,7 +454,7 @@ def _warn_without_signal(run: Run, row: Mapping[str, Any]) -> None:
 
 def _staleness(run: Run, progress: Progress, result: IterationResult) -> dict[str, float]:
     """How old the iteration's tokens are; with `max_staleness`, none may be older than that."""
-    own = run.credit.policies.by_actor(result.collection.rollouts)
+    own = run.credit.policies.by_actor(result.batch.rollouts)
     played = [rollout.trajectory for rollout in own if rollout.trajectory is not None]
     staleness = staleness_metrics(played, progress.policy_version)
     bound = run.planner.table.max_staleness
@@ -519,20 +518,20 @@ async def _evaluate(run: Run, progress: Progress, stop: asyncio.Event) -> None:
     spool = run.spool(name, requests, range(progress.policy_version, progress.policy_version + 1))
     with run.timeline.working("collect") as span:
         collecting = run.collect(f"evaluate {progress.iteration}", requests, spool=spool, stop=stop)
-        collection = await run.saving.while_written(collecting)
+        batch = await run.saving.while_written(collecting)
     await run.settled()  # a row of an evaluation comes after its checkpoint
-    if collection is None:
+    if batch is None:
         return
-    write_rollouts(run.directory.rollouts_file(name), collection.all)
+    write_rollouts(run.directory.rollouts_file(name), batch.all)
     stage = f"evaluation after iteration {progress.iteration}"
-    run.losses.report(collection, stage)
-    run.losses.refuse(collection, stage, progress.iteration)
-    await run.ack(collection.all)
+    run.losses.report(batch, stage)
+    run.losses.refuse(batch, stage, progress.iteration)
+    await run.dispatcher.ack(run.planner.run_id, batch.all)
     row = {
         "kind": "evaluation",
         "iteration": progress.iteration,
-        **evaluation_metrics(collection.rollouts),
-        **collection_metrics(collection),
+        **evaluation_metrics(batch.rollouts),
+        **batch_metrics(batch),
         TASKS_DIGEST: digest_tasks(requests),
         "time/evaluate_s": time.monotonic() - started,
         "timeline/collect_start": span.start,

@@ -13,7 +13,7 @@ from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Sampling
 from tests.conftest import at_the_task_app
 from trainer_backend import job_parts
-from trainer_backend.collect.collector import Collector
+from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.plan import Inference
 from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.inference.engine import LocalEngine
@@ -95,6 +95,6 @@ async def played(job: JobConfig, engine: ScriptedEngine, folder: Path) -> list[R
         run_id = f"run.{uuid4().hex}"  # others play at the same task app
         plan = job_parts.planner(job, run_id, Inference(url, model_of(job.job.name, ACTOR), key)).training(1)
         async with job_parts.task_apps(at_the_task_app(job), folder / "task_app.log") as apps:
-            found = await Collector(apps, timeout_s=100).collect(plan)
+            found = await Dispatcher(apps, timeout_s=100).collect(plan)
     assert not found.failed, found.failed
     return list(found.rollouts)

@@ -340,7 +340,7 @@ async def test_the_job_s_own_task_app_takes_its_largest_row(tmp_path):
             job, "run.1", Inference("http://127.0.0.1:9", "tiny/actor", SecretStr("")), data
         )
         await try_job(planner, apps, from_scratch=False)
-        await apps[0].submit([planner.largest()])  # 2.4 MB, and it does not answer with 413
+        await apps.serving[0].submit([planner.largest()])  # 2.4 MB, and it does not answer with 413
 
 
 def test_interactions_that_no_row_is_for_are_refused():

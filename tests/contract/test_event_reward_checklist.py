@@ -1,4 +1,4 @@
-"""The sanity checklist at the end of source 1, over the real HTTP path: process, client, collector."""
+"""The sanity checklist at the end of source 1, over the real HTTP path: process, client, dispatcher."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory
 from tests.conftest import at_the_task_app, rows_of, tiny_job
 from trainer_backend import job_parts
-from trainer_backend.collect.collector import Collector
+from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.start import echo_of_switches
 
 OFF = StepRewards()
@@ -33,16 +33,16 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[StepRewards, list[T
 async def _play(folder: Path) -> dict[StepRewards, list[Trajectory]]:
     job = tiny_job(rollout__max_turns=25, warmup__episodes=3)
     found = {}
-    async with job_parts.task_apps(at_the_task_app(job), folder / "task_app.log") as clients:
-        collector = Collector(clients, timeout_s=120)
+    async with job_parts.task_apps(at_the_task_app(job), folder / "task_app.log") as apps:
+        dispatcher = Dispatcher(apps, timeout_s=120)
         for number, switches in enumerate(SWITCHES):
             requests = [
                 request.model_copy(update={"step_rewards": switches})
                 for request in job_parts.planner(job, f"checklist-{number}").warmup()
             ]
-            collection = await collector.collect(requests)
-            assert not collection.failed
-            found[switches] = _trajectories(collection.rollouts)
+            batch = await dispatcher.collect(requests)
+            assert not batch.failed
+            found[switches] = _trajectories(batch.rollouts)
     return found
 
 

@@ -16,7 +16,7 @@ from shared_schemas.trajectory import PolicyLogprobs
 from tests.conftest import ListReporter, at_the_task_app, policy_server, rows_of, tiny_job, train_job
 from tests.exact_server import exact_server
 from trainer_backend import job_parts, learner_parts
-from trainer_backend.collect.collector import Collector
+from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.segments import segments_of
 from trainer_backend.errors import JobError, NothingToLearnFrom
@@ -74,21 +74,21 @@ async def played_twice(job: JobConfig, learner: LocalLearner, tmp_path: Path) ->
             job_parts.task_apps(at_the_task_app(job), tmp_path / "log") as apps,
             gateway.serving(learner, fixed) as server,
         ):
-            found = await _twice(Collector(apps, timeout_s=100), server, learner, job)
+            found = await _twice(Dispatcher(apps, timeout_s=100), server, learner, job)
         fixed.verify()
         return found
 
 
 async def _twice(
-    collector: Collector, server: ActorServer, learner: LocalLearner, job: JobConfig
+    dispatcher: Dispatcher, server: ActorServer, learner: LocalLearner, job: JobConfig
 ) -> list[Rollout]:
     found: list[Rollout] = []
     start = uuid4().hex  # others play at the same task app
     for run_id in (f"{start}.1", f"{start}.2"):
         planner = job_parts.planner(job, run_id, server.inference)
-        collection = await collector.collect(planner.training(1))
-        assert not collection.failed, collection.failed
-        found += collection.rollouts
+        batch = await dispatcher.collect(planner.training(1))
+        assert not batch.failed, batch.failed
+        found += batch.rollouts
         with torch.no_grad():
             for weight in learner.model.parameters():
                 weight += 0.02 * torch.randn_like(weight)

@@ -106,13 +106,13 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 
 async def _ask(log_file: Path) -> dict[str, str]:
-    async with job_parts.task_apps(tiny_job(), log_file) as clients:
+    async with job_parts.task_apps(tiny_job(), log_file) as apps:
 
         async def answer(job: JobConfig, url: str, *, from_scratch: bool = True) -> str:
             gateway = Inference(url, "tiny/actor", SecretStr(""))
             planner = job_parts.planner(job, "run.1", gateway)
             try:
-                await try_job(planner, clients, from_scratch=from_scratch)
+                await try_job(planner, apps, from_scratch=from_scratch)
             except JobError as error:
                 return str(error)
             return ""
@@ -122,7 +122,7 @@ async def _ask(log_file: Path) -> dict[str, str]:
         found["good, without warm-up"] = await answer(tiny_job().model_copy(update={"warmup": None}), HERE)
         found["good, the teacher is done"] = await answer(tiny_job(**NO_TEACHER), HERE, from_scratch=False)
         found["good, mixed"] = await answer(mixed_with(RolloutOnlyTable(model_path=Path("m"))), HERE)
-        found["url"] = clients[0].url
+        found["url"] = apps.serving[0].url
         return found
 
 
@@ -143,12 +143,12 @@ async def test_an_environment_that_raises_is_told_with_file_and_line_before_anyt
             rollout__env_name="faulty", rollout__env_config={"kind": kind}, services__task_plugins=[FAULTY]
         ).model_copy(update={"warmup": None})
 
-    async with job_parts.task_apps(faulty("fine"), tmp_path / "task_app.log") as clients:
+    async with job_parts.task_apps(faulty("fine"), tmp_path / "task_app.log") as apps:
         for kind in ("fine", "numpy_values"):
-            await try_job(job_parts.planner(faulty(kind), "run.1", GATEWAY), clients, from_scratch=True)
+            await try_job(job_parts.planner(faulty(kind), "run.1", GATEWAY), apps, from_scratch=True)
         for kind, told in FAULTS.items():
             with pytest.raises(JobError, match=rf"^rollout\.env_name: {told} \(faulty_environment\.py:\d+\)"):
-                await try_job(job_parts.planner(faulty(kind), "run.1", GATEWAY), clients, from_scratch=True)
+                await try_job(job_parts.planner(faulty(kind), "run.1", GATEWAY), apps, from_scratch=True)
 
 
 def mixed_with(table: RolloutOnlyTable) -> JobConfig:

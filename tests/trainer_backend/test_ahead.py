@@ -18,7 +18,8 @@ from shared_schemas.rollouts import Rollout, RolloutRequest
 from tests.conftest import ListReporter, tiny_job
 from tests.trainer_backend.test_train import Learner, Server, finished
 from trainer_backend import job_parts
-from trainer_backend.collect.work import Collection, Keep
+from trainer_backend.collect.batch import Batch
+from trainer_backend.collect.dispatcher import Keep
 from trainer_backend.errors import RunNotWritten, SamplerMismatch, TaskAppError
 from trainer_backend.protocols import CreditedEpisode, Progress
 from trainer_backend.run.checkpointing import Saving
@@ -52,16 +53,16 @@ class Services(Server):
 
     async def collect(
         self, requests: Sequence[RolloutRequest], progress: object = None, keep: Keep | None = None
-    ) -> Collection:
+    ) -> Batch:
         if not requests:
-            return Collection(())
+            return Batch(())
         iteration = requests[0].iteration
         if "/train/" in requests[0].rollout_id:
             self.asked_at[iteration] = self.version
         if iteration == self.fails_at:
             raise TaskAppError("gone")
         rollouts = await asyncio.gather(*(self._play(request, keep) for request in requests))
-        return Collection(tuple(rollouts))
+        return Batch(tuple(rollouts))
 
     async def ack(self, run_id: str, rollouts: Sequence[Rollout]) -> None: ...
 

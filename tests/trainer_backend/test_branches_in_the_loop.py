@@ -11,7 +11,7 @@ import pytest
 from shared_schemas.rollouts import Rollout, RolloutRequest, Start
 from tests.trainer_backend.pages.hand_made import COW, WOOD
 from tests.trainer_backend.test_train import finished, run_of
-from trainer_backend.collect.work import Collection
+from trainer_backend.collect.batch import Batch
 from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.credit.credit import Measured
 from trainer_backend.credit.recredit import recredited, stored_iterations, stored_measured
@@ -45,15 +45,15 @@ def played_on(request: RolloutRequest) -> Rollout:
     return played.model_copy(update={"trajectory": played.trajectory.model_copy(update=left)})
 
 
-def answered(requests: Sequence[RolloutRequest]) -> Collection:
-    return Collection(tuple(played_on(item) if is_branch(item) else parent(item) for item in requests))
+def answered(requests: Sequence[RolloutRequest]) -> Batch:
+    return Batch(tuple(played_on(item) if is_branch(item) else parent(item) for item in requests))
 
 
 @pytest.mark.parametrize("how", ["fails", "is stopped"])
 async def test_parents_are_kept_when_collecting_their_branches(tmp_path: Path, how: str):
     stop = asyncio.Event()
 
-    def answer(requests: Sequence[RolloutRequest]) -> Collection | None:
+    def answer(requests: Sequence[RolloutRequest]) -> Batch | None:
         if not is_branch(requests[0]):
             return answered(requests)
         if how == "fails":
@@ -74,7 +74,7 @@ async def trained(tmp_path: Path, first: Any = None, **settings: Any) -> Run:
     """Two iterations; `first` answers the plan of the first one."""
     calls = 0
 
-    def answer(requests: Sequence[RolloutRequest]) -> Collection:
+    def answer(requests: Sequence[RolloutRequest]) -> Batch:
         nonlocal calls
         calls += 1
         return (first if first and calls == 1 else answered)(requests)
@@ -84,8 +84,8 @@ async def trained(tmp_path: Path, first: Any = None, **settings: Any) -> Run:
     return run
 
 
-def bare(requests: Sequence[RolloutRequest]) -> Collection:
-    return Collection(tuple(finished(item) for item in requests))
+def bare(requests: Sequence[RolloutRequest]) -> Batch:
+    return Batch(tuple(finished(item) for item in requests))
 
 
 def again(run: Run) -> Any:

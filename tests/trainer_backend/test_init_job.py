@@ -22,7 +22,7 @@ from tests.task_app.environments.foreign.processes import served
 from tests.task_app.environments.foreign.test_bad_servers import openenv, paid, says
 from trainer_backend import job_parts
 from trainer_backend.collect.apps import TaskApps
-from trainer_backend.collect.collector import Collector
+from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.trial import try_job
 from trainer_backend.credit.rewards import Rewards
 from trainer_backend.errors import JobError
@@ -194,8 +194,8 @@ async def test_a_task_app_takes_the_job_without_a_warning_and_what_is_imitated_i
             # Who imitates needs no rewards, so a warm-up does not ask for their record.
             switches = {"step_rewards": job.training.step_rewards}
             requests = [request.model_copy(update=switches) for request in planner.warmup(most=16)]
-            played = await Collector(apps, timeout_s=120).collect(requests)
-            await Collector(apps, timeout_s=120).ack("init", played.all)
+            played = await Dispatcher(apps, timeout_s=120).collect(requests)
+            await Dispatcher(apps, timeout_s=120).ack("init", played.all)
     assert (loaded.warnings, lines, list(played.failed)) == ((), [], [])
     rewards = Rewards(job.training, job.multi_turn.max_decisions(job.rollout.max_turns))
     earned = [sum(rewards.earned_by(rollout, {}).rewards_T) for rollout in played.rollouts]

@@ -11,7 +11,7 @@ from shared_schemas.rollouts import RolloutRequest
 from tests.conftest import rows_of
 from tests.trainer_backend.pages.hand_made import COW, WOOD
 from tests.trainer_backend.test_train import Learner, all_finished, failed, finished, gone, run_of
-from trainer_backend.collect.work import Collection
+from trainer_backend.collect.batch import Batch
 from trainer_backend.core.critic import CriticTargets, OfEpisode
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import TaskAppError
@@ -48,12 +48,12 @@ class Watched(Learner):
 def with_spread(*groups: str):
     """The first sibling of these groups unlocks more than the others; in other groups all are equal."""
 
-    def answer(requests: Sequence[RolloutRequest]) -> Collection:
+    def answer(requests: Sequence[RolloutRequest]) -> Batch:
         def of(request: RolloutRequest) -> list[Any]:
             rich = request.group_id in groups and request.sibling == 0
             return [WOOD, COW] if rich else [WOOD, ()]
 
-        return Collection(tuple(finished(request, of(request)) for request in requests))
+        return Batch(tuple(finished(request, of(request)) for request in requests))
 
     return answer
 
@@ -64,7 +64,7 @@ def watched_run(
     """A run of one iteration, its learner, and the groups that each plan of it asked for."""
     learner, asked = Watched(), []
 
-    def answering(requests: Sequence[RolloutRequest]) -> Collection | None:
+    def answering(requests: Sequence[RolloutRequest]) -> Batch | None:
         if requests[0].group_id.startswith("eval"):
             return all_finished(requests)
         asked.append(sorted({request.group_id for request in requests}))
@@ -89,7 +89,7 @@ async def test_a_flat_group_is_stored_and_let_go_but_not_trained(tmp_path: Path)
     assert learner.trained == ["train/1/1"]
     stored = read_rollouts(run.directory.rollouts_file("iteration_1"))
     assert len(stored) == 8
-    assert {item.rollout_id for item in stored} <= set(run.collector.acked)
+    assert {item.rollout_id for item in stored} <= set(run.dispatcher.acked)
     row = iteration_row(run)
     assert (row["group/flat"], row["group/refilled"], row["episode/count"]) == (1, 0, 8)
 
@@ -110,7 +110,7 @@ async def test_a_refill_asks_for_as_many_groups_as_were_flat_until_none_is(tmp_p
     row = iteration_row(run)
     assert (row["group/flat"], row["group/refilled"], row["episode/count"]) == (3, 3, 20)
     assert len(read_rollouts(run.directory.rollouts_file("iteration_1"))) == 20
-    assert len([name for name in run.collector.acked if "/eval" not in name]) == 20
+    assert len([name for name in run.dispatcher.acked if "/eval" not in name]) == 20
 
 
 async def test_the_refill_is_bounded_and_with_nothing_to_learn_no_step_is_taken(tmp_path: Path):
@@ -127,7 +127,7 @@ async def test_the_refill_is_bounded_and_with_nothing_to_learn_no_step_is_taken(
 def in_states(key):
     """The first sibling of each group unlocks more; `key` names the state of a sibling's decision t."""
 
-    def answer(requests: Sequence[RolloutRequest]) -> Collection:
+    def answer(requests: Sequence[RolloutRequest]) -> Batch:
         played = []
         for request, rollout in zip(
             requests, with_spread("train/1/0", "train/1/1")(requests).rollouts, strict=True
@@ -139,7 +139,7 @@ def in_states(key):
                 steps.append(step.model_copy(update={"observation_data": seen}))
             episode = rollout.trajectory.model_copy(update={"steps": tuple(steps)})
             played.append(rollout.model_copy(update={"trajectory": episode}))
-        return Collection(tuple(played))
+        return Batch(tuple(played))
 
     return answer
 
@@ -180,10 +180,10 @@ async def test_without_a_critic_nobody_asks_for_values(tmp_path: Path):
 
 
 async def test_a_group_that_failed_is_not_flat_and_not_replaced(tmp_path: Path):
-    def lossy(requests: Sequence[RolloutRequest]) -> Collection:
+    def lossy(requests: Sequence[RolloutRequest]) -> Batch:
         lost = [request for request in requests if request.group_id == "train/1/0"]
         rest = with_spread("train/1/1")([request for request in requests if request not in lost])
-        return Collection(rest.rollouts, tuple(failed(request) for request in lost))
+        return Batch(rest.rollouts, tuple(failed(request) for request in lost))
 
     run, _, asked = watched_run(tmp_path, lossy, REFILL | {"training__max_lost_share": 0.5})
     await train(run, Progress(), asyncio.Event())
@@ -195,7 +195,7 @@ async def test_a_group_that_failed_is_not_flat_and_not_replaced(tmp_path: Path):
 async def test_what_was_collected_before_a_refill_that_never_came_is_on_disk(tmp_path: Path, ends: str):
     stop = asyncio.Event()
 
-    def answer(requests: Sequence[RolloutRequest]) -> Collection | None:
+    def answer(requests: Sequence[RolloutRequest]) -> Batch | None:
         if requests[0].group_id.startswith("train/"):
             return with_spread()(requests)
         stop.set()
@@ -209,4 +209,4 @@ async def test_what_was_collected_before_a_refill_that_never_came_is_on_disk(tmp
         assert (await train(run, Progress(), stop)).iteration == 0
     stored = read_rollouts(run.directory.rollouts_file("iteration_1"))
     assert sorted({item.group_id for item in stored}) == ["train/1/0", "train/1/1"]
-    assert {item.rollout_id for item in stored} <= set(run.collector.acked)
+    assert {item.rollout_id for item in stored} <= set(run.dispatcher.acked)

@@ -16,10 +16,11 @@ from shared_schemas.trajectory import PolicyLogprobs, Sampling
 from tests.conftest import ListReporter, rows_of, tiny_job
 from tests.trainer_backend.pages.hand_made import COW, TABLE, WOOD, rollout
 from trainer_backend import job_parts
+from trainer_backend.collect.batch import Batch
+from trainer_backend.collect.dispatcher import Keep
 from trainer_backend.collect.losses import Losses, losses_in
 from trainer_backend.collect.metrics import count_worlds
 from trainer_backend.collect.plan import Inference
-from trainer_backend.collect.work import Collection, Keep
 from trainer_backend.errors import (
     CheckpointError,
     NonFiniteLoss,
@@ -42,7 +43,7 @@ from trainer_backend.rundir.spool import read_ledger
 from trainer_backend.train import Run, train, work_left
 
 # None: the rollouts never end.
-Answer = Callable[[Sequence[RolloutRequest]], Collection | None]
+Answer = Callable[[Sequence[RolloutRequest]], Batch | None]
 
 
 class Learner:
@@ -107,7 +108,7 @@ class Server:
         return {name: count * self._looked_at for name, count in each.items()}
 
 
-class Collector:
+class Dispatcher:
     """Answers a plan by its stage: "train" or "eval"."""
 
     def __init__(self, train: Answer, evaluation: Answer) -> None:
@@ -116,9 +117,9 @@ class Collector:
 
     async def collect(
         self, requests: Sequence[RolloutRequest], progress: object = None, keep: Keep | None = None
-    ) -> Collection:
+    ) -> Batch:
         if not requests:
-            return Collection(())
+            return Batch(())
         is_training = "/train/" in requests[0].rollout_id
         found = (self._train if is_training else self._evaluation)(requests)
         if found is None:
@@ -164,16 +165,16 @@ def failed(request: RolloutRequest) -> Rollout:
     )
 
 
-def all_finished(requests: Sequence[RolloutRequest]) -> Collection:
-    return Collection(tuple(finished(request) for request in requests))
+def all_finished(requests: Sequence[RolloutRequest]) -> Batch:
+    return Batch(tuple(finished(request) for request in requests))
 
 
-def all_failed(requests: Sequence[RolloutRequest]) -> Collection:
+def all_failed(requests: Sequence[RolloutRequest]) -> Batch:
     count = Counter({"inference_unavailable": 2 * len(requests)})
-    return Collection((), tuple(failed(request) for request in requests), count)
+    return Batch((), tuple(failed(request) for request in requests), count)
 
 
-def gone(requests: Sequence[RolloutRequest]) -> Collection:
+def gone(requests: Sequence[RolloutRequest]) -> Batch:
     raise TaskAppError("nobody answers")
 
 
@@ -181,7 +182,7 @@ def from_call(number: int, then: Answer, before: Answer = all_finished) -> Answe
     """`before` for the first calls, `then` from this call on."""
     calls = 0
 
-    def answer(requests: Sequence[RolloutRequest]) -> Collection | None:
+    def answer(requests: Sequence[RolloutRequest]) -> Batch | None:
         nonlocal calls
         calls += 1
         return (then if calls >= number else before)(requests)
@@ -200,11 +201,11 @@ def run_of(
     settings = {"checkpoint_every": 100, "recovery_every": 0, "iterations": 4, "step_rewards_mode": "off"}
     job = tiny_job(**{f"training__{key}": value for key, value in settings.items()} | overrides)
     directory: RunDirectory = create_run(job, tmp_path / "run")
-    collector: Any = Collector(train, evaluation)
+    dispatcher: Any = Dispatcher(train, evaluation)
     return Run(
         job_parts.planner(job, "run.1", Server.inference),
         job_parts.credit(job),
-        collector,
+        dispatcher,
         Server(),
         saving=Saving(job.training, job.evaluation, directory, learner or Learner()),
         reporter=ListReporter(),
@@ -223,9 +224,9 @@ async def test_each_evaluation_finds_its_checkpoint_saved_and_the_best_is_marked
             if row["kind"] == "evaluation":
                 seen.append(saved(run))
 
-    def evaluation(requests: Sequence[RolloutRequest]) -> Collection:
+    def evaluation(requests: Sequence[RolloutRequest]) -> Batch:
         unlocked = [WOOD, COW] if len(seen) == 1 else [WOOD, ()]
-        return Collection(tuple(finished(request, unlocked) for request in requests))
+        return Batch(tuple(finished(request, unlocked) for request in requests))
 
     run = replace(run_of(tmp_path, evaluation=evaluation), reporter=Watching())
     progress = await train(run, Progress(), asyncio.Event())
@@ -248,9 +249,9 @@ async def test_rows_that_are_lost_leave_the_best_where_it_is_until_an_evaluation
     def scores(*unlocked: Sequence[Any]) -> Answer:
         answers = iter(unlocked)
 
-        def evaluation(requests: Sequence[RolloutRequest]) -> Collection:
+        def evaluation(requests: Sequence[RolloutRequest]) -> Batch:
             of_each = next(answers)
-            return Collection(tuple(finished(request, of_each) for request in requests))
+            return Batch(tuple(finished(request, of_each) for request in requests))
 
         return evaluation
 
@@ -260,12 +261,12 @@ async def test_rows_that_are_lost_leave_the_best_where_it_is_until_an_evaluation
     run.directory.metrics_file.write_text("")
     told = run.directory.missing_rows(4)
     assert told is not None and "has lost the rows of 4 of 4 iterations, the first of iteration 1" in told
-    again = replace(run, collector=Collector(run.collector._train, scores([WOOD, ()])))
+    again = replace(run, dispatcher=Dispatcher(run.dispatcher._train, scores([WOOD, ()])))
     await train(again, progress, asyncio.Event())
     assert [row["iteration"] for row in rows_of(run.directory, "evaluation")] == [4]
     assert best_mark(run.directory.checkpoints) == BestMark(run.directory.checkpoints / "iteration_2", 2.0)
     run.directory.metrics_file.write_text("")
-    better = replace(run, collector=Collector(run.collector._train, scores([WOOD, COW, TABLE])))
+    better = replace(run, dispatcher=Dispatcher(run.dispatcher._train, scores([WOOD, COW, TABLE])))
     await train(better, progress, asyncio.Event())
     assert best_checkpoint(run.directory.checkpoints).name == "iteration_4"
 
@@ -289,12 +290,12 @@ async def test_a_row_whose_checkpoint_is_gone_is_not_marked(tmp_path: Path):
 async def test_an_evaluation_that_lost_a_world_is_compared_by_the_others_or_says_that_it_is_not(
     tmp_path: Path, most: float, best: str, told: str
 ):
-    def lossy(requests: Sequence[RolloutRequest]) -> Collection:
+    def lossy(requests: Sequence[RolloutRequest]) -> Batch:
         rich = tuple(finished(request) for request in requests[1:])
-        return Collection(rich, (failed(requests[0]),), Counter({"inference_unavailable": 2}))
+        return Batch(rich, (failed(requests[0]),), Counter({"inference_unavailable": 2}))
 
-    def poor(requests: Sequence[RolloutRequest]) -> Collection:
-        return Collection(tuple(finished(request, [WOOD, ()]) for request in requests))
+    def poor(requests: Sequence[RolloutRequest]) -> Batch:
+        return Batch(tuple(finished(request, [WOOD, ()]) for request in requests))
 
     run = run_of(tmp_path, evaluation=from_call(2, lossy, before=poor), training__max_lost_share=most)
     await train(run, Progress(), asyncio.Event())
@@ -399,14 +400,14 @@ class Slow(Learner):
         return super().update(*arguments, iteration=iteration, **keywords)
 
 
-class Meanwhile(Collector):
+class Meanwhile(Dispatcher):
     """Looks at the spools on disk when all rollouts are kept, and lets a checkpoint be written then."""
 
     def __init__(self, learner: Slow) -> None:
         super().__init__(all_finished, all_finished)
         self._learner, self.spools = learner, list[list[str]]()
 
-    async def collect(self, *arguments: Any, **keywords: Any) -> Collection:
+    async def collect(self, *arguments: Any, **keywords: Any) -> Batch:
         found = await super().collect(*arguments, **keywords)
         self.spools.append(sorted(path.name for path in self.folder.glob("*.spool.jsonl")))
         self._learner.collected.set()
@@ -420,21 +421,21 @@ def slow_run(tmp_path: Path, learner: Slow) -> tuple[Run, Meanwhile]:
         tmp_path, learner=learner, training__recovery_every=1, training__iterations=2,
         evaluation__every_n_iters=100,
     )  # fmt: skip
-    collector = Meanwhile(learner)
-    collector.folder = run.directory.rollouts
-    return replace(run, collector=collector), collector
+    dispatcher = Meanwhile(learner)
+    dispatcher.folder = run.directory.rollouts
+    return replace(run, dispatcher=dispatcher), dispatcher
 
 
 async def test_a_checkpoint_is_written_while_the_next_rollouts_are_collected_and_before_they_are_learned_from(
     tmp_path: Path,
 ):
     learner = Slow()
-    run, collector = slow_run(tmp_path, learner)
+    run, dispatcher = slow_run(tmp_path, learner)
     await train(run, Progress(), asyncio.Event())
     assert learner.updates == [1, 2]
     assert saved(run) == ["iteration_0", "iteration_2"]
     # On disk they would be of weights that no checkpoint holds yet. The last look is the evaluation's.
-    assert collector.spools[0] == [] and "iteration_2.spool.jsonl" not in collector.spools[-2]
+    assert dispatcher.spools[0] == [] and "iteration_2.spool.jsonl" not in dispatcher.spools[-2]
     assert spools_of(run) == [], "all was learned from"
 
 
@@ -465,12 +466,12 @@ async def test_a_checkpoint_that_cannot_be_written_cuts_the_collection_beside_it
 async def test_a_checkpoint_is_whole_before_any_error_leaves_the_run(tmp_path: Path):
     learner = Slow()
 
-    def broken(requests: Sequence[RolloutRequest]) -> Collection:
+    def broken(requests: Sequence[RolloutRequest]) -> Batch:
         learner.collected.set()
         raise RuntimeError("nobody expects it")
 
-    run, collector = slow_run(tmp_path, learner)
-    collector._train = from_call(2, broken)
+    run, dispatcher = slow_run(tmp_path, learner)
+    dispatcher._train = from_call(2, broken)
     with pytest.raises(RuntimeError, match="nobody expects it"):
         await train(run, Progress(), asyncio.Event())
     assert saved(run) == ["iteration_0", "iteration_1"] and not learner.is_saving
@@ -524,8 +525,8 @@ async def test_when_every_world_of_an_evaluation_fails_that_is_kept_and_told_too
 async def test_a_loss_that_is_no_accident_ends_the_run_saved_and_a_resumed_one_plays_the_lost_again(
     tmp_path: Path, stage: str
 ):
-    def lossy(requests: Sequence[RolloutRequest]) -> Collection:
-        return Collection(all_finished(requests[2:]).rollouts, tuple(map(failed, requests[:2])))
+    def lossy(requests: Sequence[RolloutRequest]) -> Batch:
+        return Batch(all_finished(requests[2:]).rollouts, tuple(map(failed, requests[:2])))
 
     keys: dict[str, Any] = {"training__recovery_every": 1, "evaluation__instances": 8}
     run = run_of(tmp_path, **{stage: from_call(2, lossy)}, **keys)
@@ -542,20 +543,20 @@ async def test_a_loss_that_is_no_accident_ends_the_run_saved_and_a_resumed_one_p
     assert saved(run)[-1] == f"iteration_{done}"
     asked: list[int] = []
 
-    def honest(requests: Sequence[RolloutRequest]) -> Collection:
+    def honest(requests: Sequence[RolloutRequest]) -> Batch:
         asked.append(len(requests))
         return all_finished(requests)
 
     answers = {"train": all_finished, "evaluation": all_finished, stage: honest}
-    collector: Any = Collector(answers["train"], answers["evaluation"])
-    resumed = replace(run, collector=collector, reporter=ListReporter())
+    dispatcher: Any = Dispatcher(answers["train"], answers["evaluation"])
+    resumed = replace(run, dispatcher=dispatcher, reporter=ListReporter())
     progress = await train(resumed, Progress(done, done, done), asyncio.Event())
     assert (progress.iteration, asked[0]) == (4, 2)
 
 
 async def test_a_loss_within_the_share_is_told_and_stays_in_the_row(tmp_path: Path):
-    def lossy(requests: Sequence[RolloutRequest]) -> Collection:
-        return Collection(all_finished(requests[1:]).rollouts, (failed(requests[0]),))
+    def lossy(requests: Sequence[RolloutRequest]) -> Batch:
+        return Batch(all_finished(requests[1:]).rollouts, (failed(requests[0]),))
 
     run = run_of(tmp_path, train=from_call(2, lossy), training__iterations=2)
     await train(run, Progress(), asyncio.Event())
@@ -592,9 +593,9 @@ def without_logprob(rollout: Rollout) -> Rollout:
     return rollout.model_copy(update={"trajectory": rollout.trajectory.model_copy(update={"steps": steps})})
 
 
-def spoiled(requests: Sequence[RolloutRequest]) -> Collection:
+def spoiled(requests: Sequence[RolloutRequest]) -> Batch:
     """All finished, but those that are asked for the first time at places 1 and 4 cannot be credited."""
-    return Collection(
+    return Batch(
         tuple(
             without_logprob(item) if item.attempt == 0 and number in (1, 4) else item
             for number, item in enumerate(all_finished(requests).rollouts)
@@ -650,13 +651,13 @@ async def test_a_second_rejection_ends_the_run_and_poisons_no_resumed_one(tmp_pa
     assert saved(run) == ["iteration_0"]
     asked: list[str] = []
 
-    def honest(requests: Sequence[RolloutRequest]) -> Collection:
+    def honest(requests: Sequence[RolloutRequest]) -> Batch:
         asked.extend(request.rollout_id.rpartition("/train/")[2] for request in requests)
         return all_finished(requests)
 
-    collector: Any = Collector(honest, all_finished)
+    dispatcher: Any = Dispatcher(honest, all_finished)
     saving = Saving(run.saving._training, run.saving._evaluation, run.directory, Learner())
-    progress = await train(replace(run, collector=collector, saving=saving), Progress(), asyncio.Event())
+    progress = await train(replace(run, dispatcher=dispatcher, saving=saving), Progress(), asyncio.Event())
     assert progress.iteration == 1
     assert asked == ["1/0/1", "1/1/0"], "the other six are in the spool"
 

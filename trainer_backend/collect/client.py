@@ -1,10 +1,15 @@
-"""A client for the task app's rollout routes. Every call has a deadline, every retry a budget."""
+"""One task app: its routes, whether it answers, and the rollouts that it has.
 
+Every call has a deadline, every retry a budget.
+"""
+
+import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 import stamina
@@ -24,7 +29,6 @@ from trainer_backend.collect.wire import (
     json_in,
     message_of,
     refusal,
-    refuse_too_large,
     slices,
 )
 from trainer_backend.errors import TaskAppError
@@ -34,13 +38,28 @@ set_on_retry_hooks(())
 
 # Few, because another task app can play the rollout, and lost apps are tried again later.
 _ATTEMPTS = 4
+_POLL_S = 20.0
+# Interval of attempts to reach a lost task app.
+_FIRST_LOOK_S, _MOST_LOOK_S = 0.25, 5.0
 _ACK_AT_ONCE = 1024
+# Fewer than the connections of a client, so that requests and polls find one.
+_CANCELS_AT_ONCE = 8
+# Of a task app that has not told its capacity.
+_MANY = 1_000_000
+_LEAST_WEIGHT = 1 / 64
 _LATER = (429, 502, 503, 504)
 # The default of TURNWISE_MAX_HELD_BYTES: all results that a task app holds fit in one reply, and so does each
 # of its pages, which TURNWISE_MAX_PAGE_BYTES limits to 32 MiB by default.
 _MOST_REPLY_BYTES = 1 << 30
 
 Answer = TypeVar("Answer", bound=BaseModel)
+State = Literal["starting", "serving", "lost", "gone"]
+# Is given an app whose state has changed, or the word about it.
+Show = Callable[["TaskAppClient", State], None]
+
+
+def show_nothing(app: "TaskAppClient", state: State) -> None:
+    """Stands for a reader of states where there is none."""
 
 
 class _Unreachable(Exception):
@@ -106,29 +125,222 @@ class Instance(OpenBody):
 
 
 class TaskAppClient:
-    """A client for one task app. Use it as an async context manager.
+    """One task app, as an async context manager.
 
     Args:
         timeout_s: deadline of one request, in addition to the waiting time of a long poll.
         name: `host:port` behind a resolved address (`addresses.Address.name`), or empty.
+        label: its name in metrics; absent: host and port.
+        fault: why it takes no work yet.
         most_reply_bytes: a longer reply is an error.
     """
 
     def __init__(
-        self,
-        url: str,
-        api_key: SecretStr,
-        *,
-        timeout_s: float,
-        name: str = "",
-        most_reply_bytes: int = _MOST_REPLY_BYTES,
-    ) -> None:
-        self.url = url.rstrip("/")
-        self.api_key = api_key
-        self.name = name
+        self, url: str, api_key: SecretStr, *, timeout_s: float, name: str = "", label: str = "",
+        fault: str | None = None, most_reply_bytes: int = _MOST_REPLY_BYTES,
+    ) -> None:  # fmt: skip
+        self.url, self.api_key, self.name = url.rstrip("/"), api_key, name
+        self.label = label or urlsplit(self.url).netloc
         self._timeout_s, self._most_reply_bytes = timeout_s, most_reply_bytes
         self._limits = _Limits(max_concurrent_rollouts=1)
         self._session: aiohttp.ClientSession | None = None
+        self._fault, self._has_answered = fault, fault is None
+        self.show: Show = show_nothing  # called when `fault` has changed
+        self.retired = False  # whether its name no longer leads to it; once it fails, it is dropped
+        self.instance_id = ""  # the process that answered `about` last
+        self.at_most = _MANY  # rollouts that it runs at a time
+        self.weight = 1.0  # its number of unfinished rollouts relative to the other apps
+        self.begin_run("", asyncio.Event())
+
+    def begin_run(self, run_id: str, change: asyncio.Event) -> None:
+        """Begin with no rollouts; `change` is set whenever the app starts or stops answering."""
+        self._run_id, self._change = run_id, change
+        self.answers = self.fault is None
+        # Those that it has; those of them that are to be sent; the others with the instance that accepted
+        # them, "" before it did.
+        self.requests: dict[str, RolloutRequest] = {}
+        self.unsent: dict[str, RolloutRequest] = {}
+        self.accepted: dict[str, str] = {}
+        # Those requested since the last poll began, and the instances that accepted the others.
+        self._fresh: set[str] = set()
+        self._instances: set[str] = set()
+        # Rollouts that it may still run or hold, and that other apps have now, or no batch needs.
+        self.stale: set[str] = set()
+        self.discard: list[str] = []  # results that it may forget at once
+        self.unacked: list[str] = []  # results that count, which it holds until they are stored
+        self.wake = asyncio.Event()  # set when there is something to send
+        self._sending = asyncio.Lock()
+        self.cursor: str | None = None
+        self._last_instance = self.instance_id  # that was asked last; it may have accepted
+        self.strikes = 0  # how often in a row it had lost what it accepted
+        self._look_s = 0.0
+
+    @property
+    def fault(self) -> str | None:
+        """Its last wrong answer; None: it takes work."""
+        return self._fault
+
+    @fault.setter
+    def fault(self, fault: str | None) -> None:
+        self._fault = fault
+        self._has_answered |= fault is None
+        self.show(self, self.state)
+
+    @property
+    def state(self) -> State:
+        if self._fault is None:
+            return "serving"
+        return "lost" if self._has_answered else "starting"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes work."""
+        return self._fault is None and not self.retired
+
+    @property
+    def has_room(self) -> bool:
+        return self.is_open and len(self.requests) < self.at_most
+
+    def judge(self, *, finished: bool) -> None:
+        """Update the weight after a rollout ended here while the other apps had work too.
+
+        The weight grows by one with each finished rollout, so in proportion to the app's speed. Each failure
+        halves it: an app that fails at once always has room, and would otherwise take everything.
+        """
+        self.weight = self.weight + 1 if finished else max(self.weight / 2, _LEAST_WEIGHT)
+
+    def take(self, request: RolloutRequest) -> None:
+        self.requests[request.rollout_id] = self.unsent[request.rollout_id] = request
+        self.wake.set()
+
+    def take_back(self, rollout_id: str) -> bool:
+        """Take a rollout from this app; return whether the app may have received its request."""
+        del self.requests[rollout_id]
+        self.unsent.pop(rollout_id, None)
+        return self.accepted.pop(rollout_id, None) is not None
+
+    def stop(self, rollout_id: str) -> None:
+        """Take a rollout that no batch needs from this app, which cancels it if it may be running."""
+        if self.take_back(rollout_id):
+            self.stale.add(rollout_id)
+            self.wake.set()
+
+    def discard_results(self) -> None:
+        """Let it forget results that count, since they are kept elsewhere."""
+        self.discard += self.unacked
+        self.unacked = []
+        self.wake.set()
+
+    async def keep_sending(self) -> None:
+        while True:
+            await self.wake.wait()
+            await self._send()
+
+    async def next_page(self) -> RolloutPage:
+        """Wait until a result is to come, and return the next page. Raises as `poll` does."""
+        await self._send()  # first, so that the app is not idle; during the poll more may be sent
+        while self.unsent or not self.requests:
+            if not self.requests:
+                await self.wake.wait()
+            await self._send()
+        self._fresh.clear()
+        page = await self.poll_run(wait_s=_POLL_S)
+        self.note_answer()
+        return page
+
+    async def poll_run(self, *, wait_s: float) -> RolloutPage:
+        """Return the results since the last page."""
+        page = await self.poll(self._run_id, self.cursor, wait_s=wait_s)
+        self.cursor = page.cursor
+        return page
+
+    def find_missing(self) -> list[str]:
+        """Return the requests from before the last poll that it has not answered."""
+        return [name for name in self.accepted if name not in self._fresh]
+
+    def find_restarted(self, instance_id: str) -> list[str]:
+        """Return what another process than the one that answers now had accepted before the last poll."""
+        if self._instances <= {instance_id}:
+            return []  # as usual: this must not cost more where more is unfinished
+        restarted = [name for name in self.find_missing() if self.accepted[name] != instance_id]
+        self._instances = set(self.accepted.values())
+        return restarted
+
+    def note_answer(self, *, answers: bool = True) -> None:
+        if answers:
+            self._look_s = 0.0
+        if self.answers != answers:
+            self.answers = answers
+            self._change.set()
+
+    async def look(self) -> bool:
+        """Ask a lost app until it answers; return False if its name leads elsewhere.
+
+        If another process answers, it has nothing of this run.
+        """
+        while True:
+            await asyncio.sleep(self._look_s)
+            self._look_s = min(max(2 * self._look_s, _FIRST_LOOK_S), _MOST_LOOK_S)
+            if self.retired:
+                return False
+            try:
+                await self.about(attempts=1)
+                break
+            except TaskAppError as error:  # also a refusal: another service may have its address now
+                self.fault = str(error)
+        if not self.is_same_process:
+            self.cursor = None
+            self.stale.clear()
+        return True
+
+    @property
+    def is_same_process(self) -> bool:
+        """Whether the process that answered `about` is the one that accepted the last request."""
+        return self.instance_id == self._last_instance
+
+    async def let_go(self) -> None:
+        """Cancel the rollouts that it may run for no batch, and let it forget results."""
+        names = sorted(self.stale)
+        for first in range(0, len(names), _CANCELS_AT_ONCE):
+            async with asyncio.TaskGroup() as group:
+                for name in names[first : first + _CANCELS_AT_ONCE]:
+                    group.create_task(self._cancel(name))
+        results, self.discard = self.discard, []
+        try:
+            await self.ack(self._run_id, [*names, *results])
+        except BaseException:
+            self.discard += results  # it may still hold them
+            raise
+        self.stale.difference_update(names)
+
+    async def _send(self) -> None:
+        """Cancel, acknowledge and request what is to be."""
+        async with self._sending:
+            self.wake.clear()
+            await self.let_go()
+            # What it may hold from before is requested once it has forgotten that, in the next call.
+            held = self.stale.union(self.discard)
+            batch = {name: request for name, request in self.unsent.items() if name not in held}
+            self.unsent = {name: request for name, request in self.unsent.items() if name in held}
+            if batch:
+                await self._submit(batch)
+
+    async def _submit(self, batch: Mapping[str, RolloutRequest]) -> None:
+        # Recorded first: a submission that is cut short may have been accepted.
+        self.accepted |= dict.fromkeys(batch, "")
+        self._fresh |= batch.keys()
+        self._last_instance = await self.submit([*batch.values()])
+        self.note_answer()
+        self._instances.add(self._last_instance)
+        for name in batch.keys() & self.accepted.keys():
+            self.accepted[name] = self._last_instance
+
+    async def _cancel(self, name: str) -> None:
+        try:
+            await self.cancel(name)
+        except TaskAppError as error:  # otherwise it does not know the rollout, which is fine
+            if isinstance(error, TaskAppLost):
+                raise
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
@@ -147,12 +359,14 @@ class TaskAppClient:
     async def about(self, *, attempts: int = _ATTEMPTS) -> About:
         """Return its process and limits; success also proves that it is up and accepts the key."""
         about = await self._answer(About, "GET", "/info", attempts=attempts)
-        self._limits = about.limits
+        self._limits, self.instance_id = about.limits, about.service.instance_id
+        self.at_most = about.limits.max_concurrent_rollouts
         return about
 
     def refuse_too_large(self, request: RolloutRequest) -> None:
         """Refuse a request that this task app would not take, by the limits of its last `about`."""
-        refuse_too_large(request, max_body_bytes=self._limits.max_body_bytes, url=self.url)
+        for _ in slices([request], max_body_bytes=self._limits.max_body_bytes, url=self.url):
+            pass
 
     async def submit(self, requests: Sequence[RolloutRequest]) -> str:
         """Request rollouts, in slices. Sending the same requests twice is harmless.
@@ -289,13 +503,17 @@ class TaskAppClient:
     ) -> bytes:
         assert self._session is not None, "use TaskAppClient as an async context manager"
         timeout = aiohttp.ClientTimeout(total=timeout_s, connect=10.0)
+        data = None
+        if body is not None:  # written in pieces: a large row as one string would block the event loop
+            content = BytesIO(json.dumps(body).encode("ascii"))
+            data = BytesIOPayload(content, content_type="application/json")
         try:
             async with self._session.request(
-                method, self.url + path, data=_payload(body), params=params, timeout=timeout,
+                method, self.url + path, data=data, params=params, timeout=timeout,
                 server_hostname=self._certificate_host, allow_redirects=False,
             ) as reply:  # fmt: skip
                 status, location = reply.status, reply.headers.get("Location")
-                content = await read_bounded(reply.content.iter_any(), self._most_reply_bytes)
+                answer = await read_bounded(reply.content.iter_any(), self._most_reply_bytes)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
             raise _Unreachable(str(error) or type(error).__name__) from error
         except aiohttp.ClientError as error:
@@ -312,23 +530,16 @@ class TaskAppClient:
                 hint="services.task_url must name the final address.",
             )
         if status < 400:
-            return content
+            return answer
         # The status first: while the task app starts, a proxy may answer with a page of HTML.
-        text = content.decode(errors="replace")
-        answer = json_in(text)
-        if status in _LATER and not is_final(status, answer):
-            raise _Unreachable(f"status {status}: {message_of(answer, text)}")
-        sentence = f"{self.url}: {method} {path}: status {status}: {message_of(answer, text)}"
-        raise refusal(status, answer, sentence)
+        text = answer.decode(errors="replace")
+        problem = json_in(text)
+        if status in _LATER and not is_final(status, problem):
+            raise _Unreachable(f"status {status}: {message_of(problem, text)}")
+        sentence = f"{self.url}: {method} {path}: status {status}: {message_of(problem, text)}"
+        raise refusal(status, problem, sentence)
 
     @property
     def _certificate_host(self) -> str | None:
         """The host of the certificate, if it is not the host of the URL."""
         return self.name.rpartition(":")[0] if self.name and self.url.startswith("https:") else None
-
-
-def _payload(body: Any) -> BytesIOPayload | None:
-    """Return a JSON body written in pieces: a large row as one string would block the event loop."""
-    if body is None:
-        return None
-    return BytesIOPayload(BytesIO(json.dumps(body).encode("ascii")), content_type="application/json")

@@ -6,9 +6,9 @@ from typing import Any
 
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory
-from trainer_backend.collect.losses import count_losses, losses_in
+from trainer_backend.collect.batch import AppFigures, Batch
+from trainer_backend.collect.losses import losses_in
 from trainer_backend.collect.sources import row_of
-from trainer_backend.collect.work import AppFigures, Collection
 from trainer_backend.core.conversations import context_metrics, interaction_metrics
 from trainer_backend.core.intervals import achievement_shares, crafter_score_interval, nested_rate_interval
 from trainer_backend.core.statistics import (
@@ -124,15 +124,13 @@ def _with_bounds(name: str, interval: Interval) -> dict[str, float | None]:
     return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
-def collection_metrics(collection: Collection) -> dict[str, Any]:
+def batch_metrics(batch: Batch) -> dict[str, Any]:
     """Count the rollouts that came back, the causes of failures, and the work of each task app."""
     return {
-        "rollout/finished": float(len(collection.rollouts)),
-        "rollout/failed": float(len(collection.failed)),
-        **count_losses(collection).row(),
-        "recovery/rollouts_reused": float(len(collection.reused)),
-        **{f"rollout/failure/{code}": float(n) for code, n in sorted(collection.failures.items())},
-        **_app_metrics(collection.apps),
+        **batch.losses.row(),
+        "recovery/rollouts_reused": float(len(batch.reused)),
+        **{f"rollout/failure/{code}": float(n) for code, n in sorted(batch.failures.items())},
+        **_app_metrics(batch.apps),
     }
 
 

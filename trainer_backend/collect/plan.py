@@ -1,9 +1,9 @@
 """Which rollouts an iteration, a warm-up or an evaluation asks for. Pure: same job, same requests."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from pydantic import SecretStr
 
@@ -37,6 +37,9 @@ _TASK: dict[str, Any] = {
 }
 
 
+NO_STEP_REWARDS = StepRewards()
+
+
 class Slot(NamedTuple):
     """The place of a rollout in the plan, from which its id and its seeds follow."""
 
@@ -44,19 +47,6 @@ class Slot(NamedTuple):
     iteration: int
     group: int
     sibling: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Further things that a request asks of the task app, beside the episode."""
-
-    step_rewards: StepRewards = field(default_factory=StepRewards)
-    state_keys: tuple[str, ...] = ()
-    snapshot_turns: tuple[int, ...] = ()
-    final_view: bool = False
-
-
-NO_OPTIONS = Options()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,21 +128,6 @@ def inferences(
 
 
 @dataclass(frozen=True, slots=True)
-class Continuation:
-    """One of the rollouts that play on from a moment."""
-
-    group_id: str
-    """The group of all that play on from there; the rollout's id follows from it and from `sibling`."""
-    sibling: int
-    seed_parts: tuple[int | str, ...]
-    """What its sampling seed is derived from."""
-    max_decisions: int | None = None
-    """The most that it may take, if that is fewer than its episode has left."""
-    snapshot_turns: tuple[int, ...] = ()
-    """As in a request, counted from its start."""
-
-
-@dataclass(frozen=True, slots=True)
 class Planner:
     """Turns the tables of a job into rollout requests."""
 
@@ -197,14 +172,19 @@ class Planner:
         They get the rest of the parent's limits, its time included. A lost branch is asked for again like
         any other rollout.
         """
-        return [
-            self._branch(parent, step.turn, step.snapshot, sibling)
-            for parent in parents
-            if parent.trajectory is not None
-            for step in parent.trajectory.steps
-            if step.snapshot is not None
-            for sibling in range(self.algorithm.branch_rollouts)
-        ]
+        requests = []
+        for parent in parents:
+            name = parent.rollout_id
+            for step in () if parent.trajectory is None else parent.trajectory.steps:
+                if step.snapshot is None:
+                    continue
+                group_id = f"{name.replace(':', '.')}/branch-{step.turn}"
+                start = Start(snapshot=step.snapshot, parent_rollout_id=name, parent_turn=step.turn - 1)
+                for sibling in range(self.algorithm.branch_rollouts):
+                    seed_parts = ("branch", parent.group_id, parent.sibling, step.turn, sibling)
+                    request = self.continuation(parent, start, group_id, sibling, seed_parts=seed_parts)
+                    requests.append(request)
+        return requests
 
     def warmup(self, key: SecretStr | None = None, *, most: int | None = None) -> list[RolloutRequest]:
         """The teacher's episodes, an origin each, or the first `most`; `key`: of the server in its config."""
@@ -248,8 +228,7 @@ class Planner:
             most: only so many origins, the first ones; absent: all.
             repeats: episodes on each origin, siblings of a group; the first is the one of `repeats = 1`.
         """
-        config, options = policy_config or {}, Options(self.table.step_rewards)
-        requests = []
+        config, requests = policy_config or {}, []
         for group, origin in enumerate(self.source.evaluation(most)):
             for repeat in range(repeats):
                 slot = Slot(f"eval-{label}", 0, group, repeat)
@@ -258,16 +237,12 @@ class Planner:
                 else:
                     purpose = f"evaluation.{repeat}" if repeat else "evaluation"
                     spec = self.players.scripted(policy_name, purpose, group, config)
-                requests.append(self._request(slot, origin, spec, options))
+                requests.append(self._request(slot, origin, spec, self.table.step_rewards))
         return requests
 
     def largest(self) -> RolloutRequest:
         """The request of the row that takes the most room, of all that are trained or evaluated on."""
         return self._groups("train", 1, [self.source.largest()], siblings=1)[0]
-
-    def after(self, rows: Sequence[Mapping[str, Any]]) -> Self:
-        """The same planner once these rows of metrics are there."""
-        return replace(self, allocation=self.allocation.after(rows))
 
     def _groups(
         self, stage: str, iteration: int, origins: Sequence[Origin], *, siblings: int | None = None
@@ -275,31 +250,33 @@ class Planner:
         """A group on each origin; `siblings`: only so many of each, the first ones."""
         size = siblings or self.table.group_size
         samplers = self.allocation.samplers(stage, iteration, groups=len(origins), siblings=size)
-        shared = Options(
-            self.table.step_rewards,
-            state_keys=stored_state_keys(self.algorithm, self.players.rollout),
-            final_view=self.algorithm.bootstrap_truncated,
-        )
-        requests = []
+        state_keys, requests = stored_state_keys(self.algorithm, self.players.rollout), []
         for group, origin in enumerate(origins):
             for sibling, policy in enumerate(samplers[group]):
                 slot = Slot(stage, iteration, group, sibling)
-                options = replace(shared, snapshot_turns=self._snapshot_turns(slot))
                 spec = self.players.sampled_by(policy, self._rollout_id(slot), *slot)
-                requests.append(self._request(slot, origin, spec, options))
+                request = self._request(
+                    slot, origin, spec, self.table.step_rewards,
+                    state_keys=state_keys,
+                    snapshot_turns=self._snapshot_turns(slot),
+                    final_view=self.algorithm.bootstrap_truncated,
+                )  # fmt: skip
+                requests.append(request)
         return requests
 
-    def _branch(self, parent: Rollout, turn: int, snapshot: str, sibling: int) -> RolloutRequest:
-        group_id = f"{parent.rollout_id.replace(':', '.')}/branch-{turn}"
-        start = Start(snapshot=snapshot, parent_rollout_id=parent.rollout_id, parent_turn=turn - 1)
-        seed_parts = ("branch", parent.group_id, parent.sibling, turn, sibling)
-        return self.continuation(parent, start, Continuation(group_id, sibling, seed_parts))
-
-    def continuation(self, parent: Rollout, start: Start, what: Continuation) -> RolloutRequest:
+    def continuation(
+        self, parent: Rollout, start: Start, group_id: str, sibling: int, *,
+        seed_parts: Sequence[int | str], max_decisions: int | None = None,
+        snapshot_turns: tuple[int, ...] = (),
+    ) -> RolloutRequest:  # fmt: skip
         """A rollout in which the actor plays on from a moment of a finished one, in the rest of its limits.
 
         Args:
             start: `parent_turn` is how many of the parent's decisions came before it.
+            group_id: of all that play on from there; the rollout's id follows from it and from `sibling`.
+            seed_parts: what its sampling seed is derived from.
+            max_decisions: the most that it may take, if that is fewer than its episode has left.
+            snapshot_turns: as in a request, counted from its start.
         """
         episode, done = parent.trajectory, start.parent_turn
         assert episode is not None and done is not None, "it goes on from a decision of a finished rollout"
@@ -308,25 +285,25 @@ class Planner:
             invalid=invalid_before(episode, done + 1),
             used_s=seconds_before(episode, done + 1),
         )
-        if what.max_decisions is not None and what.max_decisions < limits.max_decisions:
-            limits = limits.model_copy(update={"max_decisions": what.max_decisions})
+        if max_decisions is not None and max_decisions < limits.max_decisions:
+            limits = limits.model_copy(update={"max_decisions": max_decisions})
         origin = self.source.of_group(parent.group_id, episode.seed)
-        rollout_id = f"{what.group_id}/{what.sibling}"
+        rollout_id = f"{group_id}/{sibling}"
         return RolloutRequest(
             rollout_id=rollout_id,
             run_id=self.run_id,
             iteration=parent.iteration,
-            group_id=what.group_id,
-            sibling=what.sibling,
+            group_id=group_id,
+            sibling=sibling,
             start=start,
             env=self.players.env(origin),
             ground_truth=origin.ground_truth,
             interaction=origin.interaction,
-            policy=self.players.sampled_by(ACTOR, rollout_id, *what.seed_parts),
+            policy=self.players.sampled_by(ACTOR, rollout_id, *seed_parts),
             step_rewards=self.table.step_rewards,
             multi_turn=self.players.multi_turn.for_requests(),
             limits=limits,
-            snapshot_turns=what.snapshot_turns,
+            snapshot_turns=snapshot_turns,
         )
 
     def _snapshot_turns(self, slot: Slot) -> tuple[int, ...]:
@@ -350,8 +327,9 @@ class Planner:
         return f"{self.run_id}/{slot.stage}/{slot.iteration}/{slot.group}/{slot.sibling}"
 
     def _request(
-        self, slot: Slot, origin: Origin, policy: PolicySpec, options: Options = NO_OPTIONS
-    ) -> RolloutRequest:
+        self, slot: Slot, origin: Origin, policy: PolicySpec, step_rewards: StepRewards = NO_STEP_REWARDS, *,
+        state_keys: tuple[str, ...] = (), snapshot_turns: tuple[int, ...] = (), final_view: bool = False,
+    ) -> RolloutRequest:  # fmt: skip
         players = self.players
         return RolloutRequest(
             rollout_id=self._rollout_id(slot),
@@ -362,12 +340,12 @@ class Planner:
             start=Start(seed=origin.seed),
             env=players.env(origin),
             policy=policy,
-            step_rewards=options.step_rewards,
+            step_rewards=step_rewards,
             limits=players.limits(),
             multi_turn=players.multi_turn.for_requests(),
-            state_keys=options.state_keys,
-            snapshot_turns=options.snapshot_turns,
-            final_view=options.final_view,
+            state_keys=state_keys,
+            snapshot_turns=snapshot_turns,
+            final_view=final_view,
             ground_truth=origin.ground_truth,
             interaction=origin.interaction,
             # Random play for a tokenizer earns nothing.

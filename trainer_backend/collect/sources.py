@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from pydantic import JsonValue, SecretStr
 
@@ -47,53 +47,32 @@ class Origin:
     """The user in a conversation."""
 
 
-class Source(Protocol):
-    """Where groups start. Each method is a pure function of the job and its arguments."""
-
-    def training(self, purpose: str, numbers: range, iteration: int) -> list[Origin]:
-        """Return the origins for training.
-
-        Args:
-            purpose: the stage; each has an order of its own.
-            numbers: their places in the endless sequence of the stage, from 0; a fixed set of origins comes
-                again and again, in epochs.
-            iteration: the iteration that plays them.
-        """
-
-    def refill(self, stage: str, iteration: int, *, played: Sequence[Origin], numbers: range) -> list[Origin]:
-        """Further origins of an iteration, which repeat as few of the `played` ones as possible."""
-
-    def evaluation(self, most: int | None = None) -> list[Origin]:
-        """The held-out origins, the first `most` of them: the same for every job."""
-
-    def of_group(self, group_id: str, seed: int) -> Origin:
-        """The origin of a group that was played."""
-
-    def largest(self) -> Origin:
-        """The origin with the longest request, among held-out ones too."""
-
-    def interactions(self) -> frozenset[str | None]:
-        """Names of all interactions; None where a row leaves the choice to the task app."""
-
-    def refuse_unmatchable(self, names: Collection[str | None]) -> None:
-        """Refuse rows whose ground truth is no number, where one of these interactions needs a number."""
-
-
 @dataclass(frozen=True, slots=True)
 class Worlds:
-    """Worlds by their seeds: the seeds of rollout.seeds in shuffled epochs, or always new ones."""
+    """Groups start in worlds, by seed: those of rollout.seeds in shuffled epochs, or always new ones.
+
+    Its methods, like those of `Rows`, are pure functions of the job and their arguments.
+    """
 
     job_seed: int
     seeds: tuple[int, ...]
     held_out: EvaluationTable
 
     def training(self, purpose: str, numbers: range, iteration: int) -> list[Origin]:
+        """Return the origins for training.
+
+        Args:
+            purpose: the stage; each has an order of its own.
+            numbers: their places in the endless sequence of the stage, from 0.
+            iteration: the iteration that plays them.
+        """
         if self.seeds:
             return [Origin(seed) for seed in cycled_worlds(self.job_seed, purpose, self.seeds, numbers)]
         world = partial(training_world, self.job_seed, purpose, iteration, held_out=self._held_out())
         return [Origin(world(group)) for group in range(len(numbers))]
 
     def refill(self, stage: str, iteration: int, *, played: Sequence[Origin], numbers: range) -> list[Origin]:
+        """Further origins of an iteration, which repeat as few of the `played` ones as possible."""
         if not self.seeds:
             return self.training(stage, numbers, iteration)
         played_ids = {origin.seed for origin in played}
@@ -101,6 +80,7 @@ class Worlds:
         return [Origin(others[number % len(others)]) for number in numbers]
 
     def evaluation(self, most: int | None = None) -> list[Origin]:
+        """The held-out origins, the first `most` of them: the same for every job."""
         return [Origin(seed) for seed in self._held_out()[:most]]
 
     def of_group(self, group_id: str, seed: int) -> Origin:
@@ -121,7 +101,7 @@ class Worlds:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of [data], in shuffled epochs: every row comes once before any comes again.
+    """Groups start with rows of [data], in shuffled epochs: every row comes once before any comes again.
 
     The order depends only on the job's seed, the stage and the ids. The rows of an iteration follow from its
     number, so a resumed run needs no stored position.
@@ -160,17 +140,24 @@ class Rows:
         return self.origin(self.data.by_id[row_id])
 
     def largest(self) -> Origin:
+        """The origin with the longest request, among held-out ones too."""
         return max(map(self.origin, (*self.data.training, *self.data.evaluation)), key=bytes_of)
 
     def interactions(self) -> frozenset[str | None]:
+        """Names of all interactions; None where a row leaves the choice to the task app."""
         origins = map(self.origin, (*self.data.training, *self.data.evaluation))
         return frozenset(item.interaction.name for item in origins if item.interaction is not None)
 
     def refuse_unmatchable(self, names: Collection[str | None]) -> None:
+        """Refuse rows whose ground truth is no number, where one of these interactions needs a number."""
         refuse_unmatchable(self.table, (*self.data.training, *self.data.evaluation), names)
 
     def origin(self, row: Row) -> Origin:
         return origin_of(row, interaction=self.table.interaction)
+
+
+# Where groups start.
+Source = Worlds | Rows
 
 
 def origin_of(row: Row, *, interaction: str | None = None) -> Origin:

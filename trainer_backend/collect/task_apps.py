@@ -193,9 +193,11 @@ def _gateway_elsewhere(table: ServicesTable) -> list[str]:
 
 def describe(apps: TaskApps) -> str:
     """Describe the task apps' addresses, and the faults of those that do not answer, in one line."""
-    urls = ", ".join(client.url for client in apps)
+    urls = ", ".join(app.url for app in apps.serving)
     faults = apps.answers()
-    return f"task app{'s' if len(apps) > 1 else ''}: {urls}" + (f"; not there: {faults}" if faults else "")
+    return f"task app{'s' if len(apps.serving) > 1 else ''}: {urls}" + (
+        f"; not there: {faults}" if faults else ""
+    )
 
 
 def task_app_key(urls: Sequence[str], own_key: SecretStr | None = None) -> SecretStr:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from shared_schemas.base import did_you_mean
 from shared_schemas.problem import Problem
 from shared_schemas.rollouts import PolicySpec
-from trainer_backend.collect.apps import App, TaskApps
+from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import Instance, TaskAppClient
 from trainer_backend.collect.plan import Planner, Players, Slot
 from trainer_backend.collect.sources import Source, row_of
@@ -73,34 +73,31 @@ async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool, prese
     largest = planner.largest()
     warnings = list[str]()
     environment_key = partial(_environment_key, row_of(first.group_id))
-    for app in apps.members:
-        if app.fault is not None:
-            continue  # not up yet; it may come later
+    for app in apps.serving:  # another one may come later
         try:
-            app.client.refuse_too_large(largest)
-            environment = _Environment(planner, app.client, bool(interactions), warnings)
-            await _try(app.client, "env", world, environment_key, check=environment.check)
-            await _refuse_unknown_interactions(app.client, interactions)
-            await _refuse_unmatchable_rows(app.client, planner.source)
+            app.refuse_too_large(largest)
+            environment = _Environment(planner, app, bool(interactions), warnings)
+            await _try(app, "env", world, environment_key, check=environment.check)
+            if interactions:
+                await _refuse_interactions(app, planner.source, interactions)
             for stage in policies:
                 body = stage.policy.model_dump(mode="json", include={"policy_name", "config", "seed"})
-                await _try(app.client, "policy", body, stage.key_of)
+                await _try(app, "policy", body, stage.key_of)
         except TaskAppLost as error:
             await _refuse_hanging(app, error)
-            app.fault = str(error)
-            apps.tell(f"task app lost: {error}")
+            apps.lose(app, error)
     apps.refuse_if_none_answers()
     for warning in dict.fromkeys(warnings):
         apps.tell(warning)
 
 
-async def _refuse_hanging(app: App, error: TaskAppLost) -> None:
+async def _refuse_hanging(app: TaskAppClient, error: TaskAppLost) -> None:
     """Raise an error if a request ran out of time and the task app answers others."""
     cause = error.__cause__
     if cause is None or not isinstance(cause.__cause__, TimeoutError):
         return
     try:
-        await app.look(attempts=1)
+        await app.about(attempts=1)
     except TaskAppError:
         return
     raise TaskAppError(
@@ -158,26 +155,21 @@ def _keys_of(players: Players, table: RolloutOnlyTable) -> dict[str, str]:
     }
 
 
-async def _refuse_unknown_interactions(client: TaskAppClient, names: frozenset[str | None]) -> None:
-    """Refuse unknown interactions of any row, since the row with a misspelt one may come last in an epoch."""
-    if not names:
-        return
-    known = (await client.about()).capabilities.interactions
+async def _refuse_interactions(client: TaskAppClient, source: Source, names: frozenset[str | None]) -> None:
+    """Refuse unknown interactions of any row, since the row with a misspelt one may come last in an epoch.
+
+    Rows that an interaction can only score as wrong are refused too; the task app says which need a number.
+    """
+    capabilities = (await client.about()).capabilities
+    known = capabilities.interactions
     for name in sorted(names - set(known) - {None}, key=str):
         told = f"unknown interaction {name!r}{did_you_mean(str(name), known) if known else '; it has none'}"
         raise _no_interaction(f"{told} (says the task app at {client.url})")
     if None in names and len(known) != 1:
         told = f"some rows name no interaction, and the task app at {client.url} has {len(known)}"
         raise _no_interaction(f"{told}{': ' * bool(known)}{', '.join(known)}")
-
-
-async def _refuse_unmatchable_rows(client: TaskAppClient, source: Source) -> None:
-    """Refuse rows that an interaction can only score as wrong; the task app says which need a number."""
-    if not source.interactions():
-        return
-    capabilities = (await client.about()).capabilities
     numbers: set[str | None] = set(capabilities.number_interactions)
-    if numbers.issuperset(capabilities.interactions):
+    if numbers.issuperset(known):
         numbers.add(None)
     source.refuse_unmatchable(numbers)
 

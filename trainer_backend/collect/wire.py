@@ -113,6 +113,13 @@ def refusal(status: int, answer: Any, sentence: str) -> TaskAppError:
     return TaskAppError(sentence)
 
 
+def first_of(error: BaseException) -> BaseException:
+    """Return the first leaf of a group of errors; one is enough for the user."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def first_finding(error: ValidationError) -> str:
     """Return `accepted.0: Input should be a valid string`, without the input, which may be a whole page."""
     first, *others = error.errors(include_url=False, include_input=False, include_context=False)
@@ -155,12 +162,6 @@ def slices(
         room -= size
     if part:
         yield part
-
-
-def refuse_too_large(request: RolloutRequest, *, max_body_bytes: int, url: str) -> None:
-    """Refuse a request that is too large for the task app at `url`."""
-    for _ in slices([request], max_body_bytes=max_body_bytes, url=url):
-        pass
 
 
 def _too_large(request: RolloutRequest, size: int, max_body_bytes: int, url: str) -> JobError:

@@ -15,9 +15,9 @@ from service_kit.errors import ServiceError
 from service_kit.logs import configure_logs_from
 from shared_schemas.rollouts import RolloutRequest
 from trainer_backend import job_parts
-from trainer_backend.collect.collector import Collection, Collector
+from trainer_backend.collect.batch import Batch, LossCheck
+from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.endpoints import endpoint, sends_key_in_the_open, warmup_key
-from trainer_backend.collect.losses import refuse_losses
 from trainer_backend.collect.plan import Inference, Planner, Players
 from trainer_backend.errors import JobError
 from trainer_backend.evaluation.result import EvaluationResult, evaluation_result
@@ -56,7 +56,7 @@ class TaskAppPolicy:
 Player = Checkpoint | TaskAppPolicy | Inference
 # The planner of an evaluation in which a model is asked at this server.
 PlannerFor = Callable[..., Planner]
-Play = Callable[[Sequence[RolloutRequest]], Coroutine[Any, Any, Collection]]
+Play = Callable[[Sequence[RolloutRequest]], Coroutine[Any, Any, Batch]]
 
 
 def player_of_flags(
@@ -174,28 +174,28 @@ async def evaluate(
     server = player if isinstance(player, Inference) else None
     with task_app_log() as log:
         async with job_parts.task_apps(job, log, server, data=data) as apps:
-            collector = job_parts.collector(job, apps)
+            dispatcher = job_parts.dispatcher(job, apps)
             planner_for = partial(
                 job_parts.planner, job, f"{job.job.name}.eval.{uuid4().hex[:12]}", data=data
             )
-            play = partial(_play, collector, tell)
+            play = partial(_play, dispatcher, tell)
             if isinstance(player, Checkpoint):
-                collection = await job_parts.by_checkpoint(
+                batch = await job_parts.by_checkpoint(
                     job, player.folder,
                     lambda server: play(planner_for(server).evaluation("checkpoint", repeats=repeats)),
                 )  # fmt: skip
             else:
-                collection = await play(_plan(player, planner_for, job.warmup, repeats))
+                batch = await play(_plan(player, planner_for, job.warmup, repeats))
         if keep is not None:
-            write_rollouts(keep, collection.all)
-        refuse_losses(collection, "evaluation", log=log)
+            write_rollouts(keep, batch.all)
+        LossCheck(log).refuse(batch, "evaluation")
     setting = _setting(planner_for().players, player, job.data)
     places = {}
     if data is not None and job.data is not None:
         places = {row.id: row.where for row in data.evaluation}
         if record is not None and (found := str(find_differences(record, job.data, data))):
             setting["since the run began"] = found
-    return evaluation_result(_name(player), collection, setting, row_places=places)
+    return evaluation_result(_name(player), batch, setting, row_places=places)
 
 
 @contextmanager
@@ -229,10 +229,10 @@ def _plan(
     return planner.evaluation("model", policy_config=plain, repeats=repeats)
 
 
-async def _play(collector: Collector, tell: Tell | None, plan: Sequence[RolloutRequest]) -> Collection:
-    collection = await collector.collect(plan, tell)
-    await collector.ack(plan[0].run_id, collection.all)
-    return collection
+async def _play(dispatcher: Dispatcher, tell: Tell | None, plan: Sequence[RolloutRequest]) -> Batch:
+    batch = await dispatcher.collect(plan, tell)
+    await dispatcher.ack(plan[0].run_id, batch.all)
+    return batch
 
 
 def _teacher(warmup: WarmupTable | None, policy_name: str) -> tuple[Inference | None, Mapping[str, Any]]:

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from shared_schemas.trajectory import DecisionRewards, Trajectory
-from trainer_backend.collect.losses import count_losses
+from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.metrics import (
     are_successes,
     finished_trajectories,
@@ -19,7 +19,6 @@ from trainer_backend.collect.metrics import (
     unique_over_worlds,
 )
 from trainer_backend.collect.sources import row_of
-from trainer_backend.collect.work import Collection
 from trainer_backend.core.conversations import context_metrics, interaction_metrics
 from trainer_backend.core.intervals import wilson_interval
 from trainer_backend.core.statistics import (
@@ -121,7 +120,7 @@ class EvaluationResult:
 
 def evaluation_result(
     policy: str,
-    collection: Collection,
+    batch: Batch,
     setting: Mapping[str, Any] | None = None,
     *,
     row_places: Mapping[str, str] | None = None,
@@ -132,10 +131,10 @@ def evaluation_result(
         setting: names and JSON values that describe the evaluation.
         row_places: file and line of each row of a data set, by id.
     """
-    episodes = finished_trajectories(collection.rollouts, "evaluation")
-    worlds = [item.group_id for item in collection.rollouts if item.trajectory is not None]
+    episodes = finished_trajectories(batch.rollouts, "evaluation")
+    worlds = [item.group_id for item in batch.rollouts if item.trajectory is not None]
     repeats, has_achievements = max(Counter(worlds).values()), have_achievements(episodes)
-    metrics = episode_metrics(episodes)
+    metrics, losses = episode_metrics(episodes), batch.losses
     endings = {
         name.removeprefix("stop/"): round(share * len(episodes))
         for name, share in metrics.items()
@@ -163,11 +162,11 @@ def evaluation_result(
         crafter_score=score_over_worlds(episodes, worlds),
         invalid_frac=metrics["episode/invalid_frac"],
         endings=endings,
-        rows=_outcome_by_row(collection),
+        rows=_outcome_by_row(batch),
         row_places=dict(row_places or {}),
-        lost=len(collection.failed),
-        lost_because=count_losses(collection).explain() if collection.failed else "",
-        failures=dict(sorted(collection.failures.items())),
+        lost=losses.lost,
+        lost_because=losses.explain() if losses.lost else "",
+        failures=dict(sorted(batch.failures.items())),
         prompt_tokens=_total([step.step_info.prompt_tokens for item in episodes for step in item.steps]),
         sampled_tokens=_total([step.step_info.completion_tokens for item in episodes for step in item.steps]),
     )
@@ -209,9 +208,9 @@ def _span(
     )
 
 
-def _outcome_by_row(collection: Collection) -> dict[str, float]:
+def _outcome_by_row(batch: Batch) -> dict[str, float]:
     outcomes: dict[str, list[float]] = {}
-    for rollout in collection.rollouts:
+    for rollout in batch.rollouts:
         if rollout.trajectory is not None and (row_id := row_of(rollout.group_id)) is not None:
             outcomes.setdefault(row_id, []).append(rollout.trajectory.outcome_reward)
     return {row_id: fmean(several) for row_id, several in outcomes.items()}

@@ -18,9 +18,9 @@ from shared_schemas.trajectory import StepData, StopReason, exact_tokens
 from trainer_backend import job_parts
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import InstanceInfo
-from trainer_backend.collect.lane import first_of
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.sources import row_of
+from trainer_backend.collect.wire import first_of
 from trainer_backend.core.truth import CHOICES, even_order
 from trainer_backend.credit.recredit import stored_iterations, with_records
 from trainer_backend.credit.rewards import Policies, Rewards
@@ -114,13 +114,13 @@ async def measure_truth(
                 play=play_of(job.rollout),
             )
             file = TruthFile.open(options.out, setting)
-            collector = job_parts.collector(job, apps)
+            dispatcher = job_parts.dispatcher(job, apps)
 
             async def measure(inference: Inference) -> Measurement:
                 name = f"{job.job.name}.truth.{uuid4().hex[:12]}"
                 planner = _with_common_draws(job_parts.planner(job, name, inference, data))
                 player = ContinuationPlayer(
-                    planner, collector, apps, Rewards(job.training, job.max_decisions), setting
+                    planner, dispatcher, apps, Rewards(job.training, job.max_decisions), setting
                 )
                 chosen = list(islice(_chosen(rollouts, options.seed), options.decisions))
                 lanes = max(2, 2 * job.rollout.max_concurrent_rollouts // options.continuations)
@@ -314,7 +314,7 @@ async def _environment(apps: TaskApps, first: RolloutRequest) -> InstanceInfo:
         JobError: it has no snapshots.
     """
     apps.refuse_if_none_answers()
-    client = next(app.client for app in apps.members if app.fault is None)
+    client = apps.serving[0]
     body = {"env_name": first.env.env_name, "config": first.env.config, "seed": first.start.seed}
     created = await client.create("env", body)
     await client.terminate("env", created.id)

@@ -10,8 +10,8 @@ from shared_schemas.replay import ReplayRequest, ReplayTurn, words_of
 from shared_schemas.rollouts import Rollout, RolloutRequest, Start
 from shared_schemas.trajectory import StepData, StopReason, Trajectory
 from trainer_backend.collect.apps import TaskApps
-from trainer_backend.collect.collector import Collector
-from trainer_backend.collect.plan import Continuation, Planner
+from trainer_backend.collect.dispatcher import Dispatcher
+from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.wire import ReplayDeparts, TaskAppLost
 from trainer_backend.core.rewards import discounted_returns
 from trainer_backend.core.seeds import derived_seed
@@ -93,7 +93,7 @@ class ContinuationPlayer:
     """Plays on from before and after a decision."""
 
     planner: Planner
-    collector: Collector
+    dispatcher: Dispatcher
     apps: TaskApps
     rewards: Rewards
     setting: TruthSetting
@@ -198,8 +198,8 @@ class ContinuationPlayer:
             turns=tuple(map(ReplayTurn.of, item.episode.steps[:turn])),
             snapshots=(turn - 1, turn) if item.goes_on else (turn - 1,),
         )
-        members = [app.client for app in self.apps.members if app.fault is None]
-        for client in (*members, *members)[:_ATTEMPTS]:
+        serving = self.apps.serving
+        for client in (*serving, *serving)[:_ATTEMPTS]:
             try:
                 snapshots = await client.snapshots(record)
             except TaskAppLost:
@@ -214,14 +214,12 @@ class ContinuationPlayer:
         done = item.step.turn - 1
         start = Start(snapshot=before, parent_rollout_id=item.rollout.rollout_id, parent_turn=done)
         is_last = item.step.turn >= self.planner.players.max_decisions
-        what = Continuation(
-            f"{self._group(item)}-first",
-            number,
-            ("truth first", *self._seed_parts(item, number)),
+        return self.planner.continuation(
+            item.rollout, start, f"{self._group(item)}-first", number,
+            seed_parts=("truth first", *self._seed_parts(item, number)),
             max_decisions=1,
             snapshot_turns=() if is_last else (2,),
-        )
-        return self.planner.continuation(item.rollout, start, what)
+        )  # fmt: skip
 
     def _rest(self, item: StoredDecision, number: int, side: _Side) -> RolloutRequest:
         """What comes after a side of pair k, whose numbers are 2k and 2k + 1: both draw the same."""
@@ -233,10 +231,11 @@ class ContinuationPlayer:
             parent_rollout_id=item.rollout.rollout_id,
             parent_turn=item.step.turn,
         )
-        seed_parts = ("truth", *self._seed_parts(item, k))
-        group = f"{self._group(item)}-rest"
-        what = Continuation(group, number, seed_parts, max_decisions=self.setting.horizon)
-        return self.planner.continuation(item.cut_after(side.step), start, what)
+        return self.planner.continuation(
+            item.cut_after(side.step), start, f"{self._group(item)}-rest", number,
+            seed_parts=("truth", *self._seed_parts(item, k)),
+            max_decisions=self.setting.horizon,
+        )  # fmt: skip
 
     def _return(self, item: StoredDecision, episode: Trajectory) -> float:
         """The discounted return of an episode from the decision on."""
@@ -246,15 +245,15 @@ class ContinuationPlayer:
 
     async def _collect(self, requests: Sequence[RolloutRequest]) -> _Played:
         """What ran out of time has lost what would have come."""
-        collection = await self.collector.collect(requests)
+        batch = await self.dispatcher.collect(requests)
         if requests:
-            await self.collector.ack(self.planner.run_id, collection.all)
+            await self.dispatcher.ack(self.planner.run_id, batch.all)
         episodes = {
             item.sibling: item.trajectory
-            for item in collection.rollouts
+            for item in batch.rollouts
             if item.trajectory is not None and item.trajectory.stop_reason is not StopReason.DEADLINE
         }
-        failures = ((item.sibling, item.failure) for item in collection.failed)
+        failures = ((item.sibling, item.failure) for item in batch.failed)
         return _Played(
             episodes, {sibling for sibling, why in failures if why and why.code == CONTEXT_LENGTH_EXCEEDED}
         )

@@ -55,7 +55,7 @@ async def verify(url: str, bounds: Bounds) -> Verified:
     try:
         async with asyncio.timeout(_AT_MOST_S), _apps([url], task_app_key([url])) as apps:
             attempts = [
-                Attempt(url=app.client.url, status=200 if app.fault is None else None, detail=app.fault)
+                Attempt(url=app.url, status=200 if app.fault is None else None, detail=app.fault)
                 for app in apps.members
             ]
     except (TaskAppError, JobError, TimeoutError) as error:

@@ -52,10 +52,10 @@ def played_frames(
     async def frames() -> list[Frame]:
         with tempfile.TemporaryDirectory() as folder:
             async with task_apps(services, Path(folder) / "task_app.log") as apps:
-                for client in apps[:-1]:
+                for client in apps.serving[:-1]:
                     with suppress(TaskAppLost):  # another task app can draw it too
                         return await replay(client, episode, turns, config=config)
-                return await replay(apps[-1], episode, turns, config=config)
+                return await replay(apps.serving[-1], episode, turns, config=config)
 
     return asyncio.run(frames())
 

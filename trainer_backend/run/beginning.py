@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from shared_schemas.rollouts import RolloutRequest
 from shared_schemas.trajectory import Trajectory
 from trainer_backend import job_parts
-from trainer_backend.collect.collector import Collection, Collector
+from trainer_backend.collect.batch import NOTABLE_SHARE, Batch, LossCheck
+from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.endpoints import warmup_key
 from trainer_backend.collect.first_prompts import FirstPrompts
-from trainer_backend.collect.losses import NAMES_BEFORE_RL, NOTABLE_SHARE, LossCheck, losses_in
+from trainer_backend.collect.losses import NAMES_BEFORE_RL
 from trainer_backend.collect.metrics import (
-    collection_metrics,
+    batch_metrics,
     evaluation_metrics,
     finished_trajectories,
     outcome_name,
@@ -113,12 +114,12 @@ class Beginning:
         planner: Planner,
         setup: ModelSetup,
         *,
-        collector: Collector,
+        dispatcher: Dispatcher,
         reporter: Reporter,
         stop: asyncio.Event,
     ) -> None:
         self._directory, self._planner, self._setup = directory, planner, setup
-        self._collector, self._reporter, self._stop = collector, reporter, stop
+        self._dispatcher, self._reporter, self._stop = dispatcher, reporter, stop
 
     async def load(self, *, resume: bool) -> Models:
         """Load the newest checkpoint, or the models that the job names.
@@ -306,17 +307,17 @@ class Beginning:
         if not requests:
             return []
         started = time.monotonic()
-        collection = await self._collect(kind, requests)
+        batch = await self._collect(kind, requests)
         duration_s = time.monotonic() - started
         row = {
             "kind": kind,
             "iteration": 0,
-            **evaluation_metrics(collection.rollouts),
-            **collection_metrics(collection),
+            **evaluation_metrics(batch.rollouts),
+            **batch_metrics(batch),
             "time/collect_s": duration_s,
         }
         self._directory.append_metrics(row)
-        losses = losses_in(row)
+        losses = batch.losses
         total = f" of {losses.total}" if losses.lost else ""
         self._reporter.say(
             f"{kind}: {row['eval/episodes']}{total} episodes with {row['eval/outcome_reward']:.2f} "
@@ -327,9 +328,9 @@ class Beginning:
                 f"the warm-up imitates {losses.total - losses.lost} of the {losses.total} games that were "
                 f"planned: {losses.share:.0%} are missing"
             )
-        return finished_trajectories(collection.rollouts, kind)
+        return finished_trajectories(batch.rollouts, kind)
 
-    async def _collect(self, kind: str, requests: Sequence[RolloutRequest]) -> Collection:
+    async def _collect(self, kind: str, requests: Sequence[RolloutRequest]) -> Batch:
         """Collect and store a plan's rollouts, and only then refuse it if none was finished.
 
         Their spool stays until the policy that RL starts from is saved. A start before that plays only what
@@ -343,17 +344,17 @@ class Beginning:
             self._directory.spool_file(_FILES[kind]), requests,
             versions=range(1), gateway_urls=(), tell=self._reporter.say,
         )  # fmt: skip
-        collection = await collected(requests, self._collector, spool=spool, tell=tell, stop=self._stop)
-        if collection is None:
+        batch = await collected(requests, self._dispatcher, spool=spool, tell=tell, stop=self._stop)
+        if batch is None:
             raise Stopped(f"while collecting ({kind}); a resumed run goes on from there")
         spool.flush()  # first: the file says that all are there, and replaces those of an earlier plan
-        write_rollouts(self._directory.rollouts_file(_FILES[kind]), collection.all)
+        write_rollouts(self._directory.rollouts_file(_FILES[kind]), batch.all)
         most, log = self._planner.table.max_lost_share, self._directory.task_app_log
-        losses = LossCheck(self._reporter.say, most, log, self._directory.append_last_stage)
-        losses.report(collection, NAMES_BEFORE_RL[kind])
-        losses.refuse(collection, NAMES_BEFORE_RL[kind], 0)
-        await self._collector.ack(self._planner.run_id, collection.all)
-        return collection
+        losses = LossCheck(log, most, self._reporter.say, self._directory.append_last_stage)
+        losses.report(batch, NAMES_BEFORE_RL[kind])
+        losses.refuse(batch, NAMES_BEFORE_RL[kind], 0)
+        await self._dispatcher.ack(self._planner.run_id, batch.all)
+        return batch
 
 
 def _names_all(parts: Sequence[Part], path: Path) -> bool:

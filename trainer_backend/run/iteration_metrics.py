@@ -9,10 +9,9 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
-from trainer_backend.collect.losses import count_losses
-from trainer_backend.collect.metrics import collection_metrics, outcome_over_worlds
+from trainer_backend.collect.batch import Batch
+from trainer_backend.collect.metrics import batch_metrics, outcome_over_worlds
 from trainer_backend.collect.sources import sampler_of
-from trainer_backend.collect.work import Collection
 from trainer_backend.core.conversations import (
     context_metrics,
     failure_metrics,
@@ -55,8 +54,8 @@ async def moment(server: InferenceServer) -> Moment:
 class IterationResult:
     """Stops 2 to 10 of an iteration: collected, credited, stored."""
 
-    collection: Collection
-    branches: Collection
+    batch: Batch
+    branches: Batch
     """Rollouts that play on from decisions of the collected ones, to measure with and not to train on."""
     credited: Credited
     start: Moment
@@ -81,11 +80,11 @@ class IterationMetrics:
         Metrics of skill are of the actor's rollouts alone, and absent where it has none. Metrics of time and
         of failures are of all.
         """
-        collection = result.collection
+        batch = result.batch
         collect_s = sum(span.seconds for span in result.collect_spans)
-        own = self.policies.by_actor(collection.rollouts)
+        own = self.policies.by_actor(batch.rollouts)
         episodes = [rollout.trajectory for rollout in own if rollout.trajectory is not None]
-        trajectories = [item.trajectory for item in collection.rollouts if item.trajectory is not None]
+        trajectories = [item.trajectory for item in batch.rollouts if item.trajectory is not None]
         steps = [step.step_info for item in trajectories for step in item.steps]
         branched = branch_metrics(result.branches)
         decisions = len(steps) + branched.get("branch/decisions", 0.0) - _reused_decisions(result)
@@ -94,9 +93,9 @@ class IterationMetrics:
             **outcome_bounds(own),
             "episode/outcome_definition": outcome_definition(trajectories),
             **result.credited.metrics,
-            **conversation_metrics(own, collection.failures),
-            **collection_metrics(collection),
-            "recovery/rollouts_reused": float(len(collection.reused) + len(result.branches.reused)),
+            **conversation_metrics(own, batch.failures),
+            **batch_metrics(batch),
+            "recovery/rollouts_reused": float(len(batch.reused) + len(result.branches.reused)),
             **branched,
             **result.mixture,
             **(inference_metrics(since.totals, now.totals) if own else {}),
@@ -162,7 +161,7 @@ def _reused_decisions(result: IterationResult) -> int:
     """Count decisions that an earlier start collected: they must not enter the speed of this one."""
     return sum(
         len(item.trajectory.steps)
-        for part in (result.collection, result.branches)
+        for part in (result.batch, result.branches)
         for item in part.rollouts
         if item.rollout_id in part.reused and item.trajectory is not None
     )
@@ -197,15 +196,13 @@ def conversation_metrics(rollouts: Sequence[Rollout], failures: Counter[str]) ->
     }
 
 
-def branch_metrics(branches: Collection) -> dict[str, Any]:
+def branch_metrics(branches: Batch) -> dict[str, Any]:
     """Return the metrics of branches, which play on from decisions; empty where no estimator needs them."""
     if not branches.all:
         return {}
     decisions = sum(len(item.trajectory.steps) for item in branches.rollouts if item.trajectory is not None)
     return {
-        "branch/rollouts": float(len(branches.rollouts)),
-        "branch/failed": float(len(branches.failed)),
-        **count_losses(branches).row("branch"),
+        **branches.losses.row(branches=True),
         "branch/decisions": float(decisions),
     }
 
@@ -235,7 +232,7 @@ _NEARLY_ALL = 0.95
 _ENOUGH = 20
 
 
-def refuse_round(policies: Policies, requests: Sequence[RolloutRequest], collection: Collection) -> None:
+def refuse_round(policies: Policies, requests: Sequence[RolloutRequest], batch: Batch) -> None:
     """Refuse a round of rollouts in which a fixed policy did not play its part.
 
     Nothing replaces a fixed policy, since that would change the job.
@@ -247,18 +244,16 @@ def refuse_round(policies: Policies, requests: Sequence[RolloutRequest], collect
         SegmentError: a rollout names another policy than its request.
     """
     if policies.fixed:
-        _refuse_silent_policy(policies, requests, collection)
-        _refuse_other_sampler(policies, requests, collection)
-        _refuse_unreadable_policy(policies, collection)
+        _refuse_silent_policy(policies, requests, batch)
+        _refuse_other_sampler(policies, requests, batch)
+        _refuse_unreadable_policy(policies, batch)
 
 
-def _refuse_silent_policy(
-    policies: Policies, requests: Sequence[RolloutRequest], collection: Collection
-) -> None:
+def _refuse_silent_policy(policies: Policies, requests: Sequence[RolloutRequest], batch: Batch) -> None:
     samplers = _samplers(requests)
-    finished = {samplers[_name(rollout.rollout_id)] for rollout in collection.rollouts}
+    finished = {samplers[_name(rollout.rollout_id)] for rollout in batch.rollouts}
     for table in policies.fixed:
-        lost = [item for item in collection.failed if samplers[_name(item.rollout_id)] == table.name]
+        lost = [item for item in batch.failed if samplers[_name(item.rollout_id)] == table.name]
         silent = [item.failure for item in lost if item.failure and item.failure.code in _SILENT]
         if silent and table.name not in finished:
             raise NothingToLearnFrom(
@@ -269,7 +264,7 @@ def _refuse_silent_policy(
             )
 
 
-def _refuse_unreadable_policy(policies: Policies, collection: Collection) -> None:
+def _refuse_unreadable_policy(policies: Policies, batch: Batch) -> None:
     """A server may serve any model under a name. One that writes no calls teaches nothing, and an iteration
     of its noops looks like one of bad luck."""
     for table in policies.fixed:
@@ -277,7 +272,7 @@ def _refuse_unreadable_policy(policies: Policies, collection: Collection) -> Non
             continue
         decisions = [
             step.step_info.invalid_reason
-            for rollout in collection.rollouts
+            for rollout in batch.rollouts
             if rollout.trajectory is not None and policies.policy_by(rollout) == table.name
             for step in rollout.trajectory.steps
         ]
@@ -293,13 +288,11 @@ def _refuse_unreadable_policy(policies: Policies, collection: Collection) -> Non
             )
 
 
-def _refuse_other_sampler(
-    policies: Policies, requests: Sequence[RolloutRequest], collection: Collection
-) -> None:
+def _refuse_other_sampler(policies: Policies, requests: Sequence[RolloutRequest], batch: Batch) -> None:
     """Samples of a fixed policy are trained on differently from the actor's, so a rollout must name its
     policy; a rollout without a name counts as the actor's."""
     samplers = _samplers(requests)
-    for rollout in collection.rollouts:
+    for rollout in batch.rollouts:
         planned, sampler = samplers[_name(rollout.rollout_id)], policies.policy_by(rollout)
         if planned != sampler:
             model = rollout.trajectory.model if rollout.trajectory is not None else None

@@ -2,15 +2,14 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shared_schemas.rollouts import Rollout, RolloutRequest
-from trainer_backend.collect.collector import Collection, Collector
-from trainer_backend.collect.collector import Progress as Tell
-from trainer_backend.collect.losses import LossCheck
+from shared_schemas.rollouts import RolloutRequest
+from trainer_backend.collect.batch import Batch, LossCheck
+from trainer_backend.collect.dispatcher import Dispatcher
+from trainer_backend.collect.dispatcher import Progress as Tell
 from trainer_backend.collect.plan import Planner
-from trainer_backend.collect.work import with_earlier
 from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.protocols import InferenceServer, Learner, Progress, Reporter
 from trainer_backend.run.checkpointing import Saving
@@ -28,7 +27,7 @@ class Run:
 
     planner: Planner
     credit: CreditAssignment
-    collector: Collector
+    dispatcher: Dispatcher
     server: InferenceServer
     saving: Saving
     """Its checkpoints, with the learner and the run directory."""
@@ -49,7 +48,7 @@ class Run:
     @property
     def losses(self) -> LossCheck:
         most, directory = self.planner.table.max_lost_share, self.directory
-        return LossCheck(self.reporter.say, most, directory.task_app_log, directory.append_last_stage)
+        return LossCheck(directory.task_app_log, most, self.reporter.say, directory.append_last_stage)
 
     @property
     def metrics(self) -> IterationMetrics:
@@ -57,8 +56,10 @@ class Run:
 
     def current_planner(self) -> Planner:
         """The planner of the next iteration, whose schedule may look back on the finished ones."""
-        looks_back = self.planner.allocation.looks_back
-        return self.planner.after(self.directory.metrics()) if looks_back else self.planner
+        planner, allocation = self.planner, self.planner.allocation
+        if not allocation.looks_back:
+            return planner
+        return replace(planner, allocation=allocation.after(self.directory.metrics()))
 
     def spool(self, stage: str, requests: Sequence[RolloutRequest], versions: range) -> Spool:
         """The spool of a stage, with the rollouts of these requests that an earlier start has left there.
@@ -98,30 +99,26 @@ class Run:
         spool: Spool | None,
         stop: asyncio.Event,
         shown: Callable[[], bool] = lambda: True,
-    ) -> Collection | None:
+    ) -> Batch | None:
         """Collect the rollouts of a stage; None where a stop came first.
 
         Args:
             shown: whether it is what the run waits for, and what is reported as its stage.
         """
         if not requests:
-            return Collection(())
+            return Batch(())
 
         def tell(done: int, total: int) -> None:
             if shown():
                 self.reporter.stage(name, done, total)
 
-        rollouts = collected(requests, self.collector, spool=spool, tell=tell, stop=stop)
+        rollouts = collected(requests, self.dispatcher, spool=spool, tell=tell, stop=stop)
         return await self.server.while_serving(rollouts)
 
     async def settled(self) -> None:
         """Wait until nothing reads the learner's weights but who asks now; see `Saving`."""
         with self.timeline.working("learn"):
             await self.saving.settled()
-
-    async def ack(self, rollouts: Sequence[Rollout]) -> None:
-        """Let the task apps forget rollouts, which are stored."""
-        await self.collector.ack(self.planner.run_id, rollouts)
 
     def record(self, row: dict[str, Any]) -> None:
         """Append the row of an iteration or an evaluation to the metrics, and report it."""
@@ -136,12 +133,12 @@ class Run:
 
 async def collected(
     requests: Sequence[RolloutRequest],
-    collector: Collector,
+    dispatcher: Dispatcher,
     *,
     spool: Spool | None,
     tell: Tell,
     stop: asyncio.Event,
-) -> Collection | None:
+) -> Batch | None:
     """Collect a plan's rollouts: reuse those that an earlier start spooled, and ask task apps for the rest.
 
     With a spool, a kill loses no finished rollout.
@@ -156,6 +153,9 @@ async def collected(
     reused = {} if spool is None else spool.rollouts_for(requests)
     rest = [request for request in requests if request.rollout_id not in reused]
     count, keep = len(reused), None if spool is None else spool.keep
-    collecting = collector.collect(rest, lambda done, total: tell(done + count, total + count), keep)
-    collection = await until(stop, collecting)
-    return None if collection is None else with_earlier(collection, list(reused.values()))
+    collecting = dispatcher.collect(rest, lambda done, total: tell(done + count, total + count), keep)
+    batch = await until(stop, collecting)
+    if batch is None:
+        return None
+    earlier = tuple(reused.values())
+    return Batch(earlier, reused=frozenset(item.rollout_id for item in earlier)).merge(batch)

@@ -10,7 +10,7 @@ from pydantic import SecretStr
 from tests.conftest import tiny_job
 from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, request_of, served
 from trainer_backend.collect.apps import TaskApps
-from trainer_backend.collect.collector import Collector
+from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.wire import TaskAppLost
 from trainer_backend.errors import JobError, TaskAppError
 from trainer_backend.job.addresses import Address, resolve_addresses
@@ -85,7 +85,7 @@ async def test_a_task_app_that_has_two_addresses_is_asked_once():
     async with served(ScriptedTaskApp(instance="same")) as client:
         other = client.url.replace("127.0.0.1", "localhost")
         async with TaskApps([client.url, other], KEY, timeout_s=5, tell=told.append) as apps:
-            assert [app.client.url for app in apps.members] == [client.url]
+            assert [app.url for app in apps.members] == [client.url]
     assert told == [f"{other} is the task app at {client.url}; it is asked once"]
 
 
@@ -98,7 +98,7 @@ async def test_one_of_two_may_be_missing_at_the_start_and_a_wrong_key_may_not():
             served(ScriptedTaskApp()) as client,
             TaskApps([gone, client.url], KEY, timeout_s=0.5) as apps,
         ):
-            assert [item.url for item in apps] == [client.url]
+            assert [app.url for app in apps.serving] == [client.url]
             assert apps.answers().startswith(f"{gone}: GET /info: ")
 
 
@@ -132,8 +132,8 @@ async def test_an_address_that_a_name_gets_later_takes_work_and_one_that_it_lose
             ) as apps,
         ):  # fmt: skip
             plan = [request_of(number, group=number) for number in range(6)]
-            collector = Collector(apps, timeout_s=30, max_running=2)
-            collecting = asyncio.ensure_future(collector.collect(plan))
+            dispatcher = Dispatcher(apps, timeout_s=30, max_running=2)
+            collecting = asyncio.ensure_future(dispatcher.collect(plan))
             names.addresses = ["127.0.0.2"]
             await joined.wait()
             first.gate.set()

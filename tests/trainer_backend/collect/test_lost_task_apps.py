@@ -8,11 +8,11 @@ from aiohttp import web
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, request_of, served
-from trainer_backend.collect.apps import App, TaskApps
+from trainer_backend.collect.apps import TaskApps
+from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.client import TaskAppClient
-from trainer_backend.collect.collector import Collector
+from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.wire import TaskAppLost
-from trainer_backend.collect.work import Collection
 
 
 def plan(count: int) -> list[RolloutRequest]:
@@ -24,7 +24,7 @@ def ids(numbers: Sequence[int]) -> list[str]:
     return [f"run/train/1/0/{number}" for number in numbers]
 
 
-def siblings(found: Collection) -> list[int]:
+def siblings(found: Batch) -> list[int]:
     return sorted(rollout.sibling for rollout in found.rollouts)
 
 
@@ -58,9 +58,9 @@ class Gated(ScriptedTaskApp):
 
 async def collected(
     clients: Sequence[TaskAppClient], requests: Sequence[RolloutRequest], **options: object
-) -> Collection:
+) -> Batch:
     apps = TaskApps.of(clients, lost_wait_s=30)
-    return await Collector(apps, timeout_s=30).collect(requests)
+    return await Dispatcher(apps, timeout_s=30).collect(requests)
 
 
 async def test_what_a_lost_task_app_had_goes_to_the_others_under_the_same_ids():
@@ -134,7 +134,7 @@ async def test_what_another_app_has_of_a_finished_rollout_is_stopped_also_when_n
 async def test_with_one_place_a_failed_rollout_still_goes_to_the_app_that_has_no_share():
     failing, other = ScriptedTaskApp(fails={ids([0])[0]: 1}), ScriptedTaskApp(instance="other")
     async with served(failing) as a, served(other) as b:
-        found = await Collector(TaskApps.of([a, b]), timeout_s=30, max_running=1).collect(plan(1))
+        found = await Dispatcher(TaskApps.of([a, b]), timeout_s=30, max_running=1).collect(plan(1))
     assert [(item.attempt, item.instance_id) for item in found.rollouts] == [(1, "other")]
 
 
@@ -147,7 +147,7 @@ async def test_what_one_app_fails_another_one_plays_and_the_failing_one_gets_les
     failing, other = CannotReachTheModel(instance="failing"), ScriptedTaskApp(instance="other")
     async with served(failing) as a, served(other) as b:
         apps = TaskApps.of([a, b], lost_wait_s=30)
-        found = await Collector(apps, timeout_s=30, max_running=8).collect(plan(40))
+        found = await Dispatcher(apps, timeout_s=30, max_running=8).collect(plan(40))
     assert siblings(found) == list(range(40))
     assert not found.failed
     assert {item.instance_id for item in found.rollouts} == {"other"}
@@ -177,7 +177,7 @@ async def test_an_app_that_is_back_stops_what_others_have_in_the_meantime_and_ta
 
     first, other = NeverSure(), Gated(instance="other")
     told: list[str] = []
-    shown: list[tuple[App, str, str | None]] = []
+    shown: list[tuple[TaskAppClient, str, str | None]] = []
     back = asyncio.Event()
 
     def tell(sentence: str) -> None:
@@ -188,7 +188,7 @@ async def test_an_app_that_is_back_stops_what_others_have_in_the_meantime_and_ta
     async with served(first) as a, served(other) as b:
         apps = TaskApps.of([a, b], lost_wait_s=30, tell=tell)
         apps.watch(lambda app, state: shown.append((app, state, app.fault)))
-        collecting = asyncio.ensure_future(Collector(apps, timeout_s=30, max_running=4).collect(plan(9)))
+        collecting = asyncio.ensure_future(Dispatcher(apps, timeout_s=30, max_running=4).collect(plan(9)))
         async with other.noticed:
             await other.noticed.wait_for(lambda: len(other.ended) == 4)
         first.repaired.set()
@@ -231,7 +231,7 @@ async def test_when_all_are_lost_the_error_names_each_and_its_last_answer():
     first.down = second.down = True
     async with served(first) as a, served(second) as b:
         with pytest.raises(TaskAppLost) as caught:
-            await Collector(TaskApps.of([a, b]), timeout_s=30).collect(plan(4))
+            await Dispatcher(TaskApps.of([a, b]), timeout_s=30).collect(plan(4))
     told = str(caught.value)
     assert told.startswith("no task app answers, for 0 s (services.task_app_wait_s): ")
     for client in (a, b):
@@ -249,7 +249,7 @@ async def test_when_all_are_lost_one_that_comes_back_in_time_is_enough():
     lost = asyncio.Event()
     async with served(task_app) as client:
         apps = TaskApps.of([client], lost_wait_s=30, tell=lambda _: lost.set())
-        collecting = asyncio.ensure_future(Collector(apps, timeout_s=30).collect(plan(3)))
+        collecting = asyncio.ensure_future(Dispatcher(apps, timeout_s=30).collect(plan(3)))
         await lost.wait()
         task_app.down = False
         assert siblings(await collecting) == [0, 1, 2]
@@ -272,7 +272,7 @@ async def test_a_rollout_that_takes_its_task_app_with_it_fails_at_the_third():
     first, second = Poisoned("a"), Poisoned("b")
     async with served(first) as a, served(second) as b:
         apps = TaskApps.of([a, b], lost_wait_s=30)
-        found = await Collector(apps, timeout_s=30, max_running=1).collect(plan(3))
+        found = await Dispatcher(apps, timeout_s=30, max_running=1).collect(plan(3))
     assert siblings(found) == [0, 2]
     (failed,) = found.failed
     assert (failed.rollout_id, failed.failure.code) == ("run/train/1/0/1", "task_app_lost")
@@ -295,3 +295,35 @@ async def test_a_task_app_that_stops_in_order_is_no_fault_of_its_rollouts():
         found = await collected([client], plan(2))
     assert [item.rollout_id for item in found.rollouts] == [f"{name}:2" for name in ids([0, 1])]
     assert found.failures == {"cancelled": 4}
+
+
+async def test_what_an_app_accepted_although_its_answer_was_lost_is_fetched_and_not_played_twice():
+    class LosesItsAnswer(ScriptedTaskApp):
+        async def accept(self, request: web.Request) -> web.Response:
+            answer = await super().accept(request)
+            is_first = len(self.ended) == 3
+            return web.json_response({"detail": "out of order"}, status=500) if is_first else answer
+
+    task_app = LosesItsAnswer()
+    async with served(task_app) as client:
+        await client.about()  # as at the start of a run: the process is known
+        found = await collected([client], plan(3))
+    assert siblings(found) == [0, 1, 2]
+    assert [item.rollout_id for item in task_app.ended] == ids([0, 1, 2])
+
+
+async def test_a_result_that_no_app_was_asked_for_yet_does_not_count():
+    class Early(ScriptedTaskApp):
+        """Still has the last rollout, of a batch that was given up."""
+
+        async def accept(self, request: web.Request) -> web.Response:
+            if not self.ended:
+                self.ended.append(self._ended(plan(3)[-1]))
+            return await super().accept(request)
+
+    task_app = Early()
+    async with served(task_app) as client:
+        found = await Dispatcher(TaskApps.of([client]), timeout_s=30, max_running=1).collect(plan(3))
+    assert siblings(found) == [0, 1, 2]
+    assert [item.sibling for item in task_app.ended] == [2, 0, 1, 2]
+    assert task_app.acked[0] == ids([2])[0]

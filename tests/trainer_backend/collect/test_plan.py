@@ -88,7 +88,7 @@ async def test_a_trial_makes_as_few_requests_of_the_largest_job_as_of_a_small_on
         warmup={"episodes": 1_000_000},
         evaluation={"instances": 1_000_000},
     )
-    nobody: Any = SimpleNamespace(members=(), refuse_if_none_answers=lambda: None)
+    nobody: Any = SimpleNamespace(serving=(), refuse_if_none_answers=lambda: None)
     await try_job(plan, nobody, from_scratch=True)
     assert len(made) == 4
 

@@ -13,18 +13,18 @@ from tests.conftest import TASK_APP_KEY, task_app_thread, tiny_job
 from tests.trainer_backend.collect.task_app_process import TaskAppProcess, started
 from trainer_backend import job_parts
 from trainer_backend.collect.apps import TaskApps
-from trainer_backend.collect.collector import Collector
+from trainer_backend.collect.batch import Batch
+from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.plan import Inference
 from trainer_backend.collect.task_apps import describe
 from trainer_backend.collect.trial import try_job
-from trainer_backend.collect.work import Collection
 from trainer_backend.pages.stored import played_frames
 
 JOB = tiny_job(rollout__max_turns=20, warmup__episodes=24, rollout__max_concurrent_rollouts=8)
 PLAN = job_parts.planner(JOB, "run").warmup()
 
 
-def played(collection: Collection) -> list[Any]:
+def played(batch: Batch) -> list[Any]:
     """What came of each rollout, in order, but for where it ran and how long it took."""
     times = {"policy_s", "environment_s", "interaction_s"}
     return [
@@ -35,7 +35,7 @@ def played(collection: Collection) -> list[Any]:
                 "trajectory": {"wall_s": True, "steps": {"__all__": {"step_info": times}}},
             },
         )
-        for rollout in collection.rollouts
+        for rollout in batch.rollouts
     ]
 
 
@@ -47,7 +47,7 @@ def place(rollout: dict[str, Any]) -> tuple[str, int]:
 def undisturbed() -> list[Any]:
     async def collect() -> list[Any]:
         async with TaskApps([url], TASK_APP_KEY, timeout_s=20) as apps:
-            return played(await Collector(apps, timeout_s=120).collect(PLAN))
+            return played(await Dispatcher(apps, timeout_s=120).collect(PLAN))
 
     with task_app_thread() as url:
         return asyncio.run(collect())
@@ -62,9 +62,9 @@ async def test_a_task_app_killed_in_a_collection_changes_nothing_of_what_comes_b
 
     with task_app_thread() as first:
         async with started(second), TaskApps([first, second.url], TASK_APP_KEY, timeout_s=20) as apps:
-            collector = Collector(apps, timeout_s=120, max_running=8)
-            found = await collector.collect(PLAN, kill)
-            await collector.ack("run", found.all)
+            dispatcher = Dispatcher(apps, timeout_s=120, max_running=8)
+            found = await dispatcher.collect(PLAN, kill)
+            await dispatcher.ack("run", found.all)
     assert played(found) == undisturbed
     assert len({rollout.rollout_id for rollout in found.rollouts}) == len(PLAN) == 24
     assert not found.failed
@@ -78,15 +78,15 @@ async def test_a_task_app_killed_in_a_collection_changes_nothing_of_what_comes_b
 async def test_two_collections_of_one_run_at_the_same_time_each_get_their_own(undisturbed):
     with task_app_thread() as url:
         async with TaskApps([url], TASK_APP_KEY, timeout_s=20) as apps:
-            collector = Collector(apps, timeout_s=120, max_running=8)
-            parts = await asyncio.gather(collector.collect(PLAN[:12]), collector.collect(PLAN[12:]))
+            dispatcher = Dispatcher(apps, timeout_s=120, max_running=8)
+            parts = await asyncio.gather(dispatcher.collect(PLAN[:12]), dispatcher.collect(PLAN[12:]))
     assert [len(part.rollouts) for part in parts] == [12, 12]
     assert sorted(played(parts[0]) + played(parts[1]), key=place) == sorted(undisturbed, key=place)
     assert [part.failures for part in parts] == [{}, {}]
     assert [[figures.finished for figures in part.apps.values()] for part in parts] == [[12], [12]]
 
 
-async def test_a_task_app_started_again_on_its_port_takes_work_in_the_same_collection(tmp_path, undisturbed):
+async def test_a_task_app_started_again_on_its_port_takes_work_in_the_same_batch(tmp_path, undisturbed):
     first, second = TaskAppProcess(tmp_path / "a"), TaskAppProcess(tmp_path / "b")
     killed, lost, back = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -107,7 +107,7 @@ async def test_a_task_app_started_again_on_its_port_takes_work_in_the_same_colle
         TaskApps([first.url, second.url], TASK_APP_KEY, timeout_s=60, tell=tell) as apps,
     ):
         before = apps.members[1].instance_id
-        collecting = asyncio.ensure_future(Collector(apps, timeout_s=120, max_running=8).collect(PLAN, kill))
+        collecting = asyncio.ensure_future(Dispatcher(apps, timeout_s=120, max_running=8).collect(PLAN, kill))
         await killed.wait()
         await second.gone()
         await lost.wait()  # started sooner, it would answer a retry, and nobody would have missed it
@@ -133,8 +133,8 @@ async def test_a_name_with_two_addresses_is_two_task_apps(undisturbed):
         name = f"dns+http://task-apps:{port}"
         with task_app_thread(host="127.0.0.2", port=port) as second:
             async with TaskApps([name], TASK_APP_KEY, timeout_s=20, resolve=resolve) as apps:
-                assert [client.url for client in apps] == [first, second]
-                found = await Collector(apps, timeout_s=120, max_running=8).collect(PLAN)
+                assert [app.url for app in apps.serving] == [first, second]
+                found = await Dispatcher(apps, timeout_s=120, max_running=8).collect(PLAN)
     assert played(found) == undisturbed
     assert {figures.answers for figures in found.apps.values()} == {True}
     assert min(figures.finished for figures in found.apps.values()) >= 1
@@ -148,7 +148,7 @@ async def test_the_siblings_of_a_group_live_on_one_task_app():
     ]
     with task_app_thread() as first, task_app_thread() as second:
         async with TaskApps([first, second], TASK_APP_KEY, timeout_s=20) as apps:
-            found = await Collector(apps, timeout_s=120).collect(plan)
+            found = await Dispatcher(apps, timeout_s=120).collect(plan)
     homes: dict[str, set[str]] = {}
     for rollout in found.rollouts:
         homes.setdefault(rollout.group_id, set()).add(rollout.instance_id)
@@ -171,7 +171,7 @@ async def test_one_that_is_not_there_at_the_start_is_told_and_the_other_does_eve
                 job, "run", Inference("http://127.0.0.1:9", "tiny/actor", SecretStr(""))
             )
             await try_job(planner, apps, from_scratch=True)
-            found = await Collector(apps, timeout_s=60).collect(PLAN[:2])
+            found = await Dispatcher(apps, timeout_s=60).collect(PLAN[:2])
         assert [figures.finished for figures in found.apps.values()] == [0, 2]
         episode = found.rollouts[0].trajectory
         frames = await asyncio.to_thread(

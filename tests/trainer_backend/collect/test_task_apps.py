@@ -22,8 +22,8 @@ async def test_the_key_may_lie_in_a_file(environment, tmp_path):
     job = tiny_job(services__task_url=(task_app(),))
     (tmp_path / "key").write_text(TASK_APP_KEY.get_secret_value() + "\n")
     environment.setenv("ENVIRONMENT_API_KEY_FILE", str(tmp_path / "key"))
-    async with job_parts.task_apps(job, tmp_path / "log") as clients:
-        assert [client.url for client in clients] == [task_app()]
+    async with job_parts.task_apps(job, tmp_path / "log") as apps:
+        assert [app.url for app in apps.serving] == [task_app()]
     (tmp_path / "key").write_text("another")
     with pytest.raises(TaskAppError):
         async with job_parts.task_apps(job, tmp_path / "log"):

@@ -1,4 +1,4 @@
-"""How much a collector asks for at a time, and what it does when a task app loses or leaves something."""
+"""How much a dispatcher asks for at a time, and what it does when a task app loses or leaves something."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ from aiohttp import web
 from shared_schemas.rollouts import RolloutRequest
 from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, request_of, served
 from trainer_backend.collect.apps import TaskApps
-from trainer_backend.collect.collector import Collector
+from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.errors import TaskAppError
 
 
@@ -41,7 +41,7 @@ class OneByOne(ScriptedTaskApp):
 async def test_the_window_is_full_until_nothing_is_left_to_submit():
     task_app = OneByOne()
     async with served(task_app) as client:
-        found = await Collector(TaskApps.of([client]), timeout_s=30, max_running=3).collect(plan(7))
+        found = await Dispatcher(TaskApps.of([client]), timeout_s=30, max_running=3).collect(plan(7))
     assert task_app.running == [3, 3, 3, 3, 3, 2, 1]
     assert len(found.rollouts) == 7
 
@@ -49,21 +49,21 @@ async def test_the_window_is_full_until_nothing_is_left_to_submit():
 async def test_task_apps_share_the_window():
     first, second = OneByOne(), OneByOne()
     async with served(first) as a, served(second) as b:
-        await Collector(TaskApps.of([a, b]), timeout_s=30, max_running=3).collect(plan(10))
+        await Dispatcher(TaskApps.of([a, b]), timeout_s=30, max_running=3).collect(plan(10))
     assert (max(first.running), max(second.running)) == (2, 1)
 
 
 async def test_with_one_place_only_one_task_app_is_asked():
     first, second = OneByOne(), OneByOne()
     async with served(first) as a, served(second) as b:
-        found = await Collector(TaskApps.of([a, b]), timeout_s=30, max_running=1).collect(plan(4))
+        found = await Dispatcher(TaskApps.of([a, b]), timeout_s=30, max_running=1).collect(plan(4))
     assert (first.running, second.running, len(found.rollouts)) == ([1, 1, 1, 1], [], 4)
 
 
 async def test_a_stage_may_be_larger_than_what_a_task_app_holds():
     task_app = OneByOne()
     async with served(task_app) as client:
-        found = await Collector(TaskApps.of([client]), timeout_s=60, max_running=8).collect(plan(300))
+        found = await Dispatcher(TaskApps.of([client]), timeout_s=60, max_running=8).collect(plan(300))
     assert len(found.rollouts) == 300
     assert task_app.most_held <= 256 + 8
 
@@ -71,7 +71,7 @@ async def test_a_stage_may_be_larger_than_what_a_task_app_holds():
 async def test_the_first_attempt_of_what_was_planned_again_is_let_go():
     task_app = ScriptedTaskApp(fails={"run/train/1/0/1": 1})
     async with served(task_app) as client:
-        await Collector(TaskApps.of([client]), timeout_s=30).collect(plan(3))
+        await Dispatcher(TaskApps.of([client]), timeout_s=30).collect(plan(3))
     assert task_app.acked == ["run/train/1/0/1"]
 
 
@@ -92,7 +92,7 @@ async def test_a_cancelled_collection_leaves_nothing_running_and_nothing_held():
     task_app = Stuck()
     async with served(task_app) as client:
         collecting = asyncio.ensure_future(
-            Collector(TaskApps.of([client]), timeout_s=30, max_running=2).collect(plan(5))
+            Dispatcher(TaskApps.of([client]), timeout_s=30, max_running=2).collect(plan(5))
         )
         await task_app.asked.wait()
         collecting.cancel()
@@ -108,7 +108,7 @@ async def test_an_error_of_one_task_app_ends_the_work_of_the_others():
     refusing.answer_first_with = [401]
     async with served(refusing) as a, served(other) as b:
         with pytest.raises(TaskAppError, match="status 401"):
-            await Collector(TaskApps.of([a, b]), timeout_s=30).collect(plan(4))
+            await Dispatcher(TaskApps.of([a, b]), timeout_s=30).collect(plan(4))
     assert sorted(other.cancelled) == [item.rollout_id for item in other.ended]
 
 
@@ -138,14 +138,14 @@ def numbers(rollouts: Sequence[object]) -> list[int]:
 async def test_what_a_task_app_has_lost_is_asked_for_again():
     task_app = Forgetful(1, restarts=False)
     async with served(task_app) as client:
-        found = await Collector(TaskApps.of([client]), timeout_s=30).collect(plan(3))
+        found = await Dispatcher(TaskApps.of([client]), timeout_s=30).collect(plan(3))
     assert numbers(found.rollouts) == [0, 1, 2]
 
 
 async def test_a_task_app_that_was_started_anew_is_asked_for_what_was_missing():
     task_app = Forgetful(1, restarts=True)  # the first page of three came before
     async with served(task_app) as client:
-        found = await Collector(TaskApps.of([client]), timeout_s=30).collect(plan(5))
+        found = await Dispatcher(TaskApps.of([client]), timeout_s=30).collect(plan(5))
     assert numbers(found.rollouts) == [0, 1, 2, 3, 4]
 
 
@@ -153,7 +153,7 @@ async def test_a_task_app_that_loses_everything_every_time_is_an_error_and_no_bu
     task_app = Forgetful(10**9, restarts=False)
     async with served(task_app) as client:
         with pytest.raises(TaskAppError, match="has lost 3 rollouts, twice"):
-            await Collector(TaskApps.of([client]), timeout_s=30).collect(plan(3))
+            await Dispatcher(TaskApps.of([client]), timeout_s=30).collect(plan(3))
     assert task_app.polls == 2
 
 

@@ -5,13 +5,13 @@ from rich.console import Console
 
 from tests.trainer_backend.dialogues import dialogue, finished
 from tests.trainer_backend.pages.hand_made import LAST, WOOD, evaluation_row, rollout
+from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.metrics import (
     evaluation_metrics,
     outcome_interval,
     outcome_meaning,
     outcome_name,
 )
-from trainer_backend.collect.work import Collection
 from trainer_backend.core.intervals import wilson_interval
 from trainer_backend.evaluation.result import evaluation_result
 from trainer_backend.run.iteration_metrics import outcome_bounds
@@ -35,7 +35,7 @@ def test_a_dialogue_is_told_by_its_outcome_and_has_no_achievements():
 
 
 def test_an_evaluation_of_dialogues_holds_their_figures_and_none_of_achievements():
-    figures = evaluation_result("p", Collection(tuple(RIGHT_AND_WRONG)))
+    figures = evaluation_result("p", Batch(tuple(RIGHT_AND_WRONG)))
     assert (figures.outcome.mean, figures.unique, figures.rates, figures.spans) == (0.5, None, {}, ())
     assert figures.conversation["interaction/answers"] == 1.5
 
@@ -47,7 +47,7 @@ def test_repeats_of_a_world_are_averaged_first_and_a_world_is_solved_that_was_so
         finished(dialogue(*scores), world, group=f"g{world}", sibling=number % 2)
         for number, (scores, world) in enumerate(played)
     ]
-    figures = evaluation_result("p", Collection(tuple(rollouts)))
+    figures = evaluation_result("p", Batch(tuple(rollouts)))
     assert (figures.episodes, figures.repeats, figures.outcome.mean, figures.outcome.count) == (6, 2, 0.5, 3)
     assert figures.solved_in_any == wilson_interval(2, 3)
     # decisions by world: 1.5, 1, 1
@@ -71,7 +71,7 @@ def test_success_is_a_proportion_also_where_there_are_achievements(solved):
     proportion = wilson_interval(sum(solved), 3)
     row = {"kind": "evaluation", **evaluation_metrics(rollouts)}
     assert outcome_interval(row) == proportion
-    assert evaluation_result("p", Collection(tuple(rollouts))).outcome == proportion
+    assert evaluation_result("p", Batch(tuple(rollouts))).outcome == proportion
     assert outcome_bounds(rollouts) == {
         "episode/outcome_reward_low": proportion.low, "episode/outcome_reward_high": proportion.high,
     }  # fmt: skip
@@ -80,7 +80,7 @@ def test_success_is_a_proportion_also_where_there_are_achievements(solved):
 
 def test_a_world_with_achievements_is_solved_that_was_solved_once():
     rollouts = [boxes(1, 2, "g1"), boxes(0, 1, "g1"), boxes(0, 0, "g2"), boxes(0, 0, "g2")]
-    assert evaluation_result("p", Collection(tuple(rollouts))).solved_in_any == wilson_interval(1, 2)
+    assert evaluation_result("p", Batch(tuple(rollouts))).solved_in_any == wilson_interval(1, 2)
 
 
 def test_a_number_of_achievements_is_no_proportion_even_if_none_has_two():
@@ -90,9 +90,7 @@ def test_a_number_of_achievements_is_no_proportion_even_if_none_has_two():
 
 
 def test_no_count_of_an_evaluation_can_be_negative():
-    figures = evaluation_result(
-        "p", Collection((rollout(10, [()]), rollout(11, [WOOD] + [()] * 9, group="g1")))
-    )
+    figures = evaluation_result("p", Batch((rollout(10, [()]), rollout(11, [WOOD] + [()] * 9, group="g1"))))
     assert (figures.decisions.mean, figures.decisions.low, figures.env_steps.low) == (5.5, 0.0, 0.0)
     assert figures.spans[0].unique.low == 0.0
 

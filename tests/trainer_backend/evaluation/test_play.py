@@ -14,8 +14,8 @@ from shared_schemas.rollouts import RolloutFailure
 from tests.conftest import at_the_task_app, tiny_job
 from tests.trainer_backend.pages.hand_made import LAST
 from trainer_backend.__main__ import app
+from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.plan import Inference
-from trainer_backend.collect.work import Collection
 from trainer_backend.errors import JobError, NothingToLearnFrom, RunDirectoryError
 from trainer_backend.evaluation.play import (
     Checkpoint,
@@ -42,7 +42,7 @@ def job_file(tmp_path):
 
 def test_the_figures_of_two_episodes_by_hand():
     # three decisions that unlock wood, cow, table; two of which the second unlocks the cow
-    found = evaluation_result("p", Collection(LAST, failures=Counter({"inference_unavailable": 1})))
+    found = evaluation_result("p", Batch(LAST, failures=Counter({"inference_unavailable": 1})))
     assert (found.unique.mean, found.decisions.mean, found.invalid_frac) == (2.0, 2.5, 0.0)
     assert {name: rate.mean for name, rate in found.rates.items()} == {
         "collect_wood": 0.5,
@@ -69,7 +69,7 @@ def test_turns_are_told_in_at_most_twelve_spans(turns, width):
 
 def test_the_result_comes_last_and_begins_with_the_figures_that_papers_compare():
     out = io.StringIO()
-    Console(file=out, width=120).print(tables(evaluation_result("p", Collection(LAST))))
+    Console(file=out, width=120).print(tables(evaluation_result("p", Batch(LAST))))
     told = out.getvalue().splitlines()
     names = [line.split("  ")[0] for line in told]
     result = names[names.index("Crafter score") :]
@@ -84,7 +84,7 @@ def test_another_environment_has_no_crafter_score():
         item.model_copy(update={"trajectory": item.trajectory.model_copy(update={"env_name": "documents"})})
         for item in LAST
     ]
-    found = evaluation_result("p", Collection(tuple(episodes)))
+    found = evaluation_result("p", Batch(tuple(episodes)))
     assert found.crafter_score is None
     out = io.StringIO()
     Console(file=out, width=120).print(tables(found))
@@ -94,7 +94,7 @@ def test_another_environment_has_no_crafter_score():
 def test_worlds_that_were_lost_are_told():
     failure = RolloutFailure(code="critical_error", detail="environment.step raised KeyError (plug.py:14)")
     lost = LAST[1].model_copy(update={"status": "failed", "trajectory": None, "failure": failure})
-    found = evaluation_result("p", Collection(LAST[:1], (lost,), Counter({"deadline_exceeded": 2})))
+    found = evaluation_result("p", Batch(LAST[:1], (lost,), Counter({"deadline_exceeded": 2})))
     assert found.lost == 1
     out = io.StringIO()
     Console(file=out, width=120).print(tables(found))
@@ -104,17 +104,17 @@ def test_worlds_that_were_lost_are_told():
 
 def test_a_name_in_brackets_is_printed_as_it_is():
     out = io.StringIO()
-    found = evaluation_result("runs/[/x]/[best]", Collection(LAST, failures=Counter({"[odd]": 1})))
+    found = evaluation_result("runs/[/x]/[best]", Batch(LAST, failures=Counter({"[odd]": 1})))
     Console(file=out, width=100).print(tables(found))
     assert "runs/[/x]/[best]" in out.getvalue()
     assert "[odd] 1" in out.getvalue()
 
 
 def test_one_episode_has_no_interval_and_none_is_an_error():
-    written = json.loads(as_json(evaluation_result("p", Collection(LAST[:1]))))
+    written = json.loads(as_json(evaluation_result("p", Batch(LAST[:1]))))
     assert written["unique"] == {"mean": 3.0, "low": None, "high": None, "count": 1}
     with pytest.raises(NothingToLearnFrom):
-        evaluation_result("p", Collection(()))
+        evaluation_result("p", Batch(()))
 
 
 def test_a_run_plays_its_best_checkpoint_a_folder_of_it_plays_itself(trained):

@@ -17,9 +17,9 @@ from tests.conftest import tiny_job
 from tests.trainer_backend.pages.hand_made import rollout
 from trainer_backend import job_parts
 from trainer_backend.collect.apps import TaskApps
+from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.plan import Inference
 from trainer_backend.collect.wire import TaskAppLost
-from trainer_backend.collect.work import Collection
 from trainer_backend.core.truth import CHOICES, Departures
 from trainer_backend.credit.rewards import Rewards
 from trainer_backend.data.dataset import RowIdentity
@@ -54,13 +54,13 @@ def played(*decisions: tuple[str, float], sibling: int = 0) -> Rollout:
 
 
 class Desk:
-    """Stands in for a collector: answers each request by a function of it."""
+    """Stands in for a dispatcher: answers each request by a function of it."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self.acked: list[int] = []
 
-    async def collect(self, requests: Sequence[RolloutRequest]) -> Collection:
+    async def collect(self, requests: Sequence[RolloutRequest]) -> Batch:
         answers = [(request, self._answer(request)) for request in requests]
         failure = RolloutFailure(code="inference_unavailable", detail="connection refused")
         finished = tuple(
@@ -75,13 +75,15 @@ class Desk:
             for request, item in answers
             if item is None
         )
-        return Collection(finished, failed)
+        return Batch(finished, failed)
 
     async def ack(self, run_id: str, rollouts: Sequence[Rollout]) -> None:
         self.acked += [item.sibling for item in rollouts]
 
 
 class Client:
+    fault = None
+
     """Stands in for a task app's client; `outages` of its replays end without an answer."""
 
     url = "http://127.0.0.1:1"
@@ -193,7 +195,7 @@ async def test_a_moment_is_asked_for_twice_before_a_decision_is_lost():
 async def test_what_failed_is_forgotten_by_the_task_app_too():
     playing = player(lost(CHOSEN))
     await playing.truth(stored())
-    assert sorted(playing.collector.acked) == [*range(CHOSEN), *range(CHOSEN, CHOSEN + 4)]
+    assert sorted(playing.dispatcher.acked) == [*range(CHOSEN), *range(CHOSEN, CHOSEN + 4)]
 
 
 def test_rollouts_whose_row_was_replaced_since_are_left_out():

@@ -31,10 +31,10 @@ async def test_an_episode_is_played_again_and_drawn_and_one_that_departs_is_refu
     directory = trained[0]
     job, episode = directory.job(), best_episode(directory.rollouts_file("evaluation_2")).trajectory
     last = len(episode.steps)
-    async with job_parts.task_apps(at_the_task_app(job), tmp_path / "log") as clients:
+    async with job_parts.task_apps(at_the_task_app(job), tmp_path / "log") as apps:
 
         async def frames_of(played, config):
-            return await replay(clients[0], played, {0, last}, config=config)
+            return await replay(apps.serving[0], played, {0, last}, config=config)
 
         frames = await frames_of(episode, job.rollout.env_config)
         with pytest.raises(NoPictures, match=f"departed from the recorded episode at decision {last}"):

@@ -21,7 +21,8 @@ from tests.conftest import ListReporter, tiny_job
 from tests.trainer_backend.pages.hand_made import COW, WOOD
 from tests.trainer_backend.test_train import Server, finished
 from trainer_backend import job_parts
-from trainer_backend.collect.work import Collection, Keep
+from trainer_backend.collect.batch import Batch
+from trainer_backend.collect.dispatcher import Keep
 from trainer_backend.core.segments import Segment
 from trainer_backend.protocols import CreditedEpisode, Progress
 from trainer_backend.run.checkpointing import Saving
@@ -73,7 +74,7 @@ class Learner:
             aside.rename(folder)
 
 
-class Collector:
+class Dispatcher:
     """Plays what the weights of now would play; a line of `told` for each that was kept, and for each ask.
 
     What is held in memory, while the checkpoint of its weights is being written, is not kept yet.
@@ -84,7 +85,7 @@ class Collector:
 
     async def collect(
         self, requests: Sequence[RolloutRequest], progress: object = None, keep: Keep | None = None
-    ) -> Collection:
+    ) -> Batch:
         found = []
         for request in reversed(requests):  # in another order than they are used in
             self._tell("asked", request)
@@ -94,7 +95,7 @@ class Collector:
                 if self._is_on_disk(rollout):
                     self._tell("kept", request)
             found.append(rollout)
-        return Collection(tuple(sorted(found, key=lambda item: (item.group_id, item.sibling))))
+        return Batch(tuple(sorted(found, key=lambda item: (item.group_id, item.sibling))))
 
     async def ack(self, run_id: str, rollouts: Sequence[Rollout]) -> None: ...
 
@@ -137,9 +138,9 @@ def start(folder: Path, *, kill_at: int | None = None, **settings: Any) -> None:
             progress = Progress(**json.loads((checkpoint / "state.json").read_text()))
         directory.go_back_to(-1 if checkpoint is None else progress.iteration, reporter.say)
         run_id = f"{directory.run_id}.{os.getpid()}"
-        collector: Any = Collector(learner, folder / "told.txt")
+        dispatcher: Any = Dispatcher(learner, folder / "told.txt")
         run = Run(
-            job_parts.planner(job, run_id, Server.inference), job_parts.credit(job), collector, Server(),
+            job_parts.planner(job, run_id, Server.inference), job_parts.credit(job), dispatcher, Server(),
             saving=Saving(job.training, job.evaluation, directory, learner), reporter=reporter,
             resumes=reporter.resumes,
         )  # fmt: skip

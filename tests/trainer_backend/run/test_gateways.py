@@ -18,7 +18,8 @@ from pydantic import SecretStr
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from tests.conftest import ListReporter, policy_server, tiny_job, warmed_up
 from trainer_backend import job_parts, learner_parts
-from trainer_backend.collect.collector import Collection, Collector
+from trainer_backend.collect.batch import Batch
+from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.plan import Inference, retried
 from trainer_backend.errors import EngineStopped, NotPlaced, WeightsRefused
 from trainer_backend.inference.served_policy import PolicyFacts
@@ -57,11 +58,11 @@ class Learner:
                 weight += 0.02 * torch.randn_like(weight)
 
 
-def answers(collection: Collection) -> dict[str, list[Any]]:
+def answers(batch: Batch) -> dict[str, list[Any]]:
     """By the plan's id, the exact tokens of each decision."""
     return {
         plan_id(rollout.rollout_id): [step.policy_logprobs for step in _steps(rollout)]
-        for rollout in collection.rollouts
+        for rollout in batch.rollouts
     }
 
 
@@ -75,7 +76,7 @@ class Story:
     """What was seen of two gateways, from their start to their end."""
 
     one: dict[int, dict[str, list[Any]]] = field(default_factory=dict)
-    two: dict[int, Collection] = field(default_factory=dict)
+    two: dict[int, Batch] = field(default_factory=dict)
     totals: list[Mapping[str, float]] = field(default_factory=list)
     each: list[Mapping[str, float]] = field(default_factory=list)
     urls: tuple[str, ...] = ()
@@ -119,18 +120,18 @@ def killed_amid(server: Gateways, gateway: int) -> Any:
     return tell
 
 
-async def in_one_process(job: Any, learner: Learner, collector: Collector, story: Story) -> None:
+async def in_one_process(job: Any, learner: Learner, dispatcher: Dispatcher, story: Story) -> None:
     with policy_server(job) as server:
         async with server.serving(learner.real) as actor:
             planner = job_parts.planner(job, "alone", actor.inference)
             for iteration in (1, 2):
                 await actor.publish(iteration - 1)
-                story.one[iteration] = answers(await collector.collect(planner.training(iteration)))
+                story.one[iteration] = answers(await dispatcher.collect(planner.training(iteration)))
                 learner.change()
 
 
 async def in_processes(
-    job: Any, learner: Learner, collector: Collector, directory: RunDirectory, story: Story
+    job: Any, learner: Learner, dispatcher: Dispatcher, directory: RunDirectory, story: Story
 ) -> None:
     reporter = ListReporter()
     with job_parts.gateways(job, FixedSetup(), directory, reporter.say) as gateways:
@@ -140,12 +141,12 @@ async def in_processes(
             server.watch(reporter)
             await server.publish(0)
             story.totals.append(await server.totals())
-            story.two[1] = await collector.collect(planner.training(1))
+            story.two[1] = await dispatcher.collect(planner.training(1))
             story.totals.append(await server.totals())
             story.each = [await gateway.totals() for gateway in server.gateways]
             learner.change()
             await server.publish(1)
-            work = collector.collect(planner.training(2), killed_amid(server, 0))
+            work = dispatcher.collect(planner.training(2), killed_amid(server, 0))
             story.two[2] = await server.while_serving(work)
             story.totals.append(await server.totals())
             learner.change()
@@ -174,9 +175,9 @@ def story(trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Story:
     async def play() -> None:
         async with AsyncExitStack() as stack:
             apps = await stack.enter_async_context(job_parts.task_apps(alone, folder / "log"))
-            collector = Collector(apps, timeout_s=300)
-            await in_one_process(alone, learner_of(alone), collector, story)
-            await in_processes(apart, learner_of(apart), collector, directory, story)
+            dispatcher = Dispatcher(apps, timeout_s=300)
+            await in_one_process(alone, learner_of(alone), dispatcher, story)
+            await in_processes(apart, learner_of(apart), dispatcher, directory, story)
 
     asyncio.run(play())
     return story

@@ -16,7 +16,8 @@ GSM8K = Path(__file__).parents[3] / "configs/interactions/gsm8k.yaml"
 
 async def test_the_jobs_own_task_app_has_the_interactions_of_the_file(tmp_path):
     job = tiny_job(multi_turn__enable=True, multi_turn__interaction_config_path=str(GSM8K))
-    async with job_parts.task_apps(job, tmp_path / "log") as (client,), httpx.AsyncClient() as http:
+    async with job_parts.task_apps(job, tmp_path / "log") as apps, httpx.AsyncClient() as http:
+        (client,) = apps.serving
         key = client.api_key.get_secret_value()
         answer = await http.get(f"{client.url}/info", headers={"X-API-Key": key})
     assert answer.json()["capabilities"]["interactions"] == ["gsm8k"]

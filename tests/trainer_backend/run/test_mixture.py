@@ -13,8 +13,8 @@ from shared_schemas.rollouts import Rollout, RolloutRequest
 from tests.conftest import rows_of
 from tests.trainer_backend.pages.hand_made import COW, TABLE, WOOD
 from tests.trainer_backend.test_train import Learner, all_finished, failed, finished, run_of
+from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.sources import sampler_of
-from trainer_backend.collect.work import Collection
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.errors import NothingToLearnFrom, SegmentError
 from trainer_backend.protocols import CreditedEpisode, Progress
@@ -38,12 +38,12 @@ def sampled(request: RolloutRequest) -> Rollout:
     return rollout.model_copy(update={"trajectory": named})
 
 
-def all_sampled(requests: Sequence[RolloutRequest]) -> Collection:
-    return Collection(tuple(map(sampled, requests)))
+def all_sampled(requests: Sequence[RolloutRequest]) -> Batch:
+    return Batch(tuple(map(sampled, requests)))
 
 
 def mixed_run(
-    tmp_path: Path, answer: Callable[[Sequence[RolloutRequest]], Collection] = all_sampled, **keys: Any
+    tmp_path: Path, answer: Callable[[Sequence[RolloutRequest]], Batch] = all_sampled, **keys: Any
 ) -> Run:
     settings = {"rollout_only__name": "teacher", "rollout_only__model_path": "t", **keys}
     return run_of(tmp_path, train=answer, evaluation=all_finished, **settings)
@@ -116,7 +116,7 @@ async def test_a_run_that_is_resumed_chooses_as_it_would_have(tmp_path: Path, ke
         """Who was asked in 8 iterations, with a new start after each end; and each alpha."""
         asked: list[str] = []
 
-        def answer(requests: Sequence[RolloutRequest]) -> Collection:
+        def answer(requests: Sequence[RolloutRequest]) -> Batch:
             asked.extend(sampler_of(request) for request in requests)
             return all_sampled(requests)
 
@@ -136,13 +136,13 @@ async def test_a_run_that_is_resumed_chooses_as_it_would_have(tmp_path: Path, ke
     assert set(whole[0]) == {ACTOR, *(["teacher", "weak"] if "rollout_only" in keys else ["teacher"])}
 
 
-def dead_teacher(requests: Sequence[RolloutRequest]) -> Collection:
+def dead_teacher(requests: Sequence[RolloutRequest]) -> Batch:
     """Its rollouts fail twice each; the actor's are finished."""
     alive = [request for request in requests if sampler_of(request) == ACTOR]
     lost = [request for request in requests if sampler_of(request) != ACTOR]
     again = [request.model_copy(update={"rollout_id": f"{request.rollout_id}:1"}) for request in lost]
     codes = Counter({"inference_unavailable": 2 * len(lost)})
-    return Collection(tuple(map(sampled, alive)), tuple(map(failed, again)), codes)
+    return Batch(tuple(map(sampled, alive)), tuple(map(failed, again)), codes)
 
 
 @pytest.mark.parametrize("unit", ["iteration", "group", "rollout"])
@@ -150,7 +150,7 @@ async def test_a_fixed_policy_that_dies_ends_the_run_and_is_not_left_out(tmp_pat
     """By the iteration, the default, none of the third's rollouts was finished at all."""
     calls = 0
 
-    def answer(requests: Sequence[RolloutRequest]) -> Collection:
+    def answer(requests: Sequence[RolloutRequest]) -> Batch:
         nonlocal calls
         calls += 1
         return (all_sampled if calls < 3 else dead_teacher)(requests)
@@ -189,8 +189,8 @@ async def test_a_server_whose_model_writes_no_calls_ends_the_run_with_the_reason
             update={"trajectory": trajectory.model_copy(update={"steps": tuple(steps)})}
         )
 
-    def answer(requests: Sequence[RolloutRequest]) -> Collection:
-        return Collection(tuple(unreadable(sampled(item), n) for n, item in enumerate(requests)))
+    def answer(requests: Sequence[RolloutRequest]) -> Batch:
+        return Batch(tuple(unreadable(sampled(item), n) for n, item in enumerate(requests)))
 
     remote = {"rollout_only": [{"name": "teacher", "inference_url": "http://gpu:1", "model": "theirs"}]}
     named = {"model__preset": None, "model__path": "m", **remote, **schedule(alpha=0.0)}
@@ -208,8 +208,8 @@ async def test_a_server_whose_model_writes_no_calls_ends_the_run_with_the_reason
 
 
 async def test_a_fixed_policy_that_loses_some_rollouts_goes_on_and_they_are_counted(tmp_path: Path):
-    def answer(requests: Sequence[RolloutRequest]) -> Collection:
-        return Collection(tuple(map(sampled, requests[1:])), (failed(requests[0]),))
+    def answer(requests: Sequence[RolloutRequest]) -> Batch:
+        return Batch(tuple(map(sampled, requests[1:])), (failed(requests[0]),))
 
     run = mixed_run(tmp_path, answer, **schedule(alpha=0.0), training__iterations=1)
     await train(run, Progress(), asyncio.Event())
@@ -221,11 +221,11 @@ async def test_a_fixed_policy_that_loses_some_rollouts_goes_on_and_they_are_coun
 async def test_a_rollout_that_does_not_tell_the_fixed_policy_that_was_asked_is_not_the_actors(
     tmp_path: Path, model: str
 ):
-    def answer(requests: Sequence[RolloutRequest]) -> Collection:
+    def answer(requests: Sequence[RolloutRequest]) -> Batch:
         found = [sampled(request) for request in requests]
         told = [item.trajectory.model_copy(update={"model": model}) for item in found if item.trajectory]
         pairs = zip(found, told, strict=True)
-        return Collection(tuple(item.model_copy(update={"trajectory": new}) for item, new in pairs))
+        return Batch(tuple(item.model_copy(update={"trajectory": new}) for item, new in pairs))
 
     run = mixed_run(tmp_path, answer, **schedule(alpha=0.0), training__iterations=1)
     asked = rf"train/1/0/0:1: 'teacher' was asked to sample it, and its model is {model!r}, which is that of"

@@ -22,8 +22,8 @@ from tests.trainer_backend.pages.hand_made import WOOD, rollout
 from tests.trainer_backend.rundir.test_whole_files import Disk
 from tests.trainer_backend.test_train import finished
 from trainer_backend import job_parts, learner_parts
+from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.plan import Planner
-from trainer_backend.collect.work import Collection
 from trainer_backend.data.dataset import DataSet
 from trainer_backend.data.rows import Row
 from trainer_backend.errors import CheckpointError, DataError, LearnerLost, TaskAppError
@@ -120,28 +120,30 @@ def test_a_flipped_bit_in_the_weights_is_told_before_anything_starts_with_the_ch
 
 
 class OneEpisode:
-    """A collector that plays one episode, whatever it is asked for."""
+    """A dispatcher that plays one episode, whatever it is asked for."""
 
-    async def collect(self, requests: Sequence[RolloutRequest], progress: object, keep: object) -> Collection:
-        return Collection((rollout(1, [WOOD]),))
+    async def collect(self, requests: Sequence[RolloutRequest], progress: object, keep: object) -> Batch:
+        return Batch((rollout(1, [WOOD]),))
 
     async def ack(self, run_id: str, rollouts: Sequence[Rollout]) -> None: ...
 
 
 async def played_by_the_teacher(directory: RunDirectory, reporter: ListReporter) -> list[Trajectory]:
-    collector: Any = OneEpisode()
+    dispatcher: Any = OneEpisode()
     planner = job_parts.planner(tiny_job(), "run.1")
-    beginning = beginning_of(tiny_job(), directory, planner, collector, reporter)
+    beginning = beginning_of(tiny_job(), directory, planner, dispatcher, reporter)
     return await beginning._play("teacher", planner.warmup())
 
 
 def beginning_of(
-    job: JobConfig, directory: RunDirectory, planner: Planner, collector: Any, reporter: ListReporter
+    job: JobConfig, directory: RunDirectory, planner: Planner, dispatcher: Any, reporter: ListReporter
 ) -> Beginning:
     setup = ModelSetup(
         job.model, job.inference, learner_parts.local_learners(job), FixedSetup(), job.rollout.max_tokens
     )
-    return Beginning(directory, planner, setup, collector=collector, reporter=reporter, stop=asyncio.Event())
+    return Beginning(
+        directory, planner, setup, dispatcher=dispatcher, reporter=reporter, stop=asyncio.Event()
+    )
 
 
 DIALOGUE: dict[str, Any] = {
@@ -175,7 +177,7 @@ async def test_what_will_be_slow_is_noted_and_the_memory_plan_is_only_said(tmp_p
     assert reporter.notes == reporter.lines[1:]
 
 
-class HalfWayCollector:
+class HalfWayDispatcher:
     """Plays so many of each plan, and is killed where that is not all."""
 
     def __init__(self) -> None:
@@ -183,22 +185,24 @@ class HalfWayCollector:
 
     async def collect(
         self, requests: Sequence[RolloutRequest], progress: object, keep: Callable[[Rollout], None]
-    ) -> Collection:
+    ) -> Batch:
         self.numbers.append(len(requests))
         played = tuple(finished(request) for request in requests[: self.most])
         for item in played:
             keep(item)
         if len(played) < len(requests):
             raise TaskAppError("killed")
-        return Collection(played)
+        return Batch(played)
 
     async def ack(self, run_id: str, rollouts: Sequence[Rollout]) -> None: ...
 
 
-async def begun_again(directory: RunDirectory, job: JobConfig, collector: Any, reporter: ListReporter) -> Any:
+async def begun_again(
+    directory: RunDirectory, job: JobConfig, dispatcher: Any, reporter: ListReporter
+) -> Any:
     """A start before the first checkpoint, up to the warm-up; None where it is killed before."""
-    planner = job_parts.planner(job, f"{directory.run_id}.{len(collector.numbers)}")
-    beginning = beginning_of(job, directory, planner, collector, reporter)
+    planner = job_parts.planner(job, f"{directory.run_id}.{len(dispatcher.numbers)}")
+    beginning = beginning_of(job, directory, planner, dispatcher, reporter)
     for _ in range(2):  # a start that was killed after it has changed nothing for the next one
         if line := beginning._keep_stored():
             reporter.say(line)
@@ -212,12 +216,12 @@ async def begun_again(directory: RunDirectory, job: JobConfig, collector: Any, r
 
 async def test_the_teachers_episodes_of_earlier_starts_are_kept_until_the_warm_up_is_saved(tmp_path: Path):
     directory, reporter = create_run(tiny_job(), tmp_path / "run"), ListReporter()
-    collector: Any = HalfWayCollector()
+    dispatcher: Any = HalfWayDispatcher()
     # episodes of the job, how many are played, how many are asked for
     starts = [(8, 5, 8), (8, 8, 3), (10, 10, 2), (4, 0, 0), (9, 0, 0)]
-    for start, (episodes, collector.most, number) in enumerate(starts):
-        played = await begun_again(directory, tiny_job(warmup__episodes=episodes), collector, reporter)
-        assert collector.numbers[-1] == number
+    for start, (episodes, dispatcher.most, number) in enumerate(starts):
+        played = await begun_again(directory, tiny_job(warmup__episodes=episodes), dispatcher, reporter)
+        assert dispatcher.numbers[-1] == number
         assert played is None if start == 0 else len(played) == episodes
     assert rows_of(directory, "teacher")[-1]["recovery/rollouts_reused"] == 9
     told: list[str] = []
@@ -233,9 +237,9 @@ async def test_the_teachers_episodes_of_earlier_starts_are_kept_until_the_warm_u
 async def test_the_games_are_on_the_disk_before_the_file_that_says_that_all_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    directory, collector = create_run(tiny_job(), tmp_path / "run"), HalfWayCollector()
-    collector.most, disk = 4, Disk(directory.rollouts, monkeypatch)
-    await begun_again(directory, tiny_job(warmup__episodes=4), collector, ListReporter())
+    directory, dispatcher = create_run(tiny_job(), tmp_path / "run"), HalfWayDispatcher()
+    dispatcher.most, disk = 4, Disk(directory.rollouts, monkeypatch)
+    await begun_again(directory, tiny_job(warmup__episodes=4), dispatcher, ListReporter())
     rename = disk.heard.index("rename .warmup.parquet.tmp to warmup.parquet")
     assert disk.heard[rename - 3 : rename - 1] == ["flush warmup.spool.jsonl", "flush ."]
 
@@ -244,18 +248,18 @@ async def test_the_games_are_on_the_disk_before_the_file_that_says_that_all_are_
 async def test_whatever_changes_between_starts_no_game_is_played_twice_and_the_file_has_the_plans_games(
     tmp_path: Path, seed: int
 ):
-    draws, collector = random.Random(seed), HalfWayCollector()
+    draws, dispatcher = random.Random(seed), HalfWayDispatcher()
     directory, reporter = create_run(tiny_job(), tmp_path / "run"), ListReporter()
     spool, known = directory.spool_file("warmup"), set[str]()
     for _ in range(14):
         job = tiny_job(warmup__episodes=draws.randint(1, 6), job__seed=draws.randint(1, 2))
         plan = request_digests(job_parts.planner(job, "run").warmup(), ())
         missing = [digest for digest in plan.values() if digest not in known]
-        collector.most = draws.randint(0, 6)
+        dispatcher.most = draws.randint(0, 6)
         before = spool.stat().st_size if spool.exists() else 0
-        played = await begun_again(directory, job, collector, reporter)
-        assert collector.numbers[-1] == len(missing)
-        kept = missing[: collector.most]
+        played = await begun_again(directory, job, dispatcher, reporter)
+        assert dispatcher.numbers[-1] == len(missing)
+        kept = missing[: dispatcher.most]
         if played is not None:
             assert len(played) == len(plan)
             stored = read_rollouts(directory.rollouts_file("warmup"))
@@ -290,23 +294,23 @@ async def test_games_of_an_earlier_version_are_not_played_again_with_other_numbe
     tmp_path: Path, episodes: int, number: int, is_spool: bool
 ):
     directory, reporter = create_run(tiny_job(), tmp_path / "run"), ListReporter()
-    collector: Any = HalfWayCollector()
-    job, collector.most = tiny_job(warmup__episodes=4), 6
-    await begun_again(directory, job, collector, reporter)
+    dispatcher: Any = HalfWayDispatcher()
+    job, dispatcher.most = tiny_job(warmup__episodes=4), 6
+    await begun_again(directory, job, dispatcher, reporter)
     as_an_earlier_version_left_it(directory, job_parts.planner(job, "run").warmup() if is_spool else None)
     job = tiny_job(warmup__episodes=episodes)
-    assert len(await begun_again(directory, job, collector, reporter)) == episodes
-    assert collector.numbers[-1] == number
-    await begun_again(directory, tiny_job(warmup__episodes=4), collector, reporter)
-    assert collector.numbers[-1] == 0
+    assert len(await begun_again(directory, job, dispatcher, reporter)) == episodes
+    assert dispatcher.numbers[-1] == number
+    await begun_again(directory, tiny_job(warmup__episodes=4), dispatcher, reporter)
+    assert dispatcher.numbers[-1] == 0
 
 
 @pytest.mark.parametrize("doubt", ["another start", "other worlds", "data", "cluster", "damage"])
 async def test_a_stored_stage_is_set_aside_where_its_requests_are_not_known(tmp_path: Path, doubt: str):
     directory, reporter = create_run(tiny_job(), tmp_path / "run"), ListReporter()
-    collector: Any = HalfWayCollector()
-    job, collector.most = tiny_job(warmup__episodes=4), 6
-    await begun_again(directory, job, collector, reporter)
+    dispatcher: Any = HalfWayDispatcher()
+    job, dispatcher.most = tiny_job(warmup__episodes=4), 6
+    await begun_again(directory, job, dispatcher, reporter)
     stored = as_an_earlier_version_left_it(directory)
     if doubt == "another start":  # of an earlier version: its row has no time, since it played nothing
         directory.go_back_to(-1, reporter.say)
@@ -320,8 +324,8 @@ async def test_a_stored_stage_is_set_aside_where_its_requests_are_not_known(tmp_
     else:
         stored.write_bytes(b"PAR1 but no more")
     left = stored.read_bytes()
-    await begun_again(directory, job, collector, reporter)
-    assert collector.numbers == [4, 4]
+    await begun_again(directory, job, dispatcher, reporter)
+    assert dispatcher.numbers == [4, 4]
     aside = directory.rollouts / "warmup.parquet.unused-1"
     assert aside.read_bytes() == left
     assert any(f"warmup.parquet is left as {aside.name}, and what it" in line for line in reporter.lines)
@@ -436,11 +440,11 @@ async def test_a_run_that_loses_its_learner_resumes_so_often_and_not_after_a_sto
 
 async def test_games_of_a_stage_that_a_start_does_not_play_are_set_aside_with_a_word(tmp_path: Path):
     directory, reporter = create_run(tiny_job(), tmp_path / "run"), ListReporter()
-    collector: Any = HalfWayCollector()
-    collector.most = 3
-    assert await begun_again(directory, tiny_job(warmup__episodes=4), collector, reporter) is None
+    dispatcher: Any = HalfWayDispatcher()
+    dispatcher.most = 3
+    assert await begun_again(directory, tiny_job(warmup__episodes=4), dispatcher, reporter) is None
     job = tiny_job().model_copy(update={"warmup": None})
-    beginning = beginning_of(job, directory, job_parts.planner(job, "run"), collector, reporter)
+    beginning = beginning_of(job, directory, job_parts.planner(job, "run"), dispatcher, reporter)
     beginning._leave_spools("teacher", "prompts")
     beginning._leave_spools("teacher", "prompts")
     directory.remove_spools(0)

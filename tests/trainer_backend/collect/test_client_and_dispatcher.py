@@ -1,4 +1,4 @@
-"""The client and the collector against a real server on a real port that can be told to misbehave."""
+"""The client and the dispatcher against a real server on a real port that can be told to misbehave."""
 
 import asyncio
 import socket
@@ -11,7 +11,7 @@ from shared_schemas.rollouts import EnvSpec, Rollout, RolloutRequest, Start
 from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, request_of, served
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import TaskAppClient
-from trainer_backend.collect.collector import Collector
+from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.wire import BackendFailed, PluginFailed, Refused, TaskAppLost
 from trainer_backend.errors import JobError, RunNotWritten, TaskAppError
 
@@ -27,7 +27,7 @@ PROBLEM = {
 async def test_everything_comes_back_sorted_whatever_the_order_of_arrival():
     async with served(ScriptedTaskApp()) as client:
         seen: list[tuple[int, int]] = []
-        found = await Collector(TaskApps.of([client]), timeout_s=30).collect(
+        found = await Dispatcher(TaskApps.of([client]), timeout_s=30).collect(
             [request_of(number) for number in (4, 0, 3, 1, 2)], lambda done, total: seen.append((done, total))
         )
     assert [rollout.sibling for rollout in found.rollouts] == [0, 1, 2, 3, 4]
@@ -37,7 +37,7 @@ async def test_everything_comes_back_sorted_whatever_the_order_of_arrival():
 async def test_an_infrastructure_failure_is_planned_once_more_and_counted():
     task_app = ScriptedTaskApp(fails={"run/train/1/0/1": 1, "run/train/1/0/2": 9})
     async with served(task_app) as client:
-        found = await Collector(TaskApps.of([client]), timeout_s=30).collect(
+        found = await Dispatcher(TaskApps.of([client]), timeout_s=30).collect(
             [request_of(number) for number in range(3)]
         )
     assert [rollout.rollout_id for rollout in found.rollouts] == ["run/train/1/0/0", "run/train/1/0/1:1"]
@@ -54,20 +54,20 @@ async def test_what_has_finished_is_kept_before_its_task_app_may_forget_it_and_w
         kept.append(rollout.rollout_id)
 
     async with served(task_app) as client:
-        collector = Collector(TaskApps.of([client]), timeout_s=30)
-        found = await collector.collect([request_of(number) for number in range(300)], keep=keep)
+        dispatcher = Dispatcher(TaskApps.of([client]), timeout_s=30)
+        found = await dispatcher.collect([request_of(number) for number in range(300)], keep=keep)
     assert sorted(kept) == sorted(rollout.rollout_id for rollout in found.rollouts)
     assert (len(kept), len(found.failed)) == (299, 1)
     assert len(task_app.acked) > 200, "long before the end it was told to forget some"
 
 
-async def test_what_cannot_be_kept_ends_the_collection():
+async def test_what_cannot_be_kept_ends_the_batch():
     def full(rollout: Rollout) -> None:
         raise RunNotWritten("no space left")
 
     async with served(ScriptedTaskApp()) as client:
         with pytest.raises(RunNotWritten, match="no space left"):
-            await Collector(TaskApps.of([client]), timeout_s=30).collect([request_of(0)], keep=full)
+            await Dispatcher(TaskApps.of([client]), timeout_s=30).collect([request_of(0)], keep=full)
 
 
 async def test_what_a_killed_start_left_is_ended_wherever_somebody_answers():
@@ -79,16 +79,16 @@ async def test_what_a_killed_start_left_is_ended_wherever_somebody_answers():
 
     first, second = ScriptedTaskApp(), ScriptedTaskApp()
     async with served(first, routes={"/run/abort": abort}) as a, served(second) as b:
-        await Collector(TaskApps.of([a, b]), timeout_s=30).abort("run.1")  # b does not know the route
+        await Dispatcher(TaskApps.of([a, b]), timeout_s=30).abort("run.1")  # b does not know the route
     assert told == ["run.1"]
 
 
 async def test_two_task_apps_share_the_work():
     first, second = ScriptedTaskApp(), ScriptedTaskApp()
     async with served(first) as a, served(second) as b:
-        collector = Collector(TaskApps.of([a, b]), timeout_s=30)
-        found = await collector.collect([request_of(number) for number in range(5)])
-        await collector.ack("run", found.rollouts)
+        dispatcher = Dispatcher(TaskApps.of([a, b]), timeout_s=30)
+        found = await dispatcher.collect([request_of(number) for number in range(5)])
+        await dispatcher.ack("run", found.rollouts)
     assert (len(first.ended), len(second.ended), len(found.rollouts)) == (3, 2, 5)
     assert len(first.acked) == len(second.acked) == 5
 
@@ -218,14 +218,14 @@ async def test_what_never_ends_runs_into_the_deadline_and_says_how_much_was_miss
 
     async with served(Silent()) as client:
         with pytest.raises(TaskAppError, match="2 of 2 rollouts were not finished within"):
-            await Collector(TaskApps.of([client]), timeout_s=0.3).collect([request_of(0), request_of(1)])
+            await Dispatcher(TaskApps.of([client]), timeout_s=0.3).collect([request_of(0), request_of(1)])
 
 
 async def test_an_empty_plan_asks_nobody():
     client = TaskAppClient("http://127.0.0.1:9", SecretStr("k"), timeout_s=1)  # never opened
-    assert (await Collector(TaskApps.of([client]), timeout_s=1).collect([])).rollouts == ()
+    assert (await Dispatcher(TaskApps.of([client]), timeout_s=1).collect([])).rollouts == ()
     with pytest.raises(ValueError, match="at least one task app"):
-        Collector(TaskApps.of([]), timeout_s=1)
+        Dispatcher(TaskApps.of([]), timeout_s=1)
 
 
 async def test_requests_with_large_documents_are_sent_in_bodies_that_a_task_app_takes():
