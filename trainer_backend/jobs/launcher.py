@@ -212,7 +212,7 @@ async def create_rl_job(
     service = service_of(request)
     config = body.data.config
     tables, not_read = translate(
-        document_of(config) if isinstance(config, str) else config,
+        await service.checks.ask(document_of, config) if isinstance(config, str) else config,
         task_url=body.data.endpoint_base_url,
         model=body.data.model or body.data.base_model,
     )

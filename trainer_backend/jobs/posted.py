@@ -52,11 +52,13 @@ def document_of(text: str) -> dict[str, Any]:
     if sum(map(text.count, _DIVIDERS)) > MOST_VALUES:
         raise JobError(f"{WHERE}: {_TOO_MANY}")
     try:
-        return tomli.loads(text)
+        document = tomli.loads(text)
     except RecursionError as error:
         raise JobError(f"{WHERE}: {_too_deep('a value')}") from error
     except ValueError as error:
         raise JobError(f"{WHERE}: not valid TOML: {error}") from error
+    refuse_unwritable(document)
+    return document
 
 
 def refuse_unwritable(document: Mapping[str, Any]) -> None:
@@ -428,7 +430,7 @@ def _findings(
 
 _DOTTED = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*+(?:\.[A-Za-z0-9_-]++)*+")
 # Characters that the search for lines parses again at most; after a longer value no key has a line.
-_MOST_CHARACTERS = 4 << 20
+_MOST_CHARACTERS = 2 << 20
 
 
 def line_of(message: str, lines: Mapping[str, int]) -> int | None:
