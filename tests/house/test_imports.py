@@ -45,6 +45,7 @@ DOORS = {
         "task_app/routes/service.py",
         "trainer_backend/jobs/exposition.py",
     ],
+    "itsdangerous": ["trainer_backend/jobs/sessions.py"],
     "sqlalchemy": ["trainer_backend/store"],
     "alembic": ["trainer_backend/store"],
     "psycopg": ["trainer_backend/store"],
