@@ -5,7 +5,6 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from prometheus_client.core import (
-    CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
     InfoMetricFamily,
@@ -251,14 +250,14 @@ def _now(services: Services, sockets: int) -> Iterator[Metric]:
         "capture": services.captures.sessions,
     }
     counts = {kind: len(live) for kind, live in sessions.items()}
-    yield _by_label(GaugeMetricFamily, "turnwise_sessions", "Live sessions.", "kind", counts)
+    yield _by_label("turnwise_sessions", "Live sessions.", "kind", counts)
     yield GaugeMetricFamily(
         "turnwise_interactions",
         "Interactions that are not finalised yet, of rollouts and sessions.",
         len(services.interactions),
     )
     sentence = "Rollouts that have not ended."
-    yield _by_label(GaugeMetricFamily, "turnwise_rollouts", sentence, "state", runner.unfinished())
+    yield _by_label("turnwise_rollouts", sentence, "state", runner.unfinished())
     yield GaugeMetricFamily(
         "turnwise_rollouts_held", "Rollouts held: not ended, or not acknowledged.", len(runner.results)
     )
@@ -279,37 +278,12 @@ def _so_far(metrics: Metrics) -> Iterator[Metric]:
     for route, histogram in metrics.requests.latency.items():
         latency.add_metric([route], buckets=histogram.cumulative(), sum_value=histogram.sum_s)
     yield latency
-    rollouts = CounterMetricFamily(
-        "turnwise_rollouts_ended",
-        "Rollouts that ended, by stop reason or failure.",
-        labels=["status", "reason"],
-    )
-    for (state, reason), count in metrics.rollouts_ended.items():
-        rollouts.add_metric([state, reason], count)
-    yield rollouts
-    counter, sources = CounterMetricFamily, ("rollout", "session")
-    decisions = {source: metrics.decisions.get(source, 0) for source in sources}
-    yield _by_label(counter, "turnwise_decisions", "Decisions taken.", "source", decisions)
-    env_steps = {source: metrics.env_steps.get(source, 0) for source in sources}
-    yield _by_label(counter, "turnwise_env_steps", "Env steps that ran.", "source", env_steps)
-    sentence = "Settings of captured agents' calls that had no effect."
-    yield _by_label(counter, "turnwise_options_dropped", sentence, "option", metrics.options_dropped)
-    yield CounterMetricFamily(
-        "turnwise_inference_retries",
-        "Attempts to ask a model after the first.",
-        value=metrics.inference_retries,
-    )
+    yield from metrics.registry.collect()
 
 
-def _by_label(
-    kind: type[GaugeMetricFamily | CounterMetricFamily],
-    name: str,
-    sentence: str,
-    label: str,
-    counts: Mapping[str, int],
-) -> Metric:
-    """A metric with a value for each value of its label."""
-    family = kind(name, sentence, labels=[label])
+def _by_label(name: str, sentence: str, label: str, counts: Mapping[str, int]) -> Metric:
+    """A gauge with a value for each value of its label."""
+    family = GaugeMetricFamily(name, sentence, labels=[label])
     for value, count in counts.items():
         family.add_metric([value], count)
     return family

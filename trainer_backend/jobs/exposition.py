@@ -97,23 +97,7 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 
 
 def _so_far(service: Service) -> Iterator[Metric]:
-    syncs = service.watcher.figures
-    figures: dict[str, tuple[str, float]] = {
-        "syncs": ("Run directories that were brought into the store.", syncs.syncs),
-        "sync_seconds": ("Seconds that this took.", syncs.sync_s),
-        "sync_failures": ("Run directories that could not be read.", syncs.failures),
-    }
-    if service.supervisor is not None:
-        counts = service.supervisor.figures
-        figures |= {
-            "job_starts": ("Processes of jobs that were started.", counts.starts),
-            "job_restarts": ("Crashed jobs that were started again.", counts.restarts),
-            "job_kills": ("Processes that were killed because they did not stop in time.", counts.kills),
-            "job_faults": ("Times that a job met an error of the service.", counts.faults),
-            "store_failures": ("Rounds that the store did not answer.", counts.store_failures),
-        }
-    for name, (text, value) in figures.items():
-        yield CounterMetricFamily(f"{_PREFIX}_{name}", text, value)
+    yield from service.watcher.registry.collect()
     yield service.requests.reply_family(f"{_PREFIX}_http_requests")
     seconds = CounterMetricFamily(
         f"{_PREFIX}_http_request_seconds", "Seconds until answers ended; streams left out.", labels=["route"]

@@ -188,7 +188,7 @@ class Health(Body):
 @info_router.get("/health")
 async def show_health(request: Request) -> Health:
     """Report that the service lives; needs no key."""
-    return Health(store="up" if service_of(request).watcher.figures.store_up else "away")
+    return Health(store="up" if service_of(request).watcher.store_up else "away")
 
 
 class ServiceInfo(Body):

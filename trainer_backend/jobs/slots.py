@@ -17,17 +17,6 @@ from trainer_backend.store.database import StoreUnavailable
 
 
 @dataclass(slots=True)
-class Figures:
-    """Counts since the start of the service, for /metrics."""
-
-    starts: int = 0
-    restarts: int = 0
-    kills: int = 0
-    store_failures: int = 0
-    faults: int = 0
-
-
-@dataclass(slots=True)
 class Slot:
     """The place of a running job, also between a crash and the next start. Times are the loop's clock."""
 

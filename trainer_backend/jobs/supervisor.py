@@ -10,8 +10,10 @@ import math
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 import structlog
+from prometheus_client import Counter
 
 from trainer_backend.errors import TrainerError
 from trainer_backend.jobs.data_dir import DataDir
@@ -26,7 +28,7 @@ from trainer_backend.jobs.processes import (
     start_process,
 )
 from trainer_backend.jobs.settings import SupervisorSettings
-from trainer_backend.jobs.slots import Figures, Line, Slot
+from trainer_backend.jobs.slots import Line, Slot
 from trainer_backend.jobs.states import Ending, Outcome, outcome_of, stays, without_process
 from trainer_backend.jobs.watcher import News, Watcher
 from trainer_backend.rundir.lock import holder, refuse_if_locked
@@ -65,7 +67,16 @@ class Supervisor:
         self._grace_s = settings.stop_grace_s
         self._between_rounds = asyncio.Lock()
         self.slots: dict[str, Slot] = {}
-        self.figures = Figures()
+        counter = partial(Counter, registry=watcher.registry)
+        self._starts = counter("turnwise_trainer_job_starts", "Processes of jobs that were started.")
+        self._restarts = counter("turnwise_trainer_job_restarts", "Crashed jobs that were started again.")
+        self._kills = counter(
+            "turnwise_trainer_job_kills", "Processes that were killed because they did not stop in time."
+        )
+        self._faults = counter("turnwise_trainer_job_faults", "Times that a job met an error of the service.")
+        self._store_failures = counter(
+            "turnwise_trainer_store_failures", "Rounds that the store did not answer."
+        )
 
     @property
     def threads(self) -> tuple[ThreadPoolExecutor, ...]:
@@ -84,7 +95,7 @@ class Supervisor:
                 async with self._between_rounds:
                     await self._round()
             except StoreUnavailable as error:
-                self.figures.store_failures += 1
+                self._store_failures.inc()
                 self._watcher.store_failed(error)
             except Exception:
                 log.exception("round_failed")  # a supervisor that ended would leave its jobs alone
@@ -147,7 +158,7 @@ class Supervisor:
             self._let_go(job_id)
         except Exception as error:
             log.exception("job_fault", job=job_id)
-            self.figures.faults += 1
+            self._faults.inc()
             slot = self.slots.get(job_id)
             if slot is None or not slot.lives:
                 detail = f"{type(error).__name__} in the service; its log has more (job_fault)"
@@ -207,7 +218,7 @@ class Supervisor:
         except (TrainerError, OSError) as error:
             await self._record_start_failure(row.id, slot, error)
             return
-        self.figures.starts += 1
+        self._starts.inc()
         log.info("job_started", job=row.id, name=row.name, pid=slot.process.pid, run=str(run.path))
         self._watch_end(slot.process)
         changes: Changes = {"run_id": run.run_id, "code": None, "detail": None}
@@ -229,7 +240,7 @@ class Supervisor:
     def _watch_end(self, process: JobProcess) -> None:
         async def wait() -> None:
             await process.ended()
-            self.figures.kills += process.late
+            self._kills.inc(process.late)
             self._wake.set()
 
         task = asyncio.ensure_future(wait())
@@ -257,7 +268,7 @@ class Supervisor:
         if restart_in_s is None:
             self.slots.pop(job_id)
         else:
-            self.figures.restarts += 1
+            self._restarts.inc()
             slot.process, slot.ending, slot.not_before_s = None, None, self._now() + restart_in_s
         return row
 
