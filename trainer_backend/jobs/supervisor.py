@@ -42,10 +42,15 @@ log = structlog.get_logger("trainer")
 
 # Time for a killed process to exit; one that is stuck on a disk does not.
 _EXIT_S = 10.0
+_MOST_ACTIVE = 1000
 
 
 class Supervisor:
-    """Runs jobs in one event loop: start `run` as a task, and `close` it at the end."""
+    """Runs jobs in one event loop: start `run` as a task, and `close` it at the end.
+
+    Each call of the store has a deadline, after which its change may still happen (StoreUnavailable). Each
+    change of a job wakes those who wait for news of it.
+    """
 
     def __init__(
         self,
@@ -57,10 +62,10 @@ class Supervisor:
         *,
         command: Command = job_command,
     ) -> None:
-        self._data, self._watcher, self._settings, self._command = data, watcher, settings, command
+        self._store, self._data, self._news, self._watcher = store, data, news, watcher
+        self._settings, self._command = settings, command
         self._line = Line("supervisor", store.shown, settings.store_s)
         self._last_syncs = Line("last-sync", store.shown, settings.store_s)
-        self._books = Books(store, data.home, news, settings, self._line)
         self._wake = asyncio.Event()
         self._waiting: set[asyncio.Task[None]] = set()
         self._closing = False
@@ -133,14 +138,15 @@ class Supervisor:
 
     async def _round(self) -> None:
         await self._settle_all()
-        for row in await self._books.jobs_in("pausing", "cancelling"):
+        for row in await self._jobs_in("pausing", "cancelling"):
             await self._boundary(row.id, self._bring_to_its_end(row))
-        for row in await self._books.jobs_in("running"):
+        for row in await self._jobs_in("running"):
             await self._boundary(row.id, self._ensure_process(row))
         while len(self.slots) < self._settings.max_jobs and not self._closing:
-            job = await self._books.claim()
+            job = await self._line.ask(jobs.claim, self._store, self._data.home)
             if job is None:
                 break
+            self._news.tell(job.id)
             await self._boundary(job.id, self._start(job, Slot(is_counted=True)))
 
     async def _settle_all(self) -> None:
@@ -181,8 +187,8 @@ class Supervisor:
         slot = self.slots.get(row.id)
         if slot is None or slot.process is None:  # it crashed, or the service was killed, before the end
             self.slots.pop(row.id, None)
-            now = self._books.clock()
-            await self._books.change(row.id, lambda job: without_process(job, now))
+            now = self._store.clock()
+            await self._change(row.id, lambda job: without_process(job, now))
         else:
             slot.process.stop(self._grace_s)
 
@@ -195,9 +201,7 @@ class Supervisor:
         if slot is not None or len(self.slots) < self._settings.max_jobs:
             await self._start(row, slot or Slot())
         else:  # the limit is lower than before the restart of the service
-            await self._books.change(
-                row.id, lambda job: {"state": "queued"} if job.state == "running" else None
-            )
+            await self._change(row.id, lambda job: {"state": "queued"} if job.state == "running" else None)
 
     async def _start(self, row: JobRow, slot: Slot) -> None:
         """Start the process of a running job."""
@@ -208,7 +212,7 @@ class Supervisor:
             if trainer is not None and slot.may_wait(self._now(), self._settings.lock_wait_s):
                 detail = f"{run.path} is being trained by {trainer}; waiting for it to end"
                 waiting: Changes = {"code": "waiting", "detail": detail}
-                await self._books.change(row.id, lambda job: None if job.detail == detail else waiting)
+                await self._change(row.id, lambda job: None if job.detail == detail else waiting)
                 return
             await self._line.ask(refuse_if_locked, run.path)
             environment = await self._line.ask(environment_of, row.config)
@@ -225,7 +229,7 @@ class Supervisor:
         if not slot.is_counted:
             changes["attempt"] = row.attempt + 1
         slot.is_counted, slot.lock_deadline_s, slot.ending = False, math.inf, None
-        await self._books.change(row.id, lambda job: changes)
+        await self._change(row.id, lambda job: changes)
 
     async def _record_start_failure(self, job_id: str, slot: Slot, error: TrainerError | OSError) -> None:
         """Fail a job that cannot be started; count a crash instead if the machine's fault may pass."""
@@ -250,7 +254,7 @@ class Supervisor:
     async def _settle(self, job_id: str, slot: Slot, process: JobProcess) -> None:
         """Store the outcome of a job whose process ended; then its slot is free, or waits for a restart."""
         exit_code = await process.ended()
-        row = await self._books.job(job_id)
+        row = await self._line.ask(jobs.get, self._store, job_id)
         ending = slot.record_end(exit_code, await self._line.ask(last_words, row, process))
         # First: a client that sees the end must then find all results, and in the files why it came to that.
         if not self._closing:
@@ -264,80 +268,13 @@ class Supervisor:
 
     async def _write_down(self, job_id: str, slot: Slot, ending: Ending) -> JobRow:
         """Store an ending and return the job; its slot is free afterwards, or waits for the next start."""
-        row, restart_in_s = await self._books.settle(job_id, ending, closing=self._closing)
-        if restart_in_s is None:
-            self.slots.pop(job_id)
-        else:
-            self._restarts.inc()
-            slot.process, slot.ending, slot.not_before_s = None, None, self._now() + restart_in_s
-        return row
-
-    async def _fail(self, job_id: str, code: str, detail: str) -> None:
-        ended = self._books.clock()
-        failed: Changes = {"state": "failed", "ended": ended, "code": code, "detail": detail}
-        await self._books.change(job_id, lambda job: failed)
-        self.slots.pop(job_id, None)
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
-
-
-_MOST_ACTIVE = 1000
-
-
-class Books:
-    """The jobs of one home in the store, as the supervisor reads and changes them.
-
-    Each call has a deadline, and each change wakes those who wait for news of the job.
-
-    Raises (every method):
-        StoreUnavailable: the store did not answer in time; the change may still happen later.
-        UnknownJob: the job was deleted meanwhile.
-    """
-
-    def __init__(self, store: Store, home: str, news: News, settings: SupervisorSettings, line: Line) -> None:
-        self._store, self._home, self._news, self._settings, self._line = store, home, news, settings, line
-        self.clock = store.clock
-
-    async def jobs_in(self, *states: JobState) -> tuple[JobRow, ...]:
-        """Return the jobs in these states, oldest first."""
-        page = await self._line.ask(
-            jobs.find, self._store, states=states, home=self._home, origin="api", limit=_MOST_ACTIVE
-        )
-        return page.items[::-1]
-
-    async def job(self, job_id: str) -> JobRow:
-        return await self._line.ask(jobs.get, self._store, job_id)
-
-    async def claim(self) -> JobRow | None:
-        """Claim the next queued job, which counts as running from now on; None: no job waits."""
-        job = await self._line.ask(jobs.claim, self._store, self._home)
-        if job is not None:
-            self._news.tell(job.id)
-        return job
-
-    async def change(self, job_id: str, decide: Callable[[JobRow], Changes | None]) -> JobRow:
-        """Change a job and return it."""
-        row = await self._line.ask(jobs.change, self._store, job_id, decide)
-        self._news.tell(job_id)
-        return row
-
-    async def settle(self, job_id: str, ending: Ending, *, closing: bool) -> tuple[JobRow, float | None]:
-        """Store how a job's process, or its attempted start, ended.
-
-        Args:
-            closing: whether the service is stopping, and its jobs with it.
-
-        Returns:
-            The job afterwards, and the seconds until its restart; None: no restart.
-        """
-        outcome = Outcome({})
+        outcome, is_closing = Outcome({}), self._closing
 
         def decide(job: JobRow) -> Changes | None:
             nonlocal outcome
             if job.state not in ACTIVE:  # stored already, by a change whose answer was late
                 return None
-            if closing and stays(job, ending.exit_code):
+            if is_closing and stays(job, ending.exit_code):
                 return None
             settings, now = self._settings, self._store.clock()
             outcome = outcome_of(
@@ -345,5 +282,32 @@ class Books:
             )
             return outcome.changes
 
-        row = await self.change(job_id, decide)
-        return row, outcome.restart_in_s
+        row = await self._change(job_id, decide)
+        if outcome.restart_in_s is None:
+            self.slots.pop(job_id)
+        else:
+            self._restarts.inc()
+            slot.process, slot.ending = None, None
+            slot.not_before_s = self._now() + outcome.restart_in_s
+        return row
+
+    async def _fail(self, job_id: str, code: str, detail: str) -> None:
+        ended = self._store.clock()
+        failed: Changes = {"state": "failed", "ended": ended, "code": code, "detail": detail}
+        await self._change(job_id, lambda job: failed)
+        self.slots.pop(job_id, None)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def _jobs_in(self, *states: JobState) -> tuple[JobRow, ...]:
+        """Return this service's jobs in these states, oldest first."""
+        page = await self._line.ask(
+            jobs.find, self._store, states=states, home=self._data.home, origin="api", limit=_MOST_ACTIVE
+        )
+        return page.items[::-1]
+
+    async def _change(self, job_id: str, decide: Callable[[JobRow], Changes | None]) -> JobRow:
+        row = await self._line.ask(jobs.change, self._store, job_id, decide)
+        self._news.tell(job_id)
+        return row
