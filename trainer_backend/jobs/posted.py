@@ -104,8 +104,9 @@ def validate_job(
     """
     refuse_unwritable(document)
     own = {name: dict(value) if isinstance(value, Mapping) else value for name, value in document.items()}
-    all_tags = _tags({**_table(own.pop("tags", {}), "tags"), **(tags or {})})
-    if "task_api_key" in _table(own.get("services", {}), "services"):
+    all_tags = _tags({**copy_table(own, "tags"), **(tags or {})})
+    own.pop("tags", None)
+    if "task_api_key" in copy_table(own, "services"):
         raise JobError(
             f"{WHERE}: services.task_api_key is a key, and a posted job may hold none: the service has its "
             "own for its task apps (ENVIRONMENT_API_KEY)"
@@ -144,14 +145,14 @@ def _fill_in(document: dict[str, Any], bounds: Bounds) -> None:
 
     A default counts as none, because the job.toml of a run and `turnwise check --all` write every key.
     """
-    services = _table(document.get("services", {}), "services")
+    services = copy_table(document, "services")
     if services.get("gateway_host") == ServicesTable().gateway_host:
         del services["gateway_host"]
     if bounds.default_urls and not services.get("task_url") and not _starts_its_own(document, services):
         services["task_url"] = list(bounds.default_urls)
     services.setdefault("gateway_host", bounds.gateway_host)
     document["services"] = services
-    job = _table(document.get("job", {}), "job")
+    job = copy_table(document, "job")
     if job.get("runs_dir") in (None, str(JobTable().runs_dir)):
         job["runs_dir"] = str(bounds.data_dir)
     own = [str(file) for file in bounds.plugins]
@@ -172,7 +173,7 @@ def _starts_its_own(document: Mapping[str, Any], services: Mapping[str, Any]) ->
     """Whether a job has keys of task apps that it starts itself: how many, or files that they are to have."""
     one = ServicesTable().task_apps
     several = services.get("task_apps", one) != one
-    interactions = _table(document.get("multi_turn", {}), "multi_turn").get("interaction_config_path")
+    interactions = copy_table(document, "multi_turn").get("interaction_config_path")
     return bool(several or services.get("task_plugins") or interactions)
 
 
@@ -300,10 +301,12 @@ def _roots(key: str, bounds: Bounds) -> tuple[Path, ...]:
     return bounds.roots if key in CODE_PATHS else (*bounds.roots, bounds.data_dir)
 
 
-def _table(value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise JobError(f"{WHERE}: {name} is {type(value).__name__}, but it is a table; write [{name}]")
-    return dict(value)
+def copy_table(document: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a copy of a table; empty if it is absent."""
+    table = document.get(name, {})
+    if not isinstance(table, Mapping):
+        raise JobError(f"{WHERE}: {name} is {type(table).__name__}, but it is a table; write [{name}]")
+    return dict(table)
 
 
 def _few(tags: Any) -> Any:

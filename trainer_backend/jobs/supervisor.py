@@ -20,7 +20,6 @@ from trainer_backend.jobs.data_dir import DataDir
 from trainer_backend.jobs.processes import (
     Command,
     JobProcess,
-    LastWords,
     environment_of,
     job_command,
     last_words,
@@ -239,7 +238,7 @@ class Supervisor:
             await self._fail(job_id, code, str(error))
         else:
             slot.ending = None  # of the previous process; it is stored already
-            await self._write_down(job_id, slot, slot.record_end(FAILED, LastWords(error=str(error)), code))
+            await self._write_down(job_id, slot, slot.record_end(Ending(FAILED, error=str(error), code=code)))
 
     def _watch_end(self, process: JobProcess) -> None:
         async def wait() -> None:
@@ -253,9 +252,9 @@ class Supervisor:
 
     async def _settle(self, job_id: str, slot: Slot, process: JobProcess) -> None:
         """Store the outcome of a job whose process ended; then its slot is free, or waits for a restart."""
-        exit_code = await process.ended()
+        await process.ended()
         row = await self._line.ask(jobs.get, self._store, job_id)
-        ending = slot.record_end(exit_code, await self._line.ask(last_words, row, process))
+        ending = slot.record_end(await self._line.ask(last_words, row, process))
         # First: a client that sees the end must then find all results, and in the files why it came to that.
         if not self._closing:
             await self._line.ask(record_death, row, ending)
@@ -264,7 +263,9 @@ class Supervisor:
         except StoreUnavailable as error:  # or the run is so large: the watcher continues
             log.warning("sync_late", job=job_id, detail=str(error))
         outcome = await self._write_down(job_id, slot, ending)
-        log.info("job_ended", job=job_id, exit_code=exit_code, state=outcome.state, detail=outcome.detail)
+        log.info(
+            "job_ended", job=job_id, exit_code=ending.exit_code, state=outcome.state, detail=outcome.detail
+        )
 
     async def _write_down(self, job_id: str, slot: Slot, ending: Ending) -> JobRow:
         """Store an ending and return the job; its slot is free afterwards, or waits for the next start."""
