@@ -26,7 +26,7 @@ from service_kit.errors import (
     TooSlow,
     Unauthorised,
 )
-from service_kit.keys import Keys, LoginSessions, RawHeaders, basic_passwords, presented_keys
+from service_kit.keys import Keys, RawHeaders, basic_passwords, presented_keys
 from service_kit.problems import BodyError, Respond, problem_response
 from shared_schemas.json_text import NUL, read_json
 from shared_schemas.urls import host_name, is_loopback
@@ -110,19 +110,21 @@ class SessionDoor:
     and by its own host names: otherwise a foreign name that points at 127.0.0.1 would make a foreign page
     same-origin.
 
-    A person's browser is redirected to the `login` page.
+    Args:
+        has_session: whether the headers hold that cookie.
+        login: path of the log-in page, to which a person's browser is redirected.
     """
 
     def __init__(
         self,
         keys: Keys,
-        sessions: LoginSessions,
+        has_session: Callable[[RawHeaders], bool],
         *,
         open_paths: Collection[str],
         open_below: Collection[str],
         login: str,
     ) -> None:
-        self._keys, self._sessions = keys, sessions
+        self._keys, self._has_session = keys, has_session
         self._open_paths, self._open_below, self._login = open_paths, tuple(open_below), login
 
     def error(self, scope: Scope) -> ServiceError | None:
@@ -133,7 +135,7 @@ class SessionDoor:
         if error := origin_error(scope, self._keys):
             return error
         is_open = scope["path"] in self._open_paths or scope["path"].startswith(self._open_below)
-        if self._keys.configured and not is_open and not self._sessions.match(scope["headers"]):
+        if self._keys.configured and not is_open and not self._has_session(scope["headers"]):
             return no_key(self._keys, scope["headers"])
         return None
 

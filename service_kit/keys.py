@@ -9,7 +9,6 @@ import hashlib
 import hmac
 import time
 from collections.abc import Callable, Iterable, Mapping
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 
 from cachetools import LRUCache
@@ -22,13 +21,10 @@ RawHeaders = Iterable[tuple[bytes, bytes]]
 
 # Environment variables with the key of a task app, and of a trainer service.
 TASK_APP_KEY, TRAINER_KEY = "ENVIRONMENT_API_KEY", "TRAINER_API_KEY"
-COOKIE = "turnwise_session"
-SESSION_S = 7 * 24 * 3600
 # Wrong keys that the log-in page answers with 401 for one address within GUESSES_S; further ones get a 429.
 MOST_GUESSES, GUESSES_S = 10, 60.0
 _MOST_ADDRESSES = 10_000
 _LONGEST_KEY = 500
-_PURPOSE = b"turnwise session "
 
 
 def key_from_environ(environ: Mapping[str, str], variable: str) -> SecretStr | None:
@@ -80,31 +76,6 @@ class Keys:
         return any([hmac.compare_digest(one, ours) for one in digests for ours in self._digests])
 
 
-class LoginSessions:
-    """Signed cookies with an expiry, which the log-in page gives for the key; a new key ends them all."""
-
-    def __init__(self, key: SecretStr | None, *, clock: Callable[[], float] = time.time) -> None:
-        self._secret = _digest(_PURPOSE + key.get_secret_value().encode()) if key is not None else None
-        self._clock = clock
-
-    def cookie(self) -> str:
-        """A session that begins now."""
-        ends = str(int(self._clock()) + SESSION_S)
-        return f"{ends}.{self._signature(ends)}"
-
-    def match(self, headers: RawHeaders) -> bool:
-        """Whether the headers hold a valid session that has not ended."""
-        if self._secret is None:
-            return False
-        ends, _, signature = _cookie_of(headers).partition(".")
-        is_genuine = hmac.compare_digest(signature.encode(), self._signature(ends).encode())
-        return is_genuine and ends.isdecimal() and int(ends) > self._clock()
-
-    def _signature(self, ends: str) -> str:
-        assert self._secret is not None, "without a key nobody logs in"
-        return hmac.new(self._secret, ends.encode(), hashlib.sha256).hexdigest()
-
-
 class Guesses:
     """Counts wrong keys at the log-in page by address. The right key is no guess, and always opens."""
 
@@ -146,18 +117,6 @@ def basic_passwords(headers: RawHeaders) -> list[bytes]:
     except binascii.Error:
         return []
     return [password or user]
-
-
-def _cookie_of(headers: RawHeaders) -> str:
-    for name, value in headers:
-        if name == b"cookie":
-            try:
-                morsel = SimpleCookie(value.decode("latin-1")).get(COOKIE)
-            except CookieError:
-                continue
-            if morsel is not None:
-                return morsel.value
-    return ""
 
 
 def _digest(key: bytes) -> bytes:

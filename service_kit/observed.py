@@ -165,7 +165,7 @@ METRICS_CONTENT = {
 def metrics_response(collect: Callable[[], Iterable["Metric"]], *, accept: str) -> Response:
     """The reply to a Prometheus scraper: these families and the process's own, in a form that it accepts."""
     # Imported late, because most task apps are never scraped, and a trainer's embedded one must start fast.
-    from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
+    from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector, disable_created_metrics
     from prometheus_client.exposition import choose_encoder
     from prometheus_client.registry import Collector
 
@@ -173,6 +173,7 @@ def metrics_response(collect: Callable[[], Iterable["Metric"]], *, accept: str) 
         def collect(self) -> Iterable["Metric"]:
             return collect()
 
+    disable_created_metrics()  # a second series of each counter, which tells only when the service began
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Service())
     ProcessCollector(registry=registry)

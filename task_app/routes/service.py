@@ -1,12 +1,10 @@
 """Routes about the task app itself: /, /health, /info, /task_info, and /metrics for Prometheus."""
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from prometheus_client.core import (
-    CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
     InfoMetricFamily,
@@ -392,7 +390,7 @@ def families(services: Services, *, version: str, sockets: int) -> Iterator[Metr
 
 def _gauges(services: Services, sockets: int) -> Iterator[Metric]:
     """The current state."""
-    gauge, runner = partial(_metric, GaugeMetricFamily), services.runner
+    runner = services.runner
     sessions: dict[str, Sized] = {
         "env": services.environments,
         "policy": services.policies,
@@ -400,20 +398,19 @@ def _gauges(services: Services, sockets: int) -> Iterator[Metric]:
         "capture": services.captures.sessions,
     }
     counts = {kind: len(live) for kind, live in sessions.items()}
-    yield gauge("turnwise_sessions", "Live sessions.", counts, "kind")
+    yield _gauge("turnwise_sessions", "Live sessions.", counts, "kind")
     sentence = "Interactions that are not finalised yet, of rollouts and sessions."
-    yield gauge("turnwise_interactions", sentence, len(services.interactions))
-    yield gauge("turnwise_rollouts", "Rollouts that have not ended.", runner.unfinished(), "state")
+    yield _gauge("turnwise_interactions", sentence, len(services.interactions))
+    yield _gauge("turnwise_rollouts", "Rollouts that have not ended.", runner.unfinished(), "state")
     sentence = "Rollouts held: not ended, or not acknowledged."
-    yield gauge("turnwise_rollouts_held", sentence, len(runner.results))
+    yield _gauge("turnwise_rollouts_held", sentence, len(runner.results))
     sentence = "Bytes of rollout requests and results that are not acknowledged, and of captures."
-    yield gauge("turnwise_held_bytes", sentence, services.captures.held.total)
-    yield gauge("turnwise_openenv_sockets", "Open sockets of OpenEnv clients.", sockets)
+    yield _gauge("turnwise_held_bytes", sentence, services.captures.held.total)
+    yield _gauge("turnwise_openenv_sockets", "Open sockets of OpenEnv clients.", sockets)
 
 
 def _counters(metrics: Metrics) -> Iterator[Metric]:
     """What happened since the start."""
-    counter = partial(_metric, CounterMetricFamily)
     yield metrics.requests.reply_family("turnwise_http_requests")
     latency = HistogramMetricFamily(
         "turnwise_http_request_seconds", "From the request's head to the answer's end.", labels=["route"]
@@ -421,30 +418,14 @@ def _counters(metrics: Metrics) -> Iterator[Metric]:
     for route, histogram in metrics.requests.latency.items():
         latency.add_metric([route], buckets=histogram.cumulative(), sum_value=histogram.sum_s)
     yield latency
-    sentence = "Rollouts that ended, by stop reason or failure."
-    yield counter("turnwise_rollouts_ended", sentence, metrics.rollouts_ended, "status", "reason")
-    for name, sentence, counts in (
-        ("turnwise_decisions", "Decisions taken.", metrics.decisions),
-        ("turnwise_env_steps", "Env steps that ran.", metrics.env_steps),
-    ):
-        yield counter(name, sentence, {one: counts[one] for one in ("rollout", "session")}, "source")
-    sentence = "Settings of captured agents' calls that had no effect."
-    yield counter("turnwise_options_dropped", sentence, metrics.options_dropped, "option")
-    sentence = "Attempts to ask a model after the first."
-    yield counter("turnwise_inference_retries", sentence, metrics.inference_retries)
+    yield from metrics.registry.collect()
 
 
-def _metric(
-    kind: type[GaugeMetricFamily | CounterMetricFamily],
-    name: str,
-    sentence: str,
-    counts: Mapping[str, int] | Mapping[tuple[str, str], int] | int,
-    *labels: str,
-) -> Metric:
-    """A metric with one value, or with one for each value of its labels."""
+def _gauge(name: str, sentence: str, counts: Mapping[str, int] | int, *label: str) -> Metric:
+    """A gauge with one value, or with one for each value of its label."""
     if isinstance(counts, int):
-        return kind(name, sentence, counts)
-    family = kind(name, sentence, labels=labels)
-    for values, count in counts.items():
-        family.add_metric([values] if isinstance(values, str) else values, count)
+        return GaugeMetricFamily(name, sentence, counts)
+    family = GaugeMetricFamily(name, sentence, labels=label)
+    for value, count in counts.items():
+        family.add_metric([value], count)
     return family

@@ -42,9 +42,11 @@ DOORS = {
     "jsonschema": ["task_app/environments/foreign/schemas.py", "task_app/policies/random_values.py"],
     "prometheus_client": [
         "service_kit/observed.py",
+        "task_app/observing/metrics.py",
         "task_app/routes/service.py",
-        "trainer_backend/jobs/exposition.py",
+        "trainer_backend/jobs",
     ],
+    "itsdangerous": ["trainer_backend/jobs/sessions.py"],
     "sqlalchemy": ["trainer_backend/store"],
     "alembic": ["trainer_backend/store"],
     "psycopg": ["trainer_backend/store"],

@@ -1,8 +1,8 @@
-"""Keys, sessions and guesses, apart from any service. Nothing here tells a part of a key."""
+"""Keys and guesses, apart from any service. Nothing here tells a part of a key."""
 
 from pydantic import SecretStr
 
-from service_kit.keys import COOKIE, SESSION_S, Guesses, Keys, LoginSessions
+from service_kit.keys import Guesses, Keys
 
 KEY = "the-key-of-these-tests"
 
@@ -36,14 +36,3 @@ def test_wrong_keys_are_forgotten_after_a_minute_and_counted_by_address():
     assert (guesses.wait_s("a"), guesses.wait_s("b")) == (51.0, 0.0)  # the first came at 0, now it is 9
     now_s[0] = 60.0
     assert guesses.wait_s("a") == 0.0
-
-
-def test_a_session_ends_after_a_week_and_with_its_key():
-    now_s = [1_000.0]
-    sessions = LoginSessions(SecretStr(KEY), clock=lambda: now_s[0])
-    headers = [(b"cookie", f"a=b; {COOKIE}={sessions.cookie()}".encode())]
-    assert sessions.match(headers)
-    assert not LoginSessions(SecretStr("another"), clock=lambda: now_s[0]).match(headers)
-    assert not LoginSessions(None).match(headers)
-    now_s[0] += SESSION_S
-    assert not sessions.match(headers)

@@ -34,7 +34,9 @@ class PlugTable(Table, extra="allow"):
             table = build(data)
         except ValidationError as error:
             faults += error.errors(include_url=False)
-        for name in data.keys() - cls.model_fields.keys() if isinstance(data, dict) else ():
+        for name in data if isinstance(data, dict) else ():
+            if name in cls.model_fields:
+                continue
             kind = own_table(cls, name)
             if kind is None:
                 if not (looks_only and isinstance(data[name], dict)):  # of a plug-in that is not loaded

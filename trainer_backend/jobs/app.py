@@ -78,7 +78,9 @@ def create_app(service: Service, *, pages: Sequence[APIRouter] = ()) -> TrainerA
 def _with_guards(app: ASGIApp, service: Service) -> ASGIApp:
     """Wrap the app in its guards; the last wrapper sees a request first."""
     settings, keys = service.settings, service.keys
-    door = SessionDoor(keys, service.sessions, open_paths=OPEN_PATHS, open_below=["/static/"], login=LOGIN)
+    door = SessionDoor(
+        keys, service.sessions.match, open_paths=OPEN_PATHS, open_below=["/static/"], login=LOGIN
+    )
     app = Gate(
         app,
         door=door,

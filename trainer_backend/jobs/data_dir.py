@@ -66,7 +66,7 @@ class DataDir:
             )
         assert job.run_dir is not None, "a posted job is created with its run directory"
         path = Path(job.run_dir)
-        if self._outside(path):
+        if self.is_outside(path):
             raise RunDirectoryError(
                 f"the run directory of job {job.id}, {path}, is not below the data directory {self.path}",
                 hint="Put the data directory back, or continue each run with `turnwise train --resume`.",
@@ -94,11 +94,6 @@ class DataDir:
         with write_errors(path):
             (path / FORGOTTEN).touch()
 
-    def refuse_foreign(self, path: Path) -> None:
-        """Refuse to delete a folder that is no run directory in here."""
-        if self._outside(path) or path.is_symlink() or not (path / "job.toml").exists():
-            raise RunDirectoryError(f"{path} is no run directory in {self.path}, so it is not deleted")
-
     def move_aside(self, path: Path) -> Path:
         """Move a run directory to the trash and return its new path."""
         aside = self.path / SERVICE / f"{_TRASH}{uuid4().hex}"
@@ -109,7 +104,7 @@ class DataDir:
         """List the folders in the trash."""
         return sorted((self.path / SERVICE).glob(f"{_TRASH}*"))
 
-    def _outside(self, path: Path) -> bool:
+    def is_outside(self, path: Path) -> bool:
         real = path.resolve()
         return real == self.path or not real.is_relative_to(self.path)
 
@@ -226,9 +221,11 @@ def forget_job(store: Store, data: DataDir, job: JobRow, *, files: bool) -> None
         jobs.remove(store, job.id)
         return
     refuse_external(job, "delete")
-    if files:
-        data.refuse_foreign(path)
-    with _exclusive(job, path):
+    if files and (data.is_outside(path) or path.is_symlink() or not (path / "job.toml").exists()):
+        raise RunDirectoryError(f"{path} is no run directory in {data.path}, so it is not deleted")
+    if (trainer := holder(path)) is not None:
+        raise JobConflict(f"job {job.id} is being trained by {trainer}; stop it first, then delete it")
+    with run_lock(path):  # so that no other process trains in it and the sweeper does not delete it yet
         data.forget(path)  # first: otherwise the watcher would find the run again
         if not files:
             jobs.remove(store, job.id)
@@ -239,16 +236,6 @@ def forget_job(store: Store, data: DataDir, job: JobRow, *, files: bool) -> None
         except BaseException:
             aside.rename(path)
             raise
-
-
-@contextmanager
-def _exclusive(job: JobRow, path: Path) -> Iterator[None]:
-    """Hold the run's lock, so that no other process trains in it and the sweeper does not delete it yet."""
-    trainer = holder(path)
-    if trainer is not None:
-        raise JobConflict(f"job {job.id} is being trained by {trainer}; stop it first, then delete it")
-    with run_lock(path):
-        yield
 
 
 def sweep(data: DataDir) -> None:

@@ -2,8 +2,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, get_args
@@ -26,52 +26,36 @@ _MOST_JOBS = 200
 _SHOWN_FOR = timedelta(minutes=5)
 
 
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
-    """The state of the store; if it does not answer, `up` is False and all else is empty."""
-
-    up: bool
-    counts: Mapping[str, int]
-    rows: tuple[tuple[JobRow, Mapping[str, Mapping[str, Any]]], ...]
-    """The last row of each kind of the jobs that run or have just ended."""
-    processes: tuple[tuple[JobRow, Mapping[tuple[str, str], int]], ...] = ()
-    """How many processes of the running jobs have each role and state."""
-
-
 def page(service: Service, *, version: str, accept: str) -> Response:
     """Return all metrics in the text format of the request's Accept header. Call it on a thread."""
-    snapshot = _snapshot(service)
+    counts: Mapping[str, int] | None = None
+    rows: list[tuple[JobRow, Mapping[str, Mapping[str, Any]]]] = []
+    with suppress(StoreUnavailable):
+        counts, recent = _read_jobs(service)
+        rows = [(job, _last_rows(service, job)) for job in recent]
 
     def everything() -> Iterator[Metric]:
         about = {"version": version, "home": service.data.home}
         yield InfoMetricFamily(_PREFIX, "Which trainer this is.", about)
-        yield from _now(service, snapshot)
+        yield from _now(service, counts)
         yield from _so_far(service)
-        yield from _of_runs(snapshot)
+        yield from _of_runs(rows)
 
     return metrics_response(everything, accept=accept)
 
 
-def _snapshot(service: Service) -> _Snapshot:
+def _read_jobs(service: Service) -> tuple[Mapping[str, int], list[JobRow]]:
+    """Return how many jobs have each state, and the jobs that run or have just ended."""
     store, home = service.store, service.data.home
-    try:
-        counts = jobs.counts(store, home)
-        running = jobs.find(store, states=ACTIVE, home=home, limit=_MOST_JOBS).items
-        ended = jobs.find(store, states=ENDED, home=home, limit=_MOST_JOBS).items
-        since = store.clock() - _SHOWN_FOR
-        recent = (*running, *(job for job in ended if job.ended is not None and job.ended >= since))
-        rows = tuple((job, _last_rows(service, job)) for job in recent)
-    except StoreUnavailable:
-        return _Snapshot(False, {}, ())
-    return _Snapshot(True, counts, rows, tuple((job, _processes(job)) for job in running))
-
-
-def _processes(job: JobRow) -> Mapping[tuple[str, str], int]:
-    state = read_state(Path(job.run_dir)) if job.run_dir is not None else None
-    return Counter((one.role, one.state) for one in state.processes) if state is not None else {}
+    counts = jobs.counts(store, home)
+    running = jobs.find(store, states=ACTIVE, home=home, limit=_MOST_JOBS).items
+    ended = jobs.find(store, states=ENDED, home=home, limit=_MOST_JOBS).items
+    since = store.clock() - _SHOWN_FOR
+    return counts, [*running, *(job for job in ended if job.ended is not None and job.ended >= since)]
 
 
 def _last_rows(service: Service, job: JobRow) -> dict[str, Mapping[str, Any]]:
+    """Return the last row of each kind."""
     try:
         lines = reads.last_lines(service.store, [job.id], _KINDS)[job.id]
     except UnknownJob:  # deleted meanwhile
@@ -79,12 +63,12 @@ def _last_rows(service: Service, job: JobRow) -> dict[str, Mapping[str, Any]]:
     return {kind: {"iteration": line.iteration, **line.row} for kind, line in lines.items()}
 
 
-def _now(service: Service, snapshot: _Snapshot) -> Iterator[Metric]:
-    yield _gauge("store_up", "1 while the database answers.", float(snapshot.up))
-    if snapshot.up:
+def _now(service: Service, counts: Mapping[str, int] | None) -> Iterator[Metric]:
+    yield _gauge("store_up", "1 while the database answers.", float(counts is not None))
+    if counts is not None:
         family = GaugeMetricFamily(f"{_PREFIX}_jobs", "Jobs in each state.", labels=["state"])
         for state in get_args(JobState):
-            family.add_metric([state], snapshot.counts.get(state, 0))
+            family.add_metric([state], counts.get(state, 0))
         yield family
     slots = service.supervisor.slots.values() if service.supervisor is not None else ()
     running = sum(slot.process is not None for slot in slots)
@@ -97,23 +81,7 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 
 
 def _so_far(service: Service) -> Iterator[Metric]:
-    syncs = service.watcher.figures
-    figures: dict[str, tuple[str, float]] = {
-        "syncs": ("Run directories that were brought into the store.", syncs.syncs),
-        "sync_seconds": ("Seconds that this took.", syncs.sync_s),
-        "sync_failures": ("Run directories that could not be read.", syncs.failures),
-    }
-    if service.supervisor is not None:
-        counts = service.supervisor.figures
-        figures |= {
-            "job_starts": ("Processes of jobs that were started.", counts.starts),
-            "job_restarts": ("Crashed jobs that were started again.", counts.restarts),
-            "job_kills": ("Processes that were killed because they did not stop in time.", counts.kills),
-            "job_faults": ("Times that a job met an error of the service.", counts.faults),
-            "store_failures": ("Rounds that the store did not answer.", counts.store_failures),
-        }
-    for name, (text, value) in figures.items():
-        yield CounterMetricFamily(f"{_PREFIX}_{name}", text, value)
+    yield from service.watcher.registry.collect()
     yield service.requests.reply_family(f"{_PREFIX}_http_requests")
     seconds = CounterMetricFamily(
         f"{_PREFIX}_http_request_seconds", "Seconds until answers ended; streams left out.", labels=["route"]
@@ -123,10 +91,10 @@ def _so_far(service: Service) -> Iterator[Metric]:
     yield seconds
 
 
-def _of_runs(snapshot: _Snapshot) -> Iterator[Metric]:
+def _of_runs(jobs: Iterable[tuple[JobRow, Mapping[str, Mapping[str, Any]]]]) -> Iterator[Metric]:
     """Yield every number of the last rows as turnwise_trainer_ROOM_WHAT, and under its common names."""
     families = _Families()
-    for job, rows in snapshot.rows:
+    for job, rows in jobs:
         for kind, row in rows.items():
             for name, value in numbers_of(row):
                 if "/" in name:
@@ -135,10 +103,11 @@ def _of_runs(snapshot: _Snapshot) -> Iterator[Metric]:
         for names, kind in ((OF_ITERATIONS, "iteration"), (OF_EVALUATIONS, "evaluation")):
             for name, ours, value in _under_other_names(names, rows.get(kind, {})):
                 families.add(name, f"{ours} of the last row.", value, job)
-    for job, processes in snapshot.processes:
-        for (role, state), count in processes.items():
+        state = read_state(Path(job.run_dir)) if job.run_dir and job.state in ACTIVE else None
+        processes = Counter((one.role, one.state) for one in state.processes) if state is not None else {}
+        for (role, condition), count in processes.items():
             families.add(
-                f"{_PREFIX}_run_processes", "Processes of a run.", count, job, role=role, state=state
+                f"{_PREFIX}_run_processes", "Processes of a run.", count, job, role=role, state=condition
             )
     yield from families.all.values()
 

@@ -17,7 +17,7 @@ from shared_schemas.rewards import CONSISTENT_STRATEGIES
 from trainer_backend.errors import JobError
 from trainer_backend.job.foreign_keys import NEW_NAMES
 from trainer_backend.job.tables import HUB_NAME
-from trainer_backend.jobs.posted import document_of, refuse_unwritable
+from trainer_backend.jobs.posted import copy_table, document_of, refuse_unwritable
 from trainer_backend.jobs.routes import CreateQuery, IdempotencyKey, Resolved
 from trainer_backend.jobs.service import Service, find_job, service_of
 from trainer_backend.jobs.submission import Submission, digest_of, resolution, submit
@@ -71,7 +71,7 @@ def translate(
     _name_model(tables, model)
     _count_iterations(tables)
     if task_url is not None:
-        tables["services"] = {**_table(tables, "services"), "task_url": task_url}
+        tables["services"] = {**copy_table(tables, "services"), "task_url": task_url}
     return tables, warnings
 
 
@@ -121,13 +121,13 @@ def _refuse_other_strategies(tables: dict[str, Any]) -> None:
                 f"known: {', '.join(sorted(CONSISTENT_STRATEGIES))}",
                 hint="A reward function of the operator can weigh achievements (docs/plugins.md).",
             )
-    settings = _table(_table(tables, "rollout"), "env_config")
+    settings = copy_table(copy_table(tables, "rollout"), "env_config")
     if settings.get("step_rewards") == {}:  # all of it is moved
         _pop(tables, "rollout.env_config.step_rewards")
 
 
 def _name_model(tables: dict[str, Any], model: str | None) -> None:
-    table = _table(tables, "model")
+    table = copy_table(tables, "model")
     names = [str(table.pop(key)) for key in _MODEL_NAMES if table.get(key) is not None]
     names += [model] if model is not None else []
     if len(set(names)) > 1:
@@ -139,7 +139,7 @@ def _name_model(tables: dict[str, Any], model: str | None) -> None:
 
 def _count_iterations(tables: dict[str, Any]) -> None:
     """Set training.iterations to num_epochs * iterations_per_epoch."""
-    table = _table(tables, "training")
+    table = copy_table(tables, "training")
     epochs, each = table.pop("num_epochs", None), table.pop("iterations_per_epoch", None)
     if epochs is None and each is None:
         return
@@ -148,13 +148,6 @@ def _count_iterations(tables: dict[str, Any]) -> None:
         raise JobError("training.num_epochs and training.iterations_per_epoch are whole numbers")
     table.setdefault("iterations", factors[0] * factors[1])
     tables["training"] = table
-
-
-def _table(tables: dict[str, Any], name: str) -> dict[str, Any]:
-    table = tables.get(name, {})
-    if not isinstance(table, dict):
-        raise JobError(f"{name} is {table!r:.80}, but it is a table")
-    return dict(table)
 
 
 router = APIRouter(tags=["launchers"])
@@ -212,7 +205,7 @@ async def create_rl_job(
     service = service_of(request)
     config = body.data.config
     tables, not_read = translate(
-        document_of(config) if isinstance(config, str) else config,
+        await service.checks.ask(document_of, config) if isinstance(config, str) else config,
         task_url=body.data.endpoint_base_url,
         model=body.data.model or body.data.base_model,
     )

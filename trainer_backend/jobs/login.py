@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 from fastapi import APIRouter, Form, Query, Request
 from starlette.responses import RedirectResponse, Response
 
-from service_kit.keys import COOKIE, SESSION_S
 from trainer_backend.jobs.service import service_of
+from trainer_backend.jobs.sessions import COOKIE, SESSION_S
 from trainer_backend.pages.page import page
 
 router = APIRouter(include_in_schema=False)

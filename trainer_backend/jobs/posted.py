@@ -30,120 +30,6 @@ from trainer_backend.jobs.settings import Bounds
 from trainer_backend.rundir.new_job import refuse_missing_parts
 from trainer_backend.sinks import SinksTable
 
-# The keys of a TOML text with their lines, found in one pass and linear time. Pure.
-#
-# This runs before the parser, on text from anybody, and accepts anything, even invalid TOML: a dotted key of
-# a thousand parts would cost the parser a thousand tables.
-
-_BLANK = re.compile(r"(?:[ \t\r\n]++|#[^\n]*+)*+")
-# A part of a dotted key. All repetitions are possessive, so that there is no backtracking.
-_PART = re.compile(r"[ \t]*+(?:([A-Za-z0-9_-]++)|\"((?:[^\"\\\n]++|\\.)*+)\"|'([^'\n]*+)')[ \t]*+")
-# Separators in a value, and the strings and comments that hide separators.
-_MARK = re.compile(
-    r'"""(?:[^"\\]++|\\.|"(?!""))*+(?:"{3,5}|\\?\Z)'
-    r"|'''(?:[^']++|'(?!''))*+(?:'{3,5}|\Z)"
-    r'|"(?:[^"\\\n]++|\\[^\n])*+"?'
-    r"|'[^'\n]*+'?"
-    r"|#[^\n]*+|[\n.,=\[\]{}]",
-    re.DOTALL,
-)
-_AT_LINE = re.compile(r"\(at line (\d+), column \d+\)|\(at end of document\)")
-_DOTTED = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*+(?:\.[A-Za-z0-9_-]++)*+")
-
-
-# The limit of keys and list items in a document; for a text, separators are counted, which are slightly more.
-MOST_VALUES, _DIVIDERS = 50_000, ".,=[{\n"
-
-
-def is_too_much(text: str) -> bool:
-    """Return whether a text may hold more than any job; such a text is not parsed."""
-    return sum(map(text.count, _DIVIDERS)) > MOST_VALUES
-
-
-@dataclass(frozen=True, slots=True)
-class Statement:
-    """The header of a table, or a key with its value."""
-
-    line: int
-    """Counted from 1."""
-    name: str
-    """Dotted, with the table's name."""
-    depth: int
-    """Number of parts of its own key, or of the longest key in its value."""
-
-
-def statements(text: str) -> Iterator[Statement]:
-    """Yield the statements in the order of the text."""
-    table, line, previous, place = "", 1, 0, 0
-    while (blank := _BLANK.match(text, place)) and (place := blank.end()) < len(text):
-        line += text.count("\n", previous, place)
-        previous = place
-        header = text[place] == "["
-        parts, place = _key(text, place + (2 if text.startswith("[[", place) else header))
-        place, depth = _rest(text, place)
-        name = ".".join(parts)
-        if header:
-            table = name
-        elif table:
-            name = f"{table}.{name}"
-        yield Statement(line, name, max(depth, len(parts)))
-
-
-def lines_of(text: str) -> dict[str, int]:
-    """Map each dotted key and each table to its first line, from 1; empty for a text that is too long."""
-    lines: dict[str, int] = {}
-    for statement in () if is_too_much(text) else statements(text):
-        if statement.name:
-            lines.setdefault(statement.name, statement.line)
-    return lines
-
-
-def line_of(message: str, lines: Mapping[str, int], text: str) -> int | None:
-    """Return the line that a message is about: the line it names, or the line of the first key it names.
-
-    A missing key, or a key inside a value (an inline table), gets the line of the table or value around it.
-    """
-    if match := _AT_LINE.search(message):
-        return int(match.group(1)) if match.group(1) else max(1, text.count("\n") + (text[-1:] != "\n"))
-    for dotted in _DOTTED.findall(message):
-        name = dotted
-        while name and name not in lines:
-            name = name.rpartition(".")[0]
-        if name:
-            return lines[name]
-    return None
-
-
-def _key(text: str, place: int) -> tuple[list[str], int]:
-    """Parse the dotted key at a place; return its parts and where it ends."""
-    parts: list[str] = []
-    while match := _PART.match(text, place):
-        parts.append(match[match.lastindex or 0])
-        place = match.end()
-        if not text.startswith(".", place):
-            break
-        place += 1
-    return parts, place
-
-
-def _rest(text: str, place: int) -> tuple[int, int]:
-    """Return where a statement ends, and the number of parts of the longest key in its value."""
-    inside = dots = most_dots = 0
-    for match in _MARK.finditer(text, place):
-        mark = match[0]
-        if mark == ".":
-            dots += 1
-            most_dots = max(most_dots, dots)
-        elif mark[0] in "\"'#":
-            continue
-        elif mark == "\n" and not inside:
-            return match.end(), most_dots + 1
-        else:
-            dots = 0
-            inside = max(0, inside + (mark in "[{") - (mark in "]}"))
-    return len(text), most_dots + 1
-
-
 WHERE = "the posted job"
 # Paths that lead to code: allowed in the operator's folders, but not in folders that runs write.
 CODE_PATHS = frozenset({"services.task_plugins", "multi_turn.interaction_config_path"})
@@ -152,6 +38,8 @@ _MOST_TAGS, _LONGEST_TAG = 32, 200
 _MOST_PROCESSES = 8  # of one kind, on one machine
 # Maximum nesting of tables and lists; the schema needs little. Parsers and writers of TOML are recursive.
 _DEEPEST = 32
+# The limit of keys and list items in a document; for a text, separators are counted, which are slightly more.
+MOST_VALUES, _DIVIDERS = 50_000, ".,=[{\n"
 _TOO_MANY = f"a job holds at most {MOST_VALUES} keys, items of lists and lines"
 # Maximum depth at which files in a folder of data or checkpoints are read.
 _FOLDERS = 3
@@ -160,18 +48,17 @@ _WHOLE_NUMBERS = range(-(2**63), 2**63)  # TOML's range; a longer number cannot 
 
 
 def document_of(text: str) -> dict[str, Any]:
-    """Parse a TOML text within the limits of a job."""
-    if is_too_much(text):
+    """Parse a TOML text of at most so many values. Call it in the check process, which limits its time."""
+    if sum(map(text.count, _DIVIDERS)) > MOST_VALUES:
         raise JobError(f"{WHERE}: {_TOO_MANY}")
-    for statement in statements(text):
-        if statement.depth > _DEEPEST:
-            raise JobError(f"{WHERE}: {_too_deep(statement.name.partition('.')[0][:80] or 'a value')}")
     try:
-        return tomli.loads(text)
+        document = tomli.loads(text)
     except RecursionError as error:
         raise JobError(f"{WHERE}: {_too_deep('a value')}") from error
     except ValueError as error:
         raise JobError(f"{WHERE}: not valid TOML: {error}") from error
+    refuse_unwritable(document)
+    return document
 
 
 def refuse_unwritable(document: Mapping[str, Any]) -> None:
@@ -217,8 +104,9 @@ def validate_job(
     """
     refuse_unwritable(document)
     own = {name: dict(value) if isinstance(value, Mapping) else value for name, value in document.items()}
-    all_tags = _tags({**_table(own.pop("tags", {}), "tags"), **(tags or {})})
-    if "task_api_key" in _table(own.get("services", {}), "services"):
+    all_tags = _tags({**copy_table(own, "tags"), **(tags or {})})
+    own.pop("tags", None)
+    if "task_api_key" in copy_table(own, "services"):
         raise JobError(
             f"{WHERE}: services.task_api_key is a key, and a posted job may hold none: the service has its "
             "own for its task apps (ENVIRONMENT_API_KEY)"
@@ -257,14 +145,14 @@ def _fill_in(document: dict[str, Any], bounds: Bounds) -> None:
 
     A default counts as none, because the job.toml of a run and `turnwise check --all` write every key.
     """
-    services = _table(document.get("services", {}), "services")
+    services = copy_table(document, "services")
     if services.get("gateway_host") == ServicesTable().gateway_host:
         del services["gateway_host"]
     if bounds.default_urls and not services.get("task_url") and not _starts_its_own(document, services):
         services["task_url"] = list(bounds.default_urls)
     services.setdefault("gateway_host", bounds.gateway_host)
     document["services"] = services
-    job = _table(document.get("job", {}), "job")
+    job = copy_table(document, "job")
     if job.get("runs_dir") in (None, str(JobTable().runs_dir)):
         job["runs_dir"] = str(bounds.data_dir)
     own = [str(file) for file in bounds.plugins]
@@ -285,7 +173,7 @@ def _starts_its_own(document: Mapping[str, Any], services: Mapping[str, Any]) ->
     """Whether a job has keys of task apps that it starts itself: how many, or files that they are to have."""
     one = ServicesTable().task_apps
     several = services.get("task_apps", one) != one
-    interactions = _table(document.get("multi_turn", {}), "multi_turn").get("interaction_config_path")
+    interactions = copy_table(document, "multi_turn").get("interaction_config_path")
     return bool(several or services.get("task_plugins") or interactions)
 
 
@@ -413,10 +301,12 @@ def _roots(key: str, bounds: Bounds) -> tuple[Path, ...]:
     return bounds.roots if key in CODE_PATHS else (*bounds.roots, bounds.data_dir)
 
 
-def _table(value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise JobError(f"{WHERE}: {name} is {type(value).__name__}, but it is a table; write [{name}]")
-    return dict(value)
+def copy_table(document: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a copy of a table; empty if it is absent."""
+    table = document.get(name, {})
+    if not isinstance(table, Mapping):
+        raise JobError(f"{WHERE}: {name} is {type(table).__name__}, but it is a table; write [{name}]")
+    return dict(table)
 
 
 def _few(tags: Any) -> Any:
@@ -514,21 +404,88 @@ def check(content: bytes, bounds: Bounds) -> Checked:
     """Check the TOML of a job as POST /jobs would, without storing or starting anything."""
     text = text_of(content)
     try:
-        job, _ = validate_job(document_of(text), bounds)
+        document = document_of(text)
+    except JobError as error:
+        return Checked(ok=False, findings=(_unreadable(error, text),))
+    try:
+        job, _ = validate_job(document, bounds)
     except TrainerError as error:
-        lines = [line.removeprefix(f"{WHERE}: ") for line in str(error).splitlines()]
-        return Checked(ok=False, findings=_findings("error", [line for line in lines if line], text))
+        sentences = [line.removeprefix(f"{WHERE}: ") for line in str(error).splitlines() if line]
+        return Checked(ok=False, findings=_findings("error", sentences, text))
     return Checked(ok=True, findings=_findings("warning", job.warnings, text))
+
+
+def _unreadable(error: JobError, text: str) -> Finding:
+    """Make the finding of a text that is not parsed, with the parser's line."""
+    cause, last = error.__cause__, text.count("\n", 0, -1) + 1
+    line = min(cause.lineno, last) if isinstance(cause, tomli.TOMLDecodeError) else None
+    return Finding(severity="error", text=str(error).removeprefix(f"{WHERE}: "), line=line)
 
 
 def _findings(
     severity: Literal["error", "warning"], sentences: Sequence[str], text: str
 ) -> tuple[Finding, ...]:
-    lines = lines_of(text)
+    lines = lines_of(text) if sentences else {}
     return tuple(
-        Finding(severity=severity, text=sentence, line=line_of(sentence, lines, text))
-        for sentence in sentences
+        Finding(severity=severity, text=sentence, line=line_of(sentence, lines)) for sentence in sentences
     )
+
+
+_DOTTED = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*+(?:\.[A-Za-z0-9_-]++)*+")
+# Characters that the search for lines parses again at most; after a longer value no key has a line.
+_MOST_CHARACTERS = 2 << 20
+
+
+def line_of(message: str, lines: Mapping[str, int]) -> int | None:
+    """Return the line of the first key that a message names; a missing key has that of the table around."""
+    for dotted in _DOTTED.findall(message):
+        name = dotted
+        while name and name not in lines:
+            name = name.rpartition(".")[0]
+        if name:
+            return lines[name]
+    return None
+
+
+def lines_of(text: str) -> dict[str, int]:
+    """Map each dotted key and each table of a valid TOML text to its first line, from 1.
+
+    A statement (a header, or a key with its value) is valid TOML alone, and ends at the first line end where
+    it is. Most have one line; a longer one can end only in a line that closes a list, a table or a string.
+    """
+    lines: dict[str, int] = {}
+    table, statement, begin, characters = "", "", 1, 0
+    for number, row in enumerate(text.split("\n"), 1):
+        statement += f"{row}\n"
+        if number > begin and not any(mark in row for mark in ("]", "}", '"""', "'''")):
+            continue
+        characters += len(statement)
+        if characters > _MOST_CHARACTERS:
+            break
+        try:
+            names = _names(tomli.loads(statement))
+        except (ValueError, RecursionError):
+            continue
+        is_header = statement.lstrip().startswith("[")
+        for name in names:
+            lines.setdefault(name if is_header or not table else f"{table}.{name}", begin)
+        if is_header:
+            table = names[-1]
+        statement, begin = "", number + 1
+    return lines
+
+
+def _names(document: Mapping[str, Any]) -> list[str]:
+    """List the dotted keys of a document, each after the table around it."""
+    names, rest = [], [("", document)]
+    while rest:
+        prefix, table = rest.pop()
+        for key, value in table.items():
+            names.append(f"{prefix}{key}")
+            inner = value[0] if isinstance(value, list) and value == [{}] else value  # a header [[…]]
+            if isinstance(inner, Mapping):
+                rest.append((f"{prefix}{key}.", inner))
+    return names
 
 
 def text_of(body: bytes) -> str:

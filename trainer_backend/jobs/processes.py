@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from service_kit.children import Child
@@ -16,7 +16,7 @@ from trainer_backend.jobs.states import Ending, explain, is_stop
 from trainer_backend.learner.calls import KEYS_OF_THE_LEARNER
 from trainer_backend.pages.figures import clip
 from trainer_backend.rundir.files import now
-from trainer_backend.rundir.state import DONE, ERROR, FINAL, RunState, append_log, read_state, write_state
+from trainer_backend.rundir.state import DONE, ERROR, FINAL, append_log, read_state, write_state
 from trainer_backend.store.rows import JobRow, tables_of
 
 PROCESS_LOG = "process.log"
@@ -80,20 +80,11 @@ async def start_process(
     return process
 
 
-@dataclass(frozen=True, slots=True)
-class LastWords:
-    """What a process wrote (job_process.py) before it ended, without what the job's earlier ones wrote."""
-
-    state: RunState | None = None
-    error: str | None = None
-    """The error that it printed at its end."""
-    line: str = ""
-    """The last line that it printed, or the one with which Python tells a crash; may be empty."""
-
-
-def last_words(job: JobRow, process: JobProcess) -> LastWords:
+def last_words(job: JobRow, process: JobProcess) -> Ending:
+    """Return what a process wrote (job_process.py) before it ended, without what earlier ones wrote."""
+    assert process.exit_code is not None, "the words are the last ones once it has ended"
     if job.run_dir is None:
-        return LastWords()
+        return Ending(process.exit_code)
     folder = Path(job.run_dir)
     state = read_state(folder)
     own = state if state is not None and state.pid == process.pid else None
@@ -102,7 +93,8 @@ def last_words(job: JobRow, process: JobProcess) -> LastWords:
     error = last.removeprefix(ERROR) if last.startswith(ERROR) else None
     # After that line come the stacks of all threads.
     line = next((line for line in lines if line.startswith(_CRASH)), last)
-    return LastWords(own, error, clip(line.strip(), _MOST_SHOWN))
+    last_line = clip(line.strip(), _MOST_SHOWN)
+    return Ending(process.exit_code, own, error=error, last_line=last_line)
 
 
 def _printed_lines(folder: Path, start: int) -> list[str]:

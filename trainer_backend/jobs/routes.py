@@ -188,7 +188,7 @@ class Health(Body):
 @info_router.get("/health")
 async def show_health(request: Request) -> Health:
     """Report that the service lives; needs no key."""
-    return Health(store="up" if service_of(request).watcher.figures.store_up else "away")
+    return Health(store="up" if service_of(request).watcher.store_up else "away")
 
 
 class ServiceInfo(Body):
@@ -238,11 +238,8 @@ async def show_info(request: Request) -> Info:
         data_dir=str(service.data.path),
         runs_jobs=service.supervisor is not None,
         limits=Limits(
-            max_jobs=settings.max_jobs if settings.jobs else 0,
-            restarts=settings.restarts,
-            stop_grace_s=settings.stop_grace_s,
-            max_body_bytes=settings.max_body_bytes,
-            max_streams=settings.max_streams,
+            **{name: getattr(settings, name) for name in Limits.model_fields}
+            | {"max_jobs": settings.max_jobs if settings.jobs else 0}
         ),
         posted_jobs=PostedJobs(
             roots=(*map(str, settings.roots), str(settings.data_dir)),

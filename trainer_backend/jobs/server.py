@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 import structlog
 
 from service_kit.children import READY
-from service_kit.keys import TRAINER_KEY, Keys, LoginSessions
+from service_kit.keys import TRAINER_KEY, Keys
 from service_kit.logs import configure_logs
 from service_kit.server import Listener, Server
 from trainer_backend.jobs.app import TrainerApp, create_app
@@ -17,6 +17,7 @@ from trainer_backend.jobs.check_process import CheckProcess
 from trainer_backend.jobs.data_dir import Sweeper, open_data_dir, say_unusable
 from trainer_backend.jobs.processes import Command, job_command
 from trainer_backend.jobs.service import Service
+from trainer_backend.jobs.sessions import LoginSessions
 from trainer_backend.jobs.settings import Settings
 from trainer_backend.jobs.supervisor import Supervisor
 from trainer_backend.jobs.watcher import News, Watcher

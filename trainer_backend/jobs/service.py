@@ -7,12 +7,13 @@ from typing import ParamSpec, TypeVar
 
 from fastapi import Request
 
-from service_kit.keys import Guesses, Keys, LoginSessions
+from service_kit.keys import Guesses, Keys
 from service_kit.observed import Requests
 from shared_schemas.base import did_you_mean
 from trainer_backend.errors import RunsNoJobs
 from trainer_backend.jobs.check_process import CheckProcess
 from trainer_backend.jobs.data_dir import DataDir, Sweeper
+from trainer_backend.jobs.sessions import LoginSessions
 from trainer_backend.jobs.settings import Settings
 from trainer_backend.jobs.slots import late
 from trainer_backend.jobs.supervisor import Supervisor

@@ -6,25 +6,14 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from trainer_backend.jobs.processes import JobProcess, LastWords
+from trainer_backend.jobs.processes import JobProcess
 from trainer_backend.jobs.states import Ending, is_stop
 from trainer_backend.rundir.state import DONE, FAULTY, REFUSED
 from trainer_backend.store.database import StoreUnavailable
-
-
-@dataclass(slots=True)
-class Figures:
-    """Counts since the start of the service, for /metrics."""
-
-    starts: int = 0
-    restarts: int = 0
-    kills: int = 0
-    store_failures: int = 0
-    faults: int = 0
 
 
 @dataclass(slots=True)
@@ -57,17 +46,15 @@ class Slot:
             self.lock_deadline_s = now_s + lock_wait_s
         return now_s < self.lock_deadline_s
 
-    def record_end(self, exit_code: int, words: LastWords, code: str | None = None) -> Ending:
-        """Record how its process ended; repeated calls count a crash once."""
+    def record_end(self, ending: Ending) -> Ending:
+        """Record how its process ended, with the crashes so far; repeated calls count a crash once."""
         if self.ending is None:
-            iteration = words.state.iteration if words.state is not None else 0
+            iteration = ending.state.iteration if ending.state is not None else 0
             if iteration > self.iteration:
                 self.crashes, self.faults, self.iteration = 0, 0, iteration
-            self.crashes += exit_code not in (DONE, REFUSED) and not is_stop(exit_code)
-            self.faults += exit_code == FAULTY
-            self.ending = Ending(
-                exit_code, words.state, self.crashes, words.error, code, self.faults, words.line
-            )
+            self.crashes += ending.exit_code not in (DONE, REFUSED) and not is_stop(ending.exit_code)
+            self.faults += ending.exit_code == FAULTY
+            self.ending = replace(ending, crashes=self.crashes, faults=self.faults)
         return self.ending
 
 

@@ -33,9 +33,9 @@ class Ending:
 
     exit_code: int
     """Exit code; negative: the signal that killed it."""
-    state: RunState | None
+    state: RunState | None = None
     """The last state that the process wrote, or None."""
-    crashes: int
+    crashes: int = 0
     """Crashes of this job without an iteration in between, including this one."""
     error: str | None = None
     """The last error that it printed, or why it could not start; None: there is none."""
@@ -44,7 +44,7 @@ class Ending:
     faults: int = 0
     """The same as `crashes`, but of the job's data or of code."""
     last_line: str = ""
-    """What it printed last; may be empty."""
+    """What it printed last, or the line with which Python tells a crash; may be empty."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,18 +115,11 @@ class JobsForPages:
     async def check(self, text: str) -> page.Findings:
         bounds = self._service.settings.bounds
         try:
-            findings = (await self._service.checks.ask(check, _bytes_of(text), bounds)).findings
+            checked = await self._service.checks.ask(check, _bytes_of(text), bounds)
         except TrainerError as error:
             return page.Findings(errors=(page.Finding(str(error)),))
-
-        def of(severity: str) -> tuple[page.Finding, ...]:
-            return tuple(
-                page.Finding(finding.text, finding.line)
-                for finding in findings
-                if finding.severity == severity
-            )
-
-        return page.Findings(errors=of("error"), warnings=of("warning"))
+        findings = tuple(page.Finding(finding.text, finding.line) for finding in checked.findings)
+        return page.Findings(warnings=findings) if checked.ok else page.Findings(errors=findings)
 
     async def submit(self, text: str, form: str) -> JobRow:
         body = _bytes_of(text)

@@ -10,15 +10,16 @@ import math
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 import structlog
+from prometheus_client import Counter
 
 from trainer_backend.errors import TrainerError
 from trainer_backend.jobs.data_dir import DataDir
 from trainer_backend.jobs.processes import (
     Command,
     JobProcess,
-    LastWords,
     environment_of,
     job_command,
     last_words,
@@ -26,7 +27,7 @@ from trainer_backend.jobs.processes import (
     start_process,
 )
 from trainer_backend.jobs.settings import SupervisorSettings
-from trainer_backend.jobs.slots import Figures, Line, Slot
+from trainer_backend.jobs.slots import Line, Slot
 from trainer_backend.jobs.states import Ending, Outcome, outcome_of, stays, without_process
 from trainer_backend.jobs.watcher import News, Watcher
 from trainer_backend.rundir.lock import holder, refuse_if_locked
@@ -40,10 +41,15 @@ log = structlog.get_logger("trainer")
 
 # Time for a killed process to exit; one that is stuck on a disk does not.
 _EXIT_S = 10.0
+_MOST_ACTIVE = 1000
 
 
 class Supervisor:
-    """Runs jobs in one event loop: start `run` as a task, and `close` it at the end."""
+    """Runs jobs in one event loop: start `run` as a task, and `close` it at the end.
+
+    Each call of the store has a deadline, after which its change may still happen (StoreUnavailable). Each
+    change of a job wakes those who wait for news of it.
+    """
 
     def __init__(
         self,
@@ -55,17 +61,26 @@ class Supervisor:
         *,
         command: Command = job_command,
     ) -> None:
-        self._data, self._watcher, self._settings, self._command = data, watcher, settings, command
+        self._store, self._data, self._news, self._watcher = store, data, news, watcher
+        self._settings, self._command = settings, command
         self._line = Line("supervisor", store.shown, settings.store_s)
         self._last_syncs = Line("last-sync", store.shown, settings.store_s)
-        self._books = Books(store, data.home, news, settings, self._line)
         self._wake = asyncio.Event()
         self._waiting: set[asyncio.Task[None]] = set()
         self._closing = False
         self._grace_s = settings.stop_grace_s
         self._between_rounds = asyncio.Lock()
         self.slots: dict[str, Slot] = {}
-        self.figures = Figures()
+        counter = partial(Counter, registry=watcher.registry)
+        self._starts = counter("turnwise_trainer_job_starts", "Processes of jobs that were started.")
+        self._restarts = counter("turnwise_trainer_job_restarts", "Crashed jobs that were started again.")
+        self._kills = counter(
+            "turnwise_trainer_job_kills", "Processes that were killed because they did not stop in time."
+        )
+        self._faults = counter("turnwise_trainer_job_faults", "Times that a job met an error of the service.")
+        self._store_failures = counter(
+            "turnwise_trainer_store_failures", "Rounds that the store did not answer."
+        )
 
     @property
     def threads(self) -> tuple[ThreadPoolExecutor, ...]:
@@ -84,7 +99,7 @@ class Supervisor:
                 async with self._between_rounds:
                     await self._round()
             except StoreUnavailable as error:
-                self.figures.store_failures += 1
+                self._store_failures.inc()
                 self._watcher.store_failed(error)
             except Exception:
                 log.exception("round_failed")  # a supervisor that ended would leave its jobs alone
@@ -122,14 +137,15 @@ class Supervisor:
 
     async def _round(self) -> None:
         await self._settle_all()
-        for row in await self._books.jobs_in("pausing", "cancelling"):
+        for row in await self._jobs_in("pausing", "cancelling"):
             await self._boundary(row.id, self._bring_to_its_end(row))
-        for row in await self._books.jobs_in("running"):
+        for row in await self._jobs_in("running"):
             await self._boundary(row.id, self._ensure_process(row))
         while len(self.slots) < self._settings.max_jobs and not self._closing:
-            job = await self._books.claim()
+            job = await self._line.ask(jobs.claim, self._store, self._data.home)
             if job is None:
                 break
+            self._news.tell(job.id)
             await self._boundary(job.id, self._start(job, Slot(is_counted=True)))
 
     async def _settle_all(self) -> None:
@@ -147,7 +163,7 @@ class Supervisor:
             self._let_go(job_id)
         except Exception as error:
             log.exception("job_fault", job=job_id)
-            self.figures.faults += 1
+            self._faults.inc()
             slot = self.slots.get(job_id)
             if slot is None or not slot.lives:
                 detail = f"{type(error).__name__} in the service; its log has more (job_fault)"
@@ -170,8 +186,8 @@ class Supervisor:
         slot = self.slots.get(row.id)
         if slot is None or slot.process is None:  # it crashed, or the service was killed, before the end
             self.slots.pop(row.id, None)
-            now = self._books.clock()
-            await self._books.change(row.id, lambda job: without_process(job, now))
+            now = self._store.clock()
+            await self._change(row.id, lambda job: without_process(job, now))
         else:
             slot.process.stop(self._grace_s)
 
@@ -184,9 +200,7 @@ class Supervisor:
         if slot is not None or len(self.slots) < self._settings.max_jobs:
             await self._start(row, slot or Slot())
         else:  # the limit is lower than before the restart of the service
-            await self._books.change(
-                row.id, lambda job: {"state": "queued"} if job.state == "running" else None
-            )
+            await self._change(row.id, lambda job: {"state": "queued"} if job.state == "running" else None)
 
     async def _start(self, row: JobRow, slot: Slot) -> None:
         """Start the process of a running job."""
@@ -197,7 +211,7 @@ class Supervisor:
             if trainer is not None and slot.may_wait(self._now(), self._settings.lock_wait_s):
                 detail = f"{run.path} is being trained by {trainer}; waiting for it to end"
                 waiting: Changes = {"code": "waiting", "detail": detail}
-                await self._books.change(row.id, lambda job: None if job.detail == detail else waiting)
+                await self._change(row.id, lambda job: None if job.detail == detail else waiting)
                 return
             await self._line.ask(refuse_if_locked, run.path)
             environment = await self._line.ask(environment_of, row.config)
@@ -207,14 +221,14 @@ class Supervisor:
         except (TrainerError, OSError) as error:
             await self._record_start_failure(row.id, slot, error)
             return
-        self.figures.starts += 1
+        self._starts.inc()
         log.info("job_started", job=row.id, name=row.name, pid=slot.process.pid, run=str(run.path))
         self._watch_end(slot.process)
         changes: Changes = {"run_id": run.run_id, "code": None, "detail": None}
         if not slot.is_counted:
             changes["attempt"] = row.attempt + 1
         slot.is_counted, slot.lock_deadline_s, slot.ending = False, math.inf, None
-        await self._books.change(row.id, lambda job: changes)
+        await self._change(row.id, lambda job: changes)
 
     async def _record_start_failure(self, job_id: str, slot: Slot, error: TrainerError | OSError) -> None:
         """Fail a job that cannot be started; count a crash instead if the machine's fault may pass."""
@@ -224,12 +238,12 @@ class Supervisor:
             await self._fail(job_id, code, str(error))
         else:
             slot.ending = None  # of the previous process; it is stored already
-            await self._write_down(job_id, slot, slot.record_end(FAILED, LastWords(error=str(error)), code))
+            await self._write_down(job_id, slot, slot.record_end(Ending(FAILED, error=str(error), code=code)))
 
     def _watch_end(self, process: JobProcess) -> None:
         async def wait() -> None:
             await process.ended()
-            self.figures.kills += process.late
+            self._kills.inc(process.late)
             self._wake.set()
 
         task = asyncio.ensure_future(wait())
@@ -238,9 +252,9 @@ class Supervisor:
 
     async def _settle(self, job_id: str, slot: Slot, process: JobProcess) -> None:
         """Store the outcome of a job whose process ended; then its slot is free, or waits for a restart."""
-        exit_code = await process.ended()
-        row = await self._books.job(job_id)
-        ending = slot.record_end(exit_code, await self._line.ask(last_words, row, process))
+        await process.ended()
+        row = await self._line.ask(jobs.get, self._store, job_id)
+        ending = slot.record_end(await self._line.ask(last_words, row, process))
         # First: a client that sees the end must then find all results, and in the files why it came to that.
         if not self._closing:
             await self._line.ask(record_death, row, ending)
@@ -249,84 +263,19 @@ class Supervisor:
         except StoreUnavailable as error:  # or the run is so large: the watcher continues
             log.warning("sync_late", job=job_id, detail=str(error))
         outcome = await self._write_down(job_id, slot, ending)
-        log.info("job_ended", job=job_id, exit_code=exit_code, state=outcome.state, detail=outcome.detail)
+        log.info(
+            "job_ended", job=job_id, exit_code=ending.exit_code, state=outcome.state, detail=outcome.detail
+        )
 
     async def _write_down(self, job_id: str, slot: Slot, ending: Ending) -> JobRow:
         """Store an ending and return the job; its slot is free afterwards, or waits for the next start."""
-        row, restart_in_s = await self._books.settle(job_id, ending, closing=self._closing)
-        if restart_in_s is None:
-            self.slots.pop(job_id)
-        else:
-            self.figures.restarts += 1
-            slot.process, slot.ending, slot.not_before_s = None, None, self._now() + restart_in_s
-        return row
-
-    async def _fail(self, job_id: str, code: str, detail: str) -> None:
-        ended = self._books.clock()
-        failed: Changes = {"state": "failed", "ended": ended, "code": code, "detail": detail}
-        await self._books.change(job_id, lambda job: failed)
-        self.slots.pop(job_id, None)
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
-
-
-_MOST_ACTIVE = 1000
-
-
-class Books:
-    """The jobs of one home in the store, as the supervisor reads and changes them.
-
-    Each call has a deadline, and each change wakes those who wait for news of the job.
-
-    Raises (every method):
-        StoreUnavailable: the store did not answer in time; the change may still happen later.
-        UnknownJob: the job was deleted meanwhile.
-    """
-
-    def __init__(self, store: Store, home: str, news: News, settings: SupervisorSettings, line: Line) -> None:
-        self._store, self._home, self._news, self._settings, self._line = store, home, news, settings, line
-        self.clock = store.clock
-
-    async def jobs_in(self, *states: JobState) -> tuple[JobRow, ...]:
-        """Return the jobs in these states, oldest first."""
-        page = await self._line.ask(
-            jobs.find, self._store, states=states, home=self._home, origin="api", limit=_MOST_ACTIVE
-        )
-        return page.items[::-1]
-
-    async def job(self, job_id: str) -> JobRow:
-        return await self._line.ask(jobs.get, self._store, job_id)
-
-    async def claim(self) -> JobRow | None:
-        """Claim the next queued job, which counts as running from now on; None: no job waits."""
-        job = await self._line.ask(jobs.claim, self._store, self._home)
-        if job is not None:
-            self._news.tell(job.id)
-        return job
-
-    async def change(self, job_id: str, decide: Callable[[JobRow], Changes | None]) -> JobRow:
-        """Change a job and return it."""
-        row = await self._line.ask(jobs.change, self._store, job_id, decide)
-        self._news.tell(job_id)
-        return row
-
-    async def settle(self, job_id: str, ending: Ending, *, closing: bool) -> tuple[JobRow, float | None]:
-        """Store how a job's process, or its attempted start, ended.
-
-        Args:
-            closing: whether the service is stopping, and its jobs with it.
-
-        Returns:
-            The job afterwards, and the seconds until its restart; None: no restart.
-        """
-        outcome = Outcome({})
+        outcome, is_closing = Outcome({}), self._closing
 
         def decide(job: JobRow) -> Changes | None:
             nonlocal outcome
             if job.state not in ACTIVE:  # stored already, by a change whose answer was late
                 return None
-            if closing and stays(job, ending.exit_code):
+            if is_closing and stays(job, ending.exit_code):
                 return None
             settings, now = self._settings, self._store.clock()
             outcome = outcome_of(
@@ -334,5 +283,32 @@ class Books:
             )
             return outcome.changes
 
-        row = await self.change(job_id, decide)
-        return row, outcome.restart_in_s
+        row = await self._change(job_id, decide)
+        if outcome.restart_in_s is None:
+            self.slots.pop(job_id)
+        else:
+            self._restarts.inc()
+            slot.process, slot.ending = None, None
+            slot.not_before_s = self._now() + outcome.restart_in_s
+        return row
+
+    async def _fail(self, job_id: str, code: str, detail: str) -> None:
+        ended = self._store.clock()
+        failed: Changes = {"state": "failed", "ended": ended, "code": code, "detail": detail}
+        await self._change(job_id, lambda job: failed)
+        self.slots.pop(job_id, None)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def _jobs_in(self, *states: JobState) -> tuple[JobRow, ...]:
+        """Return this service's jobs in these states, oldest first."""
+        page = await self._line.ask(
+            jobs.find, self._store, states=states, home=self._data.home, origin="api", limit=_MOST_ACTIVE
+        )
+        return page.items[::-1]
+
+    async def _change(self, job_id: str, decide: Callable[[JobRow], Changes | None]) -> JobRow:
+        row = await self._line.ask(jobs.change, self._store, job_id, decide)
+        self._news.tell(job_id)
+        return row

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
+import prometheus_client
 import structlog
 import tomli
 
@@ -85,16 +85,6 @@ _IDENTITY_FILES = ("run.json", "job.toml")
 _PAGE = 500
 
 
-@dataclass(slots=True)
-class SyncFigures:
-    """Counts since the start of the service, for /metrics."""
-
-    syncs: int = 0
-    sync_s: float = 0.0
-    failures: int = 0
-    store_up: bool = True
-
-
 class Watcher:
     """Watches run directories in one event loop; `run` it until cancelled.
 
@@ -126,7 +116,13 @@ class Watcher:
         self._bad_runs: dict[Path, tuple[int, ...]] = {}
         # One sync per run at a time; the supervisor also syncs a run when its process ends.
         self._sync_locks: dict[str, threading.Lock] = {}
-        self.figures = SyncFigures()
+        self.store_up = True
+        self.registry = prometheus_client.CollectorRegistry(auto_describe=False)
+        """The counters of this service since its start, for /metrics; the supervisor adds its own."""
+        counter = partial(prometheus_client.Counter, registry=self.registry)
+        self._syncs = counter("turnwise_trainer_syncs", "Run directories that were brought into the store.")
+        self._sync_seconds = counter("turnwise_trainer_sync_seconds", "Seconds that this took.")
+        self._failures = counter("turnwise_trainer_sync_failures", "Run directories that could not be read.")
 
     @property
     def threads(self) -> tuple[ThreadPoolExecutor, ...]:
@@ -170,14 +166,14 @@ class Watcher:
 
     def store_failed(self, error: StoreUnavailable) -> None:
         """Note that the store does not answer; the log says so once, until it answers again."""
-        if self.figures.store_up:
+        if self.store_up:
             log.warning("store_away", detail=str(error))
-        self.figures.store_up = False
+        self.store_up = False
 
     def _store_answered(self) -> None:
-        if not self.figures.store_up:
+        if not self.store_up:
             log.info("store_back")
-        self.figures.store_up = True
+        self.store_up = True
 
     def look(self, *, everything: bool) -> list[str]:
         """Look once and return the ids of jobs with news. Call it on a thread.
@@ -215,7 +211,7 @@ class Watcher:
         except StoreUnavailable:
             raise
         except Exception:
-            self.figures.failures += 1
+            self._failures.inc()
             log.exception("look_failed", job=row.id)
             return False
 
@@ -245,12 +241,12 @@ class Watcher:
                 raise
             except Exception as error:  # unforeseen ones too: a damaged file, or one deleted meanwhile
                 self._unread.add(row.id)
-                self.figures.failures += 1
+                self._failures.inc()
                 unforeseen = not isinstance(error, TrainerError)
                 log.warning("sync_failed", job=row.id, detail=str(error), exc_info=unforeseen)
         self._sync_prints[row.id] = stored
-        self.figures.syncs += 1
-        self.figures.sync_s += time.monotonic() - started
+        self._syncs.inc()
+        self._sync_seconds.inc(time.monotonic() - started)
 
     def _follow(self, row: JobRow, path: Path) -> bool:
         """Update the row of a run that others train; return whether it changed."""

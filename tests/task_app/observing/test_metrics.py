@@ -1,7 +1,10 @@
 """GET /metrics: what was counted, in Prometheus' words. The numbers are those of the requests of the test."""
 
+from pathlib import Path
+
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.exposition import shape
 from tests.task_app.counting import KEY, rollout, running_app
 from tests.task_app.fake_inference import calling, fake_inference, status
 from tests.task_app.rollout_client import WAITING, accept, all_of, waiting_boards
@@ -84,6 +87,15 @@ async def test_a_second_attempt_to_ask_a_model_is_counted():
         assert (await all_of(client, 1))["a"].status == "finished"
         samples = await scraped(client)
     assert value(samples, "turnwise_inference_retries_total") == 1
+
+
+async def test_names_types_helps_and_labels_are_those_that_dashboards_were_built_on():
+    async with fake_inference(calling("a")) as fake, running_app() as client:
+        policy = {"policy_name": "openai", "config": {"inference_url": fake.url, "model": "m"}}
+        await accept(client, rollout("a", policy=policy))
+        await all_of(client, 1)
+        text = (await client.get("/metrics")).text
+    assert shape(text) == Path("tests/task_app/observing/metrics.txt").read_text().splitlines()
 
 
 async def test_metrics_need_the_key_unless_the_operator_opened_them():

@@ -1,5 +1,6 @@
 """Reading a posted job is bounded as a whole: whatever is in it, it costs others nothing."""
 
+import asyncio
 import bisect
 import os
 import re
@@ -85,17 +86,38 @@ TEXTS = [
     ('[model]\npreset = "' + "step" * 250_000 + '"', "model.preset is 'stepstep"),
     (MODEL + 'x = """' + '\\"""' * 250_000, "not valid TOML"),
     (MODEL + "[rollout]\nenv_config = " + "[" * 1_000_000, MANY),
+    (MODEL + "[rollout]\nenv_config = " + "[" * 40_000, DEEP),
+    (f"[{'a.' * 24_000}a]", DEEP),
+    ("".join(f"k{n} = 1\n" for n in range(1_000_000)), MANY),
+    (MODEL + "[rollout]\nenv_config = {seed = 0x" + "f" * 400_000 + "}", "more than 64 bits"),
+    (MODEL + "[rollout]\nenv_config = {seed = " + "1" * 400_000 + "}", "not valid TOML: Exceeds"),
+    (MODEL + "x = [\n" + "[1],\n" * 12_000 + "]", "x is not a key"),
 ]
 
 
-async def test_no_text_of_a_job_keeps_the_service_busy_or_gets_a_long_reply(served):
-    for text, found in TEXTS:
-        answer = await served.client.post("/jobs/check", content=text.encode()[:MEBIBYTE])
-        assert answer.status_code == 200, answer.text
-        assert len(answer.content) < 100_000
-        findings = [finding["text"] for finding in answer.json()["findings"]]
-        assert len(findings) <= 21
-        assert any(found in finding for finding in findings), findings
+async def test_no_text_of_a_job_keeps_the_service_busy_or_gets_a_long_reply(tmp_path: Path):
+    async with serving(settings_for(tmp_path)) as served:
+        served.service.checks = checks = CheckProcess(at_most_s=60.0)
+        parser = await checks.ask(os.getppid)
+        for text, found in TEXTS:
+            os.kill(parser, signal.SIGSTOP)  # as if the text took for ever
+            launch = {"job_type": "rl", "data": {"config": text[: MEBIBYTE // 3]}}
+            posts = [
+                asyncio.create_task(served.client.post("/jobs/check", content=text.encode()[:MEBIBYTE])),
+                asyncio.create_task(served.client.post("/rl/jobs", json=launch)),
+            ]
+            for _ in posts:
+                assert (await served.client.get("/jobs")).status_code == 200
+            assert not any(post.done() for post in posts), text[:80]
+            os.kill(parser, signal.SIGCONT)
+            answer, refusal = await asyncio.gather(*posts)
+            assert answer.status_code == 200, answer.text
+            assert max(len(answer.content), len(refusal.content)) < 100_000
+            findings = [finding["text"] for finding in answer.json()["findings"]]
+            assert len(findings) <= 21
+            assert any(found in finding for finding in findings), findings
+            assert refusal.status_code in (400, 422) and refusal.json()["detail"], refusal.text
+        checks.close()
 
 
 async def test_json_is_bounded_as_toml_is(served):

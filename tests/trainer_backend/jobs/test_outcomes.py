@@ -20,13 +20,7 @@ from trainer_backend.errors import (
     RunNotWritten,
     TaskAppError,
 )
-from trainer_backend.jobs.processes import (
-    LastWords,
-    environment_of,
-    job_command,
-    last_words,
-    start_process,
-)
+from trainer_backend.jobs.processes import environment_of, job_command, last_words, start_process
 from trainer_backend.jobs.slots import Slot
 from trainer_backend.jobs.states import Ending, outcome_of, without_process
 from trainer_backend.rundir.files import write_errors
@@ -107,7 +101,7 @@ def test_what_the_job_itself_causes_is_not_tried_a_third_time_and_an_outage_is()
     def is_over(exit_code, iteration):
         slot.ending = None
         said = RunState("failed", 17, iteration=iteration, code="credit_failed", detail="no advantage")
-        ending = slot.record_end(exit_code, LastWords(said))
+        ending = slot.record_end(Ending(exit_code, said))
         changes = outcome_of(row, ending, restarts=9, first_wait_s=1.0, now=NOW).changes
         return changes.get("state") == "failed" and "no advantage (twice after the same" in changes["detail"]
 
@@ -195,13 +189,13 @@ def test_crashes_count_from_the_last_iteration_on_and_each_once():
     slot = Slot()
 
     def crash(iteration: int) -> int:
-        first = slot.record_end(KILLED, LastWords(RunState("training", 17, iteration=iteration))).crashes
-        assert slot.record_end(KILLED, LastWords()).crashes == first, "looked at again, it is the same end"
+        first = slot.record_end(Ending(KILLED, RunState("training", 17, iteration=iteration))).crashes
+        assert slot.record_end(Ending(KILLED)).crashes == first, "looked at again, it is the same end"
         slot.process = slot.ending = None
         return first
 
     assert [crash(0), crash(0), crash(5), crash(5), crash(6)] == [1, 2, 1, 2, 1]
-    assert slot.record_end(DONE, LastWords(RunState("ended", 17, iteration=6))).crashes == 1
+    assert slot.record_end(Ending(DONE, RunState("ended", 17, iteration=6))).crashes == 1
 
 
 def test_a_jobs_process_has_the_learners_key_where_its_learner_is_somebody_elses_and_none_of_the_services():
@@ -220,12 +214,12 @@ async def test_the_words_of_a_process_are_what_this_start_printed_and_for_a_cras
         await process.ended()
         return last_words(job(run_dir=str(tmp_path)), process)
 
-    assert await run("print('a'); print('error: no task app')") == LastWords(
-        error="no task app", line="error: no task app"
+    assert await run("print('a'); print('error: no task app')") == Ending(
+        0, error="no task app", last_line="error: no task app"
     )
-    assert await run("") == LastWords()
+    assert await run("") == Ending(0)
     crash = "import faulthandler, ctypes; faulthandler.enable(); ctypes.string_at(0)"
-    assert await run(crash) == LastWords(line="Fatal Python error: Segmentation fault")
+    assert await run(crash) == Ending(-signal.SIGSEGV, last_line="Fatal Python error: Segmentation fault")
 
 
 def test_where_nothing_can_be_printed_the_exit_code_still_tells(tmp_path: Path):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+from tests.exposition import shape
 from tests.house.test_docs import text_of
 from tests.trainer_backend.jobs.test_a_job_s_life import iterate
 from trainer_backend.jobs.exposition import OF_EVALUATIONS, OF_ITERATIONS, page
@@ -121,6 +122,12 @@ async def test_the_last_figures_of_a_job_are_told_for_five_minutes_after_its_end
 
     assert told(timedelta(minutes=5))
     assert not told(timedelta(minutes=5, seconds=1))
+
+
+async def test_names_types_helps_and_labels_are_those_that_dashboards_were_built_on(served):
+    await served.client.get("/jobs")
+    text = (await served.client.get("/metrics")).text
+    assert shape(text) == Path("tests/trainer_backend/jobs/metrics.txt").read_text().splitlines()
 
 
 async def test_requests_are_counted_by_route_and_not_by_path(served):

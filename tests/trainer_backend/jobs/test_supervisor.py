@@ -51,6 +51,10 @@ class House:
     data: DataDir
     clock: Clock
     supervisor: Supervisor
+    watcher: Watcher
+
+    def counted(self, name: str) -> float | None:
+        return self.watcher.registry.get_sample_value(f"turnwise_trainer_{name}_total")
 
     def job(self, plays: str, *, config: str = CONFIG) -> str:
         new = NewJob(plays, config, self.data.home, run_dir=self.data.new_run_dir(plays))
@@ -94,7 +98,7 @@ async def house(
         supervisor = Supervisor(store, data, news, watcher, settings, command=command)
         running = asyncio.ensure_future(supervisor.run())
         try:
-            yield House(store, data, clock, supervisor)
+            yield House(store, data, clock, supervisor, watcher)
         finally:
             clock.goes.set()
             await supervisor.close()
@@ -114,7 +118,7 @@ async def hang(there: House, job_id: str) -> None:
     process = there.process(job_id)
     (there.folder(job_id) / "go").touch()
     assert await process.ended() == 0
-    await there.until(lambda: there.supervisor.figures.store_failures)
+    await there.until(lambda: there.counted("store_failures"))
 
 
 async def test_a_stop_waits_for_no_store_processes_are_told_first_and_killed_in_time(tmp_path: Path):
@@ -126,7 +130,7 @@ async def test_a_stop_waits_for_no_store_processes_are_told_first_and_killed_in_
         async with asyncio.timeout(LONG_S):
             await there.supervisor.close()
         assert [process.exit_code for process in processes] == [3, -9]
-        assert (there.told(saving), there.supervisor.figures.kills) == ("stopped", 1)
+        assert (there.told(saving), there.counted("job_kills")) == ("stopped", 1)
 
 
 async def test_a_process_that_is_late_is_killed_while_a_round_hangs(tmp_path: Path):
@@ -168,7 +172,7 @@ async def test_a_job_that_nobody_thought_of_holds_up_no_other(tmp_path: Path):
             "crashed",
             "TOMLDecodeError in the service; its log has more (job_fault)",
         )
-        assert there.supervisor.figures.faults == 1
+        assert there.counted("job_faults") == 1
         await there.until(lambda: there.supervisor.slots == {})
 
 
@@ -201,7 +205,7 @@ async def test_what_the_machine_refuses_for_a_moment_costs_restarts_and_no_job(t
         job_id = there.job("quick")
         await there.until(lambda: there.row(job_id).state == "succeeded")
         row = there.row(job_id)
-        assert (row.attempt, row.code, there.supervisor.figures.restarts) == (1, None, 3)
+        assert (row.attempt, row.code, there.counted("job_restarts")) == (1, None, 3)
 
 
 async def test_and_what_it_refuses_for_ever_is_told(tmp_path: Path):

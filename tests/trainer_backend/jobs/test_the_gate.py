@@ -6,10 +6,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service_kit.keys import COOKIE
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 from tests.trainer_backend.jobs.served import serving, settings_for
 from trainer_backend.jobs.login import own_path
+from trainer_backend.jobs.sessions import COOKIE
 
 KEY = "the-key-of-these-tests"
 OTHER = "http://evil.example"

@@ -132,7 +132,9 @@ def test_a_look_tells_of_what_is_new_and_of_nothing_else(store, watcher, run):
         append_log(run.path, "a line")
         assert watcher.look(everything=False) == [job_id]
         assert watcher.look(everything=False) == []
-    assert watcher.figures.syncs == 2, "a line of the log is nothing that the store keeps"
+    assert watcher.registry.get_sample_value("turnwise_trainer_syncs_total") == 2, (
+        "a line of the log is nothing that the store keeps"
+    )
 
 
 def test_a_directory_that_is_no_run_of_ours_is_unusable(store, watcher, run):
@@ -176,7 +178,7 @@ def test_a_run_that_cannot_be_read_holds_up_no_other_and_is_read_again_once_it_c
         one.append_metrics(ROW)
     watcher.look(everything=True)
     assert reads.last_line(store, by_name[str(sound.path)], "iteration").row == ROW
-    assert watcher.figures.failures == 1
+    assert watcher.registry.get_sample_value("turnwise_trainer_sync_failures_total") == 1
     (run.path / "job.toml").write_text(text)
     watcher.look(everything=True)
     assert reads.last_line(store, by_name[str(run.path)], "iteration").row == ROW
@@ -195,7 +197,7 @@ def test_a_row_that_nobody_thought_of_holds_up_no_other(store, data, watcher, ru
 
 async def test_while_a_look_takes_long_the_store_is_asked_beside_it(store, data, run):
     watcher = Watcher(store, data, News(), look_s=0.01, answer_s=0.05)
-    watcher.figures.store_up = False  # as after a database that was away
+    watcher.store_up = False  # as after a database that was away
     with ExitStack() as held:
         watcher.look(everything=True)
         lock = watcher._sync_locks[only(store).id]
@@ -203,7 +205,7 @@ async def test_while_a_look_takes_long_the_store_is_asked_beside_it(store, data,
         run.append_metrics(ROW)
         looking = asyncio.ensure_future(watcher.run())
         async with asyncio.timeout(60):
-            while not watcher.figures.store_up:
+            while not watcher.store_up:
                 await asyncio.sleep(0.01)
     looking.cancel()
     await asyncio.gather(looking, return_exceptions=True)
