@@ -16,8 +16,8 @@ from trainer_backend.jobs.service import Service
 from trainer_backend.rundir.state import read_state
 from trainer_backend.store import jobs, reads
 from trainer_backend.store.database import StoreUnavailable, UnknownJob
+from trainer_backend.store.metrics import numbers_of
 from trainer_backend.store.rows import ACTIVE, ENDED, JobRow, JobState
-from trainer_backend.store.sync_lines import numbers_of
 
 _PREFIX = "turnwise_trainer"
 _KINDS = ("iteration", "evaluation")

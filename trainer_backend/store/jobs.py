@@ -20,7 +20,7 @@ from trainer_backend.store.database import (
     UnknownCursor,
     UnknownJob,
 )
-from trainer_backend.store.rows import ENDED, JobRow, JobState, Origin, Page, Wanted
+from trainer_backend.store.rows import ENDED, JobRow, JobState, Origin, Page, Wanted, named_in
 from trainer_backend.store.tables import Job, UtcDateTime, fits
 
 _COLUMNS = [getattr(Job, name) for name in JobRow.__slots__]
@@ -69,6 +69,7 @@ def create(store: Store, new: NewJob) -> tuple[JobRow, bool]:
     run_dir = None if new.run_dir is None else str(new.run_dir)
     values = asdict(new) | {"id": job_id, "run_dir": run_dir, "wanted": "run", "attempt": 0, "version": 1}
     values["created"] = store.clock()
+    values |= {**named_in(new.config), "iteration": 0, "numbers": {}}
     try:
         with store.write() as connection:
             if (earlier := _of_request(connection, new)) is not None:

@@ -1,22 +1,24 @@
-"""Reads of a run's rollouts and their decisions for pages and the API."""
+"""Reads of a run's rollouts for pages and the API."""
 
 import base64
 import json
 import math
-from collections.abc import Mapping
+import os
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, Select, and_, false, func, or_, select
 
+from trainer_backend.rundir.rollout_index import read_credits
+from trainer_backend.rundir.spool import find_in_ledger
 from trainer_backend.store.database import Store, UnknownCursor, UnknownRollout
-from trainer_backend.store.rows import AnchorRow, DecisionRow, Facets, Page, RolloutRow
-from trainer_backend.store.tables import Decision, LedgerRow, Rollout, SyncedFile, fits, job_number
+from trainer_backend.store.rows import AnchorRow, Facets, Page, RolloutRow
+from trainer_backend.store.tables import Job, Rollout, SyncedFile, fits, job_number
 
 RolloutSort = Literal["newest", "outcome_reward", "reward", "unique_achievements", "decisions"]
-_FROM_FILE: Mapping[str, Any] = {"file": SyncedFile.name, "decisions_stored": SyncedFile.decisions}
 _COLUMNS: list[Any] = [
-    _FROM_FILE[name] if name in _FROM_FILE else getattr(Rollout, name) for name in RolloutRow.__slots__
+    SyncedFile.name if name == "file" else getattr(Rollout, name) for name in RolloutRow.__slots__
 ]
 
 
@@ -157,19 +159,6 @@ def rollout(store: Store, job_id: str, rollout_id: str) -> RolloutRow:
     return RolloutRow(*rows[0])
 
 
-_DECISION = [getattr(Decision, name) for name in DecisionRow.__slots__]
-
-
-def decisions(store: Store, row: RolloutRow) -> tuple[DecisionRow, ...]:
-    """Return the decisions of a rollout by turn; empty where retention removed them (`decisions_stored`)."""
-    query = select(*_DECISION).where(Decision.rollout == row.number).order_by(Decision.turn)
-    with store.read() as connection:
-        return tuple(
-            DecisionRow(**{**decision._mapping, "unique": tuple(decision.unique)})
-            for decision in connection.execute(query)
-        )
-
-
 def siblings(store: Store, job_id: str, row: RolloutRow) -> tuple[RolloutRow, ...]:
     """Return the rollouts of its group, stage and iteration, itself included, by sibling and attempt."""
     with store.read() as connection:
@@ -186,25 +175,37 @@ def _group(job: int, row: RolloutRow) -> tuple[ColumnElement[bool], ...]:
 def anchors(
     store: Store, job_id: str, row: RolloutRow, state_key: str, *, limit: int
 ) -> tuple[AnchorRow, ...]:
-    """Return the first `limit` decisions of this rollout's group in one state, by sibling and turn."""
-    columns = [
-        getattr(Rollout if name in ("rollout_id", "sibling") else Decision, name)
-        for name in AnchorRow.__slots__
-    ]
+    """Return the first `limit` decisions of this rollout's group in one state, by sibling and turn.
+
+    They are read from the files of the run; there are none where those are gone.
+    """
+    group = siblings(store, job_id, row)
+    found = []
+    for name in {one.file for one in group}:
+        rows = sorted((one for one in group if one.file == name), key=lambda one: one.place)
+        try:
+            credits = read_credits(_run_dir(store, job_id) / name, [one.place for one in rows])
+        except FileNotFoundError:
+            continue
+        found += [
+            AnchorRow(one.rollout_id, one.sibling, *(decision[name] for name in _OF_DECISION))
+            for one, decisions in zip(rows, credits, strict=True)
+            for decision in decisions
+            if decision["state_key"] == state_key
+        ]
+    return tuple(sorted(found, key=lambda anchor: (anchor.sibling, anchor.turn))[:limit])
+
+
+_OF_DECISION = AnchorRow.__slots__[2:]
+
+
+def _run_dir(store: Store, job_id: str) -> Path:
+    """Return the run directory of a job; without one a folder that has no file."""
     with store.read() as connection:
-        query = (
-            select(*columns)
-            .join(Rollout, Rollout.number == Decision.rollout)
-            .where(*_group(job_number(connection, job_id), row), Decision.state_key == state_key)
-            .order_by(Rollout.sibling, Decision.turn)
-            .limit(limit)
-        )
-        return tuple(AnchorRow(*anchor) for anchor in connection.execute(query))
+        run_dir = connection.scalar(select(Job.run_dir).where(Job.number == job_number(connection, job_id)))
+        return Path(run_dir or os.devnull)
 
 
 def learning_iteration(store: Store, job_id: str, rollout_id: str) -> int | None:
-    """Return the iteration whose update learned from this rollout, or None."""
-    with store.read() as connection:
-        job = job_number(connection, job_id)
-        query = select(LedgerRow.iteration).where(LedgerRow.job == job, LedgerRow.rollout_id == rollout_id)
-        return connection.scalar(query)
+    """Return the iteration whose update learned from this rollout, or None; the run's ledger says it."""
+    return find_in_ledger(_run_dir(store, job_id), rollout_id)

@@ -100,6 +100,8 @@ class RolloutRow:
     iteration: int
     file: str
     """Its Parquet file in the run directory, such as rollouts/iteration_3.parquet."""
+    place: int
+    """Its row in that file, from 0."""
     group_id: str
     sibling: int
     attempt: int
@@ -116,25 +118,6 @@ class RolloutRow:
     env_steps: int | None
     stop_reason: str | None
     failure_code: str | None
-    decisions_stored: bool
-    """Whether the store still has them; retention removes those of old iterations."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecisionRow:
-    """One decision of a rollout. Its credit is None until credit is assigned."""
-
-    turn: int
-    action: str
-    unique_delta: int
-    ach_delta: int
-    unique: tuple[str, ...]
-    env_reward: float
-    reward: float | None
-    return_to_go: float | None
-    advantage: float | None
-    state_key: str | None
-    invalid_reason: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +162,17 @@ def tables_of(config: str) -> Mapping[str, Any]:
         return tomli.loads(config)
     except tomli.TOMLDecodeError:
         return {}
+
+
+def named_in(config: str) -> dict[str, str]:
+    """Return the environment and the model that a job names; an empty text for what is not known."""
+    tables = tables_of(config)
+    rollout, model = (tables.get(name, {}) for name in ("rollout", "model"))
+    named = next((model[key] for key in ("preset", "path", "name") if model.get(key)), "")
+    return {
+        "environment": str(rollout.get("env_name", "")),
+        "model": str(named).rstrip("/").rpartition("/")[2],
+    }
 
 
 def iterations_of(config: str) -> int | None:

@@ -1,9 +1,8 @@
 """Every table, as typed models. Migrations (migrations/versions) create them; a test compares the two.
 
-`Job` is the only copy of a job. All other tables index run directories: the next sync fills them again.
+`Job` is the only copy of a job. The other tables index run directories: the next sync fills them again.
 """
 
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -124,14 +123,21 @@ class Job(Base):
     code: Mapped[str | None]  # why it failed or was stopped, for programs; `detail`: as a sentence
     detail: Mapped[str | None]
     version: Mapped[int]  # number of changes; compare-and-set uses it
+    # Of the run, by the sync, for the list of runs. They are no changes of the job.
+    environment: Mapped[str]
+    model: Mapped[str]
+    iteration: Mapped[int]  # the last finished one; 0 before the first
+    finished: Mapped[datetime | None]  # when the sync first saw the row of that iteration in metrics.jsonl
+    numbers: Mapped[dict[str, Any]]  # what a line of the list shows, see sync.summary_of
+    outcome: Mapped[float | None]  # of the last iteration
+    evaluation: Mapped[float | None]  # the outcome of the last evaluation
 
 
 class SyncedFile(Base):
-    """The part of a run directory's file that the store has copied.
+    """The part of a run directory's file that the store has seen.
 
-    For a file that grows by lines, `size` bytes are copied, and `digest` covers the last of them, so that a
-    rewritten file is noticed. A Parquet file of rollouts was copied whole at this size and time; `decisions`
-    says whether its decisions are still stored, since retention removes them.
+    Of metrics.jsonl `size` bytes of whole lines (metrics.Mark). A Parquet file of rollouts was indexed at
+    this size and time.
     """
 
     __tablename__ = "synced_files"
@@ -143,57 +149,8 @@ class SyncedFile(Base):
     size: Mapped[int] = mapped_column(BigInteger)
     modified_ns: Mapped[int] = mapped_column(BigInteger)
     digest: Mapped[str | None]
-    decisions: Mapped[bool]
-
-
-class MetricRow(Base):
-    """A row of metrics.jsonl, unchanged, with its lists and texts. Live pages resume from its `number`."""
-
-    __tablename__ = "metric_rows"
-    __table_args__ = (
-        Index(None, "job", "kind", "iteration", unique=True),
-        {"sqlite_autoincrement": True},
-    )
-
-    number: Mapped[int] = mapped_column(primary_key=True)
-    job: Mapped[int] = _job()
-    kind: Mapped[str]
-    iteration: Mapped[int]
-    row: Mapped[dict[str, Any]]
-
-
-class Curve(Base):
-    """The name of a number in rows of a kind; a number in a dict is named `name/key`."""
-
-    __tablename__ = "curves"
-    __table_args__ = (Index(None, "job", "kind", "name", unique=True),)
-
-    number: Mapped[int] = mapped_column(primary_key=True)
-    job: Mapped[int] = _job()
-    kind: Mapped[str]
-    name: Mapped[str]
-
-
-class Metric(Base):
-    """A point of a curve."""
-
-    __tablename__ = "metrics"
-    __table_args__ = ({"sqlite_with_rowid": False},)  # clustered by the key: a curve is contiguous
-
-    curve: Mapped[int] = mapped_column(ForeignKey("curves.number", ondelete="CASCADE"), primary_key=True)
-    iteration: Mapped[int] = mapped_column(primary_key=True)
-    value: Mapped[float]
-
-
-class Iteration(Base):
-    """A finished iteration, that is, one with a row of metrics."""
-
-    __tablename__ = "iterations"
-
-    job: Mapped[int] = mapped_column(ForeignKey("jobs.number", ondelete="CASCADE"), primary_key=True)
-    iteration: Mapped[int] = mapped_column(primary_key=True)
-    policy_version: Mapped[int | None]
-    finished: Mapped[datetime]  # modification time of metrics.jsonl when its row was first seen
+    base: Mapped[int] = mapped_column(BigInteger)
+    rows: Mapped[int]
 
 
 class Rollout(Base):
@@ -221,6 +178,7 @@ class Rollout(Base):
     number: Mapped[int] = mapped_column(primary_key=True)
     job: Mapped[int] = _job()
     file: Mapped[int] = mapped_column(ForeignKey("synced_files.number", ondelete="CASCADE"))
+    place: Mapped[int]  # its row in that file, from 0
     rollout_id: Mapped[str]
     stage: Mapped[str]
     iteration: Mapped[int]
@@ -239,51 +197,6 @@ class Rollout(Base):
     failure_code: Mapped[str | None]
 
 
-class Decision(Base):
-    """One decision of a rollout, with its credit."""
-
-    __tablename__ = "decisions"
-    __table_args__ = ({"sqlite_with_rowid": False},)
-
-    rollout: Mapped[int] = mapped_column(ForeignKey("rollouts.number", ondelete="CASCADE"), primary_key=True)
-    turn: Mapped[int] = mapped_column(primary_key=True)
-    action: Mapped[str]
-    unique_delta: Mapped[int]
-    ach_delta: Mapped[int]
-    unique: Mapped[list[str]]
-    env_reward: Mapped[float]
-    reward: Mapped[float | None]
-    return_to_go: Mapped[float | None]
-    advantage: Mapped[float | None]
-    state_key: Mapped[str | None]
-    invalid_reason: Mapped[str | None]
-
-
-class Checkpoint(Base):
-    """A checkpoint folder that exists."""
-
-    __tablename__ = "checkpoints"
-
-    job: Mapped[int] = mapped_column(ForeignKey("jobs.number", ondelete="CASCADE"), primary_key=True)
-    folder: Mapped[str] = mapped_column(primary_key=True)
-    iteration: Mapped[int]
-    best: Mapped[bool]
-    bytes: Mapped[int] = mapped_column(BigInteger)
-
-
-class LedgerRow(Base):
-    """A rollout that an update learned from. The primary key ensures that no planned rollout is learned from
-    twice in a run, even if two starts of the trainer played it."""
-
-    __tablename__ = "consumed"
-    __table_args__ = (Index(None, "job", "iteration"),)
-
-    job: Mapped[int] = mapped_column(ForeignKey("jobs.number", ondelete="CASCADE"), primary_key=True)
-    planned: Mapped[str] = mapped_column(primary_key=True)  # rundir.spool.plan_id
-    rollout_id: Mapped[str]
-    iteration: Mapped[int]
-
-
 def job_number(connection: Connection, job_id: str, *, lock: bool = False) -> int:
     """Return the number that rows of a job refer to.
 
@@ -296,13 +209,3 @@ def job_number(connection: Connection, job_id: str, *, lock: bool = False) -> in
     if number is None:
         raise UnknownJob(f"there is no job {job_id[:64]!r}")
     return number
-
-
-def job_numbers(connection: Connection, job_ids: Sequence[str]) -> dict[int, str]:
-    """Return the ids of several jobs by number, in one query."""
-    query = select(Job.number, Job.id).where(Job.id.in_(job_ids))
-    ids = {number: job_id for number, job_id in connection.execute(query)}
-    missing = next((job_id for job_id in job_ids if job_id not in ids.values()), None)
-    if missing is not None:
-        raise UnknownJob(f"there is no job {missing[:64]!r}")
-    return ids

@@ -31,7 +31,7 @@ def atif_of(rollout: Rollout, credits: Sequence[Mapping[str, Any]] = ()) -> Json
     """Return the trajectory of a rollout; None for a rollout that has none.
 
     Args:
-        credits: the stored columns of each decision, as `read_index` gives them; absent: no credit.
+        credits: the stored columns of each decision, as `read_credits` gives them; absent: no credit.
     """
     trajectory = rollout.trajectory
     if trajectory is None:

@@ -16,10 +16,10 @@ def _of_job(*, primary_key: bool = False) -> sa.Column[int]:
 
 def upgrade() -> None:
     _jobs()
-    _metrics()
+    create_metrics()
     _rollouts()
-    _decisions()
-    _training()
+    create_decisions()
+    create_training()
 
 
 def _jobs() -> None:
@@ -50,7 +50,7 @@ def _jobs() -> None:
     )
 
 
-def _metrics() -> None:
+def create_metrics() -> None:
     op.create_table(
         "metric_rows",
         sa.Column("number", sa.Integer, primary_key=True),
@@ -135,7 +135,7 @@ def _rollouts() -> None:
     )
 
 
-def _decisions() -> None:
+def create_decisions() -> None:
     op.create_table(
         "decisions",
         sa.Column(
@@ -156,7 +156,7 @@ def _decisions() -> None:
     )
 
 
-def _training() -> None:
+def create_training() -> None:
     op.create_table(
         "iterations",
         _of_job(primary_key=True),
