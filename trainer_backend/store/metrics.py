@@ -124,7 +124,7 @@ class MetricsFile:
                     self._clear()
                     begin = file.seek(0)
                     data = file.read()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return self._clear()
         except OSError as error:
             raise RunDirectoryError(f"{self.path} cannot be read: {error}") from error
