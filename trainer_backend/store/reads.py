@@ -3,21 +3,34 @@
 Reads of rollouts and decisions: reads_rollouts.py.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from sqlalchemy import and_, select
+from sqlalchemy import ColumnElement, Text, and_, cast, or_, select
 
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint, whole_checkpoints
 from trainer_backend.store.database import Store, UnknownJob
+from trainer_backend.store.jobs import job_row
 from trainer_backend.store.metrics import METRICS_FILE, Mark, MetricsFile, thin
-from trainer_backend.store.rows import CheckpointRow, JobRow, MetricLine, RunSummary, Series
-from trainer_backend.store.tables import Job, SyncedFile
+from trainer_backend.store.paging import cursor_of, sort_page
+from trainer_backend.store.rows import (
+    CheckpointRow,
+    Job,
+    MetricLine,
+    Page,
+    RunFacets,
+    RunFilter,
+    RunSort,
+    RunSummary,
+    Series,
+)
+from trainer_backend.store.tables import JOBS, SYNCED_FILES
 
-MARK = [getattr(SyncedFile, name) for name in Mark.__slots__]
+MARK = [SYNCED_FILES.c[name] for name in Mark.__slots__]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +44,10 @@ class _Run:
 
 def _runs(store: Store, job_ids: Collection[str]) -> dict[str, _Run]:
     """Return the runs of jobs, by job id in the order of the ids."""
-    of_metrics = and_(SyncedFile.job == Job.number, SyncedFile.name == METRICS_FILE)
-    query = select(Job.id, Job.run_dir, Job.finished, *MARK).outerjoin(SyncedFile, of_metrics)
+    of_metrics = and_(SYNCED_FILES.c.job == JOBS.c.number, SYNCED_FILES.c.name == METRICS_FILE)
+    query = select(JOBS.c.id, JOBS.c.run_dir, JOBS.c.finished, *MARK).outerjoin(SYNCED_FILES, of_metrics)
     with store.read() as connection:
-        rows = connection.execute(query.where(Job.id.in_(job_ids))).all()
+        rows = connection.execute(query.where(JOBS.c.id.in_(job_ids))).all()
     runs = {
         job_id: _Run(run_dir, finished, Mark() if mark[0] is None else Mark(*mark))
         for job_id, run_dir, finished, *mark in rows
@@ -53,7 +66,7 @@ def _metrics(store: Store, run: _Run) -> Iterator[tuple[MetricsFile, int]]:
 
 
 def summaries(
-    store: Store, jobs: Sequence[JobRow], names: Sequence[str], *, sums: Collection[str] = ()
+    store: Store, jobs: Sequence[Job], names: Sequence[str], *, sums: Collection[str] = ()
 ) -> tuple[RunSummary, ...]:
     """Summarise the runs of jobs, in the order of the jobs.
 
@@ -68,6 +81,66 @@ def summaries(
             latest, evaluated = (file.last_numbers(kind, names) for kind in ("iteration", "evaluation"))
             result.append(RunSummary(job, last or 0, finished, latest, evaluated, file.sums(sums)))
     return tuple(result)
+
+
+def run_summaries(
+    store: Store,
+    where: RunFilter = RunFilter(),
+    *,
+    sort: RunSort = "created",
+    descending: bool = True,
+    cursor: str | None = None,
+    limit: int = 50,
+) -> Page[RunSummary]:
+    """Return a page of the list of runs: one query, and no file. Runs without the sort value come last.
+
+    Args:
+        cursor: the cursor of the previous page, for the same filter and order.
+    """
+    column = "number" if sort == "created" else sort
+    query = select(JOBS).where(*_run_conditions(where))
+    query = sort_page(query, JOBS.c[column], JOBS.c.number, descending=descending, cursor=cursor, limit=limit)
+    with store.read() as connection:
+        jobs = [job_row(row) for row in connection.execute(query)]
+    items = tuple(_summary(job) for job in jobs[:limit])
+    if len(jobs) <= limit:
+        return Page(items, None)
+    return Page(items, cursor_of(getattr(jobs[limit - 1], column), jobs[limit - 1].number))
+
+
+def _run_conditions(where: RunFilter) -> Iterator[ColumnElement[bool]]:
+    if where.text:
+        texts = (JOBS.c.name, JOBS.c.id, JOBS.c.environment, JOBS.c.model, cast(JOBS.c.tags, Text))
+        yield or_(*(text.icontains(where.text, autoescape=True) for text in texts))
+    if where.states:
+        yield JOBS.c.state.in_(where.states)
+    for column, value in ((JOBS.c.environment, where.environment), (JOBS.c.model, where.model)):
+        if value is not None:
+            yield column == value
+    for name, value in where.tags.items():
+        yield JOBS.c.tags[name].as_string() == value
+
+
+def _summary(job: Job) -> RunSummary:
+    """Return the summary of a run as the last sync has left it (`sync.summarise_metrics`)."""
+    found = {name: job.numbers.get(name, {}) for name in ("latest", "evaluated", "sums")}
+    spark = None
+    if job.numbers.get("spark"):
+        iterations_N, values_N = map(tuple, job.numbers["spark"])
+        spark = Series(iterations_N, values_N, values_N, values_N)
+    return RunSummary(job, job.iteration, job.finished, spark=spark, **found)
+
+
+def run_facets(store: Store) -> RunFacets:
+    """Return the values by which runs can be filtered, each with its number of jobs."""
+    columns = (JOBS.c.environment, JOBS.c.model, JOBS.c.state, JOBS.c.tags)
+    counts: tuple[Counter[str], ...] = tuple(Counter() for _ in columns)
+    with store.read() as connection:
+        for *values, tags in connection.execute(select(*columns)):
+            for counter, value in zip(counts, values, strict=False):
+                counter[value] += 1
+            counts[-1].update(f"{name}={value}" for name, value in tags.items())
+    return RunFacets(*({key: count for key, count in sorted(found.items()) if key} for found in counts))
 
 
 def known_metrics(store: Store, job_ids: Sequence[str]) -> set[tuple[str, str]]:

@@ -19,7 +19,7 @@ from trainer_backend.store.database import Store
 from trainer_backend.store.metrics import METRICS_FILE, Mark, MetricsFile, thin
 from trainer_backend.store.reads import MARK
 from trainer_backend.store.retention import remove_old_files, retention_of
-from trainer_backend.store.tables import Job, Rollout, SyncedFile, job_number
+from trainer_backend.store.tables import JOBS, ROLLOUTS, SYNCED_FILES, job_number
 
 OUTCOME, EVALUATION = "episode/outcome_reward", "eval/outcome_reward"
 # What a line of the list of runs shows of the last rows.
@@ -38,8 +38,8 @@ def sync_run(store: Store, job_id: str, directory: RunDirectory, *, tidies: bool
     `tidies`: old files are deleted, which a service that only shows runs leaves.
     """
     with store.read() as connection:
-        query = select(SyncedFile.name, SyncedFile.size, SyncedFile.modified_ns)
-        rows = connection.execute(query.where(SyncedFile.job == job_number(connection, job_id)))
+        query = select(SYNCED_FILES.c.name, SYNCED_FILES.c.size, SYNCED_FILES.c.modified_ns)
+        rows = connection.execute(query.where(SYNCED_FILES.c.job == job_number(connection, job_id)))
         seen = {name: (size, modified_ns) for name, size, modified_ns in rows}
     parts: tuple[Callable[[], bool], ...] = (
         lambda: _sync_rollouts(store, job_id, directory.path, seen, tidies=tidies),
@@ -69,22 +69,24 @@ def _sync_metrics(store: Store, job_id: str, run: Path, seen: Seen) -> bool:
         pass  # read before the transaction, which must not wait for the disk
     with store.write() as connection, store.metrics.open(str(run)) as file:
         job = job_number(connection, job_id, lock=True)
-        mine = (SyncedFile.job == job, SyncedFile.name == METRICS_FILE)
+        mine = (SYNCED_FILES.c.job == job, SYNCED_FILES.c.name == METRICS_FILE)
         # Read again: a concurrent sync may have finished first.
         row = connection.execute(select(*MARK).where(*mine)).first()
         before = Mark() if row is None else Mark(*row)
         mark = file.next_mark(before)
-        connection.execute(delete(SyncedFile).where(*mine))
+        connection.execute(delete(SYNCED_FILES).where(*mine))
         values = {name: getattr(mark, name) for name in Mark.__slots__}
         connection.execute(
-            insert(SyncedFile).values(job=job, name=METRICS_FILE, modified_ns=file.modified_ns, **values)
+            insert(SYNCED_FILES).values(job=job, name=METRICS_FILE, modified_ns=file.modified_ns, **values)
         )
-        iteration = connection.scalar(select(Job.iteration).where(Job.number == job))
-        connection.execute(update(Job).where(Job.number == job).values(summary_of(file, iteration)))
+        iteration = connection.scalar(select(JOBS.c.iteration).where(JOBS.c.number == job))
+        connection.execute(
+            update(JOBS).where(JOBS.c.number == job).values(summarise_metrics(file, iteration))
+        )
     return mark != before
 
 
-def summary_of(file: MetricsFile, iteration: int | None = None) -> dict[str, Any]:
+def summarise_metrics(file: MetricsFile, iteration: int | None = None) -> dict[str, Any]:
     """Return the columns of a job that its metrics determine.
 
     Args:
@@ -160,7 +162,7 @@ def _put(store: Store, job_id: str, files: Sequence[tuple[RolloutFile, list[dict
             for file, rows in files
         ]
         numbers = connection.scalars(
-            insert(SyncedFile).returning(SyncedFile.number, sort_by_parameter_order=True), marks
+            insert(SYNCED_FILES).returning(SYNCED_FILES.c.number, sort_by_parameter_order=True), marks
         ).all()
         values = [
             {"job": job, "file": number, "stage": file.stage, "iteration": file.iteration, "place": place}
@@ -169,7 +171,7 @@ def _put(store: Store, job_id: str, files: Sequence[tuple[RolloutFile, list[dict
             for place, row in enumerate(rows)
         ]
         if values:
-            connection.execute(insert(Rollout), values)
+            connection.execute(insert(ROLLOUTS), values)
 
 
 def _rollout(row: dict[str, Any]) -> dict[str, Any]:
@@ -179,4 +181,4 @@ def _rollout(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _remove(connection: Connection, job: int, names: Sequence[str]) -> None:
-    connection.execute(delete(SyncedFile).where(SyncedFile.job == job, SyncedFile.name.in_(names)))
+    connection.execute(delete(SYNCED_FILES).where(SYNCED_FILES.c.job == job, SYNCED_FILES.c.name.in_(names)))

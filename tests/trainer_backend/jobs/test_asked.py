@@ -56,7 +56,7 @@ def test_every_verb_in_every_state(verb, state):
 @pytest.mark.parametrize(("verb", "state"), [key for key, after in TABLE.items() if after is not None])
 def test_asked_twice_is_asked_once(verb, state):
     row = job(state=state)
-    once = replace(row, **(changes_for(verb, row, NOW) or {}))
+    once = row.model_copy(update=dict(changes_for(verb, row, NOW) or {}))
     twice = changes_for(verb, once, NOW)
     assert twice is None or replace(once, **twice) == once
 

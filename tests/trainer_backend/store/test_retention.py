@@ -13,8 +13,8 @@ from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_index import RolloutFile
 from trainer_backend.store import jobs, reads_rollouts
 from trainer_backend.store.database import Store
-from trainer_backend.store.jobs import NewJob
 from trainer_backend.store.retention import RetentionTable, keeps_file
+from trainer_backend.store.rows import Job
 from trainer_backend.store.sync import sync_run
 
 
@@ -51,7 +51,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def test_files_of_old_iterations_are_deleted_only_where_that_is_asked(store: Store, run: RunDirectory):
-    job = jobs.create(store, NewJob("a", config="", home="here"))[0].id
+    job = jobs.create(store, Job(name="a", config="", home="here"))[0].id
     for iteration in (1, 2, 3):
         finish(run, iteration)
     evaluate(run, 1, 3.0)
@@ -65,7 +65,7 @@ def test_files_of_old_iterations_are_deleted_only_where_that_is_asked(store: Sto
 
 
 def test_a_retention_that_cannot_be_read_deletes_nothing(store: Store, run: RunDirectory):
-    job = jobs.create(store, NewJob("a", config="", home="here"))[0].id
+    job = jobs.create(store, Job(name="a", config="", home="here"))[0].id
     for iteration in (1, 2):
         finish(run, iteration)
     (run.path / "job.toml").write_text("[retention]\nrollout_files_iterations = 0\n")
@@ -77,7 +77,7 @@ def test_a_retention_that_cannot_be_read_deletes_nothing(store: Store, run: RunD
 def test_a_run_of_a_version_that_bounded_decisions_is_read_and_a_new_job_is_told_why_it_cannot(
     store: Store, run: RunDirectory, tmp_path: Path
 ):
-    job = jobs.create(store, NewJob("a", config="", home="here"))[0].id
+    job = jobs.create(store, Job(name="a", config="", home="here"))[0].id
     text = (run.path / "job.toml").read_text().replace("[retention]", "[retention]\ndecisions_iterations = 3")
     (run.path / "job.toml").write_text(text)
     finish(run, 1)

@@ -18,9 +18,9 @@ from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import write_rollouts
 from trainer_backend.store import jobs, reads, reads_rollouts
 from trainer_backend.store.database import Store, StoreUnavailable, UnknownJob, open_store
-from trainer_backend.store.jobs import NewJob
+from trainer_backend.store.rows import Job
 from trainer_backend.store.sync import sync_run
-from trainer_backend.store.tables import Base
+from trainer_backend.store.tables import METADATA
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 @pytest.fixture
 def job(store: Store, run: RunDirectory) -> str:
-    return jobs.create(store, NewJob("a", config="", home="here", run_dir=run.path))[0].id
+    return jobs.create(store, Job(name="a", config="", home="here", run_dir=str(run.path)))[0].id
 
 
 def whole(store: Store) -> dict[str, list[tuple[Any, ...]]]:
@@ -44,7 +44,7 @@ def whole(store: Store) -> dict[str, list[tuple[Any, ...]]]:
                 ),
                 key=repr,
             )
-            for name, table in Base.metadata.tables.items()
+            for name, table in METADATA.tables.items()
             if name != "jobs"
         }
 
@@ -55,7 +55,7 @@ _OWN_NUMBERS = ("number", "file", "modified_ns")
 
 def count(store: Store, name: str) -> int:
     with store.read() as connection:
-        return connection.scalar(select(func.count()).select_from(Base.metadata.tables[name])) or 0
+        return connection.scalar(select(func.count()).select_from(METADATA.tables[name])) or 0
 
 
 def test_a_sync_brings_everything_and_the_next_one_finds_nothing_new(
@@ -66,11 +66,11 @@ def test_a_sync_brings_everything_and_the_next_one_finds_nothing_new(
     evaluate(run, 2, 3.0)
     checkpoint(run, 2, 100)
     assert sync_run(store, job, run)
-    rows = {name: count(store, name) for name in Base.metadata.tables}
+    rows = {name: count(store, name) for name in METADATA.tables}
     # Two iterations of three rollouts, an evaluation of one; their files, and metrics.jsonl.
     assert rows == {"jobs": 1, "rollouts": 2 * 3 + 1, "synced_files": 3 + 1}
     assert not sync_run(store, job, run)
-    assert {name: count(store, name) for name in Base.metadata.tables} == rows
+    assert {name: count(store, name) for name in METADATA.tables} == rows
 
 
 def test_a_sync_after_every_write_gives_the_same_store_as_one_at_the_end(
@@ -81,7 +81,7 @@ def test_a_sync_after_every_write_gives_the_same_store_as_one_at_the_end(
         finish(run, iteration)
         assert sync_run(store, job, run)
     late = open_store(f"sqlite:///{tmp_path}/late.db", clock=lambda: NOON)
-    late_job, _ = jobs.create(late, NewJob("a", config="", home="here", run_dir=run.path))
+    late_job, _ = jobs.create(late, Job(name="a", config="", home="here", run_dir=str(run.path)))
     sync_run(late, late_job.id, run)
     assert whole(store) == whole(late)
     late.close()
@@ -221,16 +221,14 @@ def test_a_job_that_is_gone_is_told_and_takes_its_run_with_it(store: Store, run:
     sync_run(store, job, run)
     jobs.change(store, job, lambda _: {"state": "cancelled"})
     jobs.remove(store, job)
-    assert {name: count(store, name) for name in Base.metadata.tables} == dict.fromkeys(
-        Base.metadata.tables, 0
-    )
+    assert {name: count(store, name) for name in METADATA.tables} == dict.fromkeys(METADATA.tables, 0)
     with pytest.raises(UnknownJob):
         sync_run(store, job, run)
 
 
 def test_two_runs_are_kept_apart(store: Store, run: RunDirectory, job: str, tmp_path: Path):
     other_run = new_run(tmp_path / "other")
-    other, _ = jobs.create(store, NewJob("b", config="", home="here", run_dir=other_run.path))
+    other, _ = jobs.create(store, Job(name="b", config="", home="here", run_dir=str(other_run.path)))
     finish(run, 1, **{"loss/kl": 0.25})
     finish(other_run, 1, **{"loss/kl": 0.75})
     sync_run(store, job, run)
@@ -250,7 +248,7 @@ def test_syncs_of_one_run_at_the_same_time_bring_everything_once(
 
 def test_a_disk_that_was_full_costs_nothing_the_next_sync_catches_up(tmp_path: Path, run: RunDirectory):
     store = open_store(f"sqlite:///{tmp_path}/store.db", clock=lambda: NOON)
-    job, _ = jobs.create(store, NewJob("a", config="", home="here", run_dir=run.path))
+    job, _ = jobs.create(store, Job(name="a", config="", home="here", run_dir=str(run.path)))
     finish(run, 1)
     sync_run(store, job.id, run)
     full(store)
@@ -269,7 +267,7 @@ def test_a_disk_that_was_full_costs_nothing_the_next_sync_catches_up(tmp_path: P
 def test_a_server_that_is_killed_between_two_syncs_costs_nothing(postgres: Postgres, run: RunDirectory):
     with postgres.database() as url:
         store = open_store(url, clock=lambda: NOON)
-        job, _ = jobs.create(store, NewJob("a", config="", home="here"))
+        job, _ = jobs.create(store, Job(name="a", config="", home="here"))
         finish(run, 1)
         sync_run(store, job.id, run)
         finish(run, 2)
