@@ -9,10 +9,10 @@ import math
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Column, ColumnElement, Select, and_, or_
+from sqlalchemy import Column, ColumnElement, Integer, Select, and_, or_
 
 from trainer_backend.store.database import UnknownCursor
-from trainer_backend.store.tables import fits
+from trainer_backend.store.tables import AnyText, UtcDateTime, fits
 
 
 def sort_page(
@@ -54,25 +54,24 @@ def _beyond(
 
 def _read_cursor(cursor: str, by: Column[Any]) -> tuple[Any, int]:
     """Read the sort value and number of a row; both must fit their columns."""
-    kind = by.type.python_type
     try:
         value, number = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
-        if value is not None and kind is datetime:
-            value = datetime.fromisoformat(value)
-        valid = (
-            value is None
-            or {
-                int: lambda: _is_whole(value),
-                float: lambda: math.isfinite(value),
-                str: lambda: isinstance(value, str),
-                datetime: lambda: value.tzinfo is not None,
-            }[kind]()
-        )
+        value, valid = (None, True) if value is None else _read_value(value, by)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise UnknownCursor(cursor) from error
     if not (valid and _is_whole(number)):
         raise UnknownCursor(cursor)
     return value, number
+
+
+def _read_value(value: Any, by: Column[Any]) -> tuple[Any, bool]:
+    """Return a sort value as its column has it, and whether the column can hold it."""
+    if isinstance(by.type, UtcDateTime):
+        moment = datetime.fromisoformat(value)
+        return moment, moment.tzinfo is not None
+    if isinstance(by.type, AnyText):
+        return value, isinstance(value, str)
+    return value, _is_whole(value) if isinstance(by.type, Integer) else math.isfinite(value)
 
 
 def _is_whole(value: Any) -> bool:

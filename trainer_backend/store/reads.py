@@ -18,6 +18,7 @@ from trainer_backend.store.jobs import job_row
 from trainer_backend.store.metrics import METRICS_FILE, Mark, MetricsFile, thin
 from trainer_backend.store.paging import cursor_of, sort_page
 from trainer_backend.store.rows import (
+    ALL_RUNS,
     CheckpointRow,
     Job,
     MetricLine,
@@ -85,7 +86,7 @@ def summaries(
 
 def run_summaries(
     store: Store,
-    where: RunFilter = RunFilter(),
+    where: RunFilter = ALL_RUNS,
     *,
     sort: RunSort = "created",
     descending: bool = True,

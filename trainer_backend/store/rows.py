@@ -156,6 +156,9 @@ class RunFilter:
     """All of them."""
 
 
+ALL_RUNS = RunFilter()
+
+
 @dataclass(frozen=True, slots=True)
 class RunFacets:
     """The values by which runs can be filtered, each with its number of jobs; a tag is `name=value`."""

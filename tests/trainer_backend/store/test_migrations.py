@@ -93,7 +93,10 @@ decisions_days = 2.5
 
 
 def fill_version_1(connection: Connection, run: RunDirectory) -> None:
-    """Two files with rollouts of mixed numbers, as of two syncs at once; rows of metrics up to number 7."""
+    """Two files with rollouts of mixed numbers, as of two syncs at once; rows of metrics up to number 7.
+
+    The numbers of PostgreSQL's own sequences, which begin at 1, stay free.
+    """
     tables = MetaData()
     tables.reflect(connection)
 
@@ -112,16 +115,16 @@ def fill_version_1(connection: Connection, run: RunDirectory) -> None:
     for number in (1, 2):
         facts = run.rollouts_file(f"iteration_{number}").stat()
         seen = {"size": facts.st_size, "modified_ns": facts.st_mtime_ns, "decisions": True}
-        put("synced_files", number=number, job=3, name=f"rollouts/iteration_{number}.parquet", **seen)
-    for number, name in ((3, "metrics.jsonl"), (4, "ledger.jsonl")):
+        put("synced_files", number=100 + number, job=3, name=f"rollouts/iteration_{number}.parquet", **seen)
+    for number, name in ((103, "metrics.jsonl"), (104, "ledger.jsonl")):
         seen = {"size": 9, "modified_ns": 9, "digest": "9", "decisions": False}
         put("synced_files", number=number, job=3, name=name, **seen)
     for number, file, place in ((1, 1, 0), (2, 2, 0), (3, 1, 1), (4, 2, 1), (5, 1, 2), (6, 2, 2)):
         own = {"rollout_id": f"run/train/{file}/0/{place}", "group_id": f"train/{file}/0", "sibling": place}
         more = {"stage": "train", "attempt": 0, "policy": "p", "status": "finished", "decisions": 3}
-        put("rollouts", number=number, job=3, file=file, iteration=file, **own, **more)
+        put("rollouts", number=100 + number, job=3, file=100 + file, iteration=file, **own, **more)
     said = {"action": "a", "unique_delta": 0, "ach_delta": 0, "unique": [], "env_reward": 0.0}
-    put("decisions", rollout=1, turn=1, **said)
+    put("decisions", rollout=101, turn=1, **said)
     put("metric_rows", number=7, job=3, kind="iteration", iteration=2, row={"episode/outcome_reward": 0.5})
     put("iterations", job=3, iteration=2, finished=NOON)
     put("consumed", job=3, planned="train/1/0/0", rollout_id="run/train/1/0/0", iteration=1)

@@ -14,7 +14,7 @@ from trainer_backend.rundir.rollout_files import write_rollouts
 from trainer_backend.store import jobs, reads, reads_rollouts
 from trainer_backend.store.database import Store, UnknownCursor, UnknownJob, UnknownRollout
 from trainer_backend.store.reads_rollouts import RolloutFilter
-from trainer_backend.store.rows import Job, RunFilter, Series
+from trainer_backend.store.rows import ALL_RUNS, Job, RunFilter, Series
 from trainer_backend.store.sync import sync_run
 
 
@@ -290,7 +290,7 @@ def test_pages_ask_as_many_questions_of_a_long_run_as_of_a_short_one(
     assert max(short) <= 4
 
 
-def listed(store: Store, where: RunFilter = RunFilter(), **order: Any) -> list[str]:
+def listed(store: Store, where: RunFilter = ALL_RUNS, **order: Any) -> list[str]:
     """The names of the runs on all pages of two."""
     names, cursor = [], None
     while True:
@@ -325,6 +325,13 @@ def test_the_list_of_runs_is_sorted_by_each_column_and_those_without_a_value_com
         assert sorted(listed(store, sort=sort)) == ["a", "b", "c"]
     assert listed(store) == ["c", "b", "a"]
     assert listed(store, sort="outcome") == ["a", "c", "b"]
+
+
+def test_a_cursor_of_the_list_of_runs_that_is_none_of_ours_is_refused(store: Store):
+    odd = (urlsafe_b64encode(text.encode()).decode() for text in ('["x", 1]', '["2026-11-21", 1]', "[[], 1]"))
+    for sort, cursor in product(("created", "finished", "outcome"), (*CURSORS, *odd)):
+        with pytest.raises(UnknownCursor, match="cursor is"):
+            reads.run_summaries(store, sort=sort, cursor=cursor)
 
 
 def test_runs_are_found_by_each_of_their_facts(store: Store, three: None):
