@@ -76,6 +76,8 @@ _SCHEMA = pa.schema(
         ("rollout", pa.string()),
     ]
 )
+# Rollouts of a row group: who looks at one reads as many.
+_AT_ONCE = 64
 # Split of the data set -> prefix of its files.
 _SPLITS = {"train": "iteration", "test": "evaluation"}
 _CARD_TEXT = """
@@ -149,7 +151,7 @@ def write_rollouts(
     table = pa.Table.from_pylist(rows, schema=_SCHEMA)
     with replacement(path, pa.ArrowException) as aside:
         path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(table, aside, compression="zstd")
+        pq.write_table(table, aside, compression="zstd", row_group_size=_AT_ONCE)
     _write_card(path.parent)
 
 

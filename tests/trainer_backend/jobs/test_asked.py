@@ -1,11 +1,10 @@
 """What pause, resume and cancel do in every state."""
 
-from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
 
-from tests.trainer_backend.jobs.rows import job
+from tests.trainer_backend.jobs.rows import job, replace
 from trainer_backend.jobs.states import changes_for
 from trainer_backend.store.database import JobConflict
 from trainer_backend.store.jobs import refuse_leap
@@ -56,7 +55,7 @@ def test_every_verb_in_every_state(verb, state):
 @pytest.mark.parametrize(("verb", "state"), [key for key, after in TABLE.items() if after is not None])
 def test_asked_twice_is_asked_once(verb, state):
     row = job(state=state)
-    once = row.model_copy(update=dict(changes_for(verb, row, NOW) or {}))
+    once = replace(row, **(changes_for(verb, row, NOW) or {}))
     twice = changes_for(verb, once, NOW)
     assert twice is None or replace(once, **twice) == once
 
