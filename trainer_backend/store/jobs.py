@@ -20,7 +20,6 @@ from trainer_backend.store.database import (
 )
 from trainer_backend.store.rows import (
     ENDED,
-    NOT_STORED,
     Job,
     JobState,
     Origin,
@@ -29,6 +28,9 @@ from trainer_backend.store.rows import (
     named_in,
 )
 from trainer_backend.store.tables import JOBS, fits
+
+# Fields of a job that are no values of a new row: the store counts, and progress comes from the run directory.
+_NOT_GIVEN = {"number", "progress"}
 
 
 class Changes(TypedDict, total=False):
@@ -54,14 +56,15 @@ def job_of_request(store: Store, home: str, key: str, body_hash: str) -> Job | N
 
 def create(store: Store, new: Job) -> tuple[Job, bool]:
     """Return the job, and whether this call created it (False: an earlier identical request did)."""
-    given = {"id": uuid4().hex, "created": store.clock(), **named_in(new.config)}
-    values = new.model_copy(update=given).model_dump(exclude={"number", *NOT_STORED})
+    job_id = uuid4().hex
+    given = {"id": job_id, "created": store.clock(), **named_in(new.config)}
+    values = new.model_copy(update=given).model_dump(exclude=_NOT_GIVEN)
     try:
         with store.write() as connection:
             if (earlier := _of_request(connection, new)) is not None:
                 return earlier, False
             connection.execute(insert(JOBS).values(values))
-            return _one(connection, given["id"]), True
+            return _one(connection, job_id), True
     except IntegrityError as error:  # another job has the directory, or a concurrent request won the key
         with store.read() as connection:
             earlier = _of_request(connection, new)
@@ -261,15 +264,11 @@ def refuse_leap(job: Job, state: JobState) -> None:
     raise JobConflict(f"job {job.id} is {job.state} and cannot become {state}; what may follow: {after}")
 
 
-# A row's place in its own store: its number, and the service that runs it.
-_PLACE = frozenset({"number", "home"})
-
-
 def read_rows(store: Store, home: str) -> list[dict[str, Any]]:
     """Read the jobs of a service in their order as JSON for a backup, without their place in this store."""
     with store.read() as connection:
         rows = connection.execute(select(JOBS).where(JOBS.c.home == home).order_by(JOBS.c.number))
-        return [job_row(row).model_dump(mode="json", exclude=_PLACE | NOT_STORED) for row in rows]
+        return [job_row(row).model_dump(mode="json", exclude={"number", "home", "progress"}) for row in rows]
 
 
 def put_rows(store: Store, rows: Sequence[Mapping[str, Any]], home: str, *, finish: Callable[[], int]) -> int:
@@ -290,5 +289,5 @@ def put_rows(store: Store, rows: Sequence[Mapping[str, Any]], home: str, *, fini
                     f"the store {store.shown} has job {job.id} already",
                     hint="A backup is restored into a database that does not have its jobs.",
                 )
-            connection.execute(insert(JOBS).values(job.model_dump(exclude={"number", *NOT_STORED})))
+            connection.execute(insert(JOBS).values(job.model_dump(exclude=_NOT_GIVEN)))
         return finish()

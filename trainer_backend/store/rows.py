@@ -117,10 +117,6 @@ class Job(JobView):
         return JobView.model_validate({name: getattr(self, name) for name in JobView.model_fields})
 
 
-# Fields of a job that are no columns: they come from its run directory.
-NOT_STORED = frozenset({"progress"})
-
-
 @dataclass(frozen=True, slots=True)
 class RunSummary:
     """A line in the list of runs: the requested numbers by name."""
@@ -284,5 +280,6 @@ def iterations_of(config: str) -> int | None:
     return iterations if isinstance(iterations, int) else None
 
 
-# TODO at the merge: names of branches that began before.
-JobRow = NewJob = Job
+# Names of branches that began before; to go at the merge.
+JobRow = Job
+NewJob = Job

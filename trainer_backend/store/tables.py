@@ -173,7 +173,7 @@ def job_number(connection: Connection, job_id: str, *, lock: bool = False) -> in
             (SQLite has only one writer anyway.)
     """
     query = select(JOBS.c.number).where(JOBS.c.id == job_id)
-    number = connection.scalar(query.with_for_update() if lock else query)
+    number: int | None = connection.scalar(query.with_for_update() if lock else query)
     if number is None:
         raise UnknownJob(f"there is no job {job_id[:64]!r}")
     return number

@@ -8,17 +8,18 @@ import sqlalchemy as sa
 import tomli
 from alembic import op
 
-from trainer_backend.store.migrations.versions import v0001_tables as before
 from trainer_backend.store.tables import UtcDateTime
 
 revision = "0002"
 down_revision = "0001"
 
-# What they hold stands in the files of the runs, too.
+_SORTS = ("number", "outcome_reward", "reward", "unique_achievements", "decisions")
+_FACETS = ("job", "stage", "policy", "status", "failure_code", "stop_reason", "iteration")
+# Tables of version 1. What they hold stands in the files of the runs, too.
 _DROPPED = ("consumed", "checkpoints", "iterations", "decisions", "metrics", "curves", "metric_rows")
 
 
-def _columns() -> tuple[sa.Column[Any], ...]:
+def _job_columns() -> tuple[sa.Column[Any], ...]:
     return (
         sa.Column("environment", sa.Text, nullable=False, server_default=""),
         sa.Column("model", sa.Text, nullable=False, server_default=""),
@@ -30,7 +31,18 @@ def _columns() -> tuple[sa.Column[Any], ...]:
     )
 
 
-_JOBS = sa.table("jobs", sa.column("number", sa.Integer), sa.column("config", sa.Text), *_columns())
+def _mark_columns() -> tuple[sa.Column[Any], ...]:
+    return (
+        sa.Column("base", sa.BigInteger, nullable=False, server_default="0"),
+        sa.Column("rows", sa.Integer, nullable=False, server_default="0"),
+    )
+
+
+def _place_column() -> sa.Column[int]:
+    return sa.Column("place", sa.Integer, nullable=False, server_default="0")
+
+
+_JOBS = sa.table("jobs", sa.column("number", sa.Integer), sa.column("config", sa.Text), *_job_columns())
 # Keys of [retention] that went with their table. A job that waits to begin must not fail on them.
 _DECISIONS = re.compile(r"^decisions_(?:iterations|days) = .*\n", re.MULTILINE)
 _ROWS = sa.table(
@@ -43,12 +55,98 @@ _ROWS = sa.table(
 
 
 def upgrade() -> None:
-    for column in _columns():
+    if sa.inspect(op.get_bind()).has_table("jobs"):
+        _convert()
+    else:
+        _create()
+
+
+def downgrade() -> None:
+    """Drop all tables: version 1 cannot be filled from these."""
+    for table in ("rollouts", "synced_files", "jobs"):
+        op.drop_table(table)
+
+
+def _refer(column: str, table: str) -> sa.Column[int]:
+    return sa.Column(column, sa.Integer, sa.ForeignKey(f"{table}.number", ondelete="CASCADE"), nullable=False)
+
+
+def _create() -> None:
+    op.create_table(
+        "jobs",
+        sa.Column("number", sa.Integer, primary_key=True),
+        sa.Column("id", sa.Text, nullable=False, unique=True),
+        sa.Column("name", sa.Text, nullable=False),
+        sa.Column("state", sa.Text, nullable=False, index=True),
+        sa.Column("wanted", sa.Text, nullable=False),
+        sa.Column("config", sa.Text, nullable=False),
+        sa.Column("run_dir", sa.Text, unique=True),
+        sa.Column("run_id", sa.Text),
+        sa.Column("origin", sa.Text, nullable=False),
+        sa.Column("home", sa.Text, nullable=False),
+        sa.Column("idempotency_key", sa.Text),
+        sa.Column("body_hash", sa.Text),
+        sa.Column("tags", sa.JSON, nullable=False),
+        sa.Column("attempt", sa.Integer, nullable=False),
+        sa.Column("created", UtcDateTime, nullable=False),
+        sa.Column("started", UtcDateTime),
+        sa.Column("ended", UtcDateTime),
+        sa.Column("code", sa.Text),
+        sa.Column("detail", sa.Text),
+        sa.Column("version", sa.Integer, nullable=False),
+        *_job_columns(),
+        sa.UniqueConstraint("home", "idempotency_key", name="uq_jobs_home_idempotency_key"),
+        sqlite_autoincrement=True,
+    )
+    op.create_table(
+        "synced_files",
+        sa.Column("number", sa.Integer, primary_key=True),
+        _refer("job", "jobs"),
+        sa.Column("name", sa.Text, nullable=False),
+        sa.Column("size", sa.BigInteger, nullable=False),
+        sa.Column("modified_ns", sa.BigInteger, nullable=False),
+        sa.Column("digest", sa.Text),
+        *_mark_columns(),
+        sa.Index(None, "job", "name", unique=True),
+    )
+    op.create_table(
+        "rollouts",
+        sa.Column("number", sa.Integer, primary_key=True),
+        _refer("job", "jobs"),
+        _refer("file", "synced_files"),
+        sa.Column("rollout_id", sa.Text, nullable=False),
+        sa.Column("stage", sa.Text, nullable=False),
+        sa.Column("iteration", sa.Integer, nullable=False),
+        sa.Column("group_id", sa.Text, nullable=False),
+        sa.Column("sibling", sa.Integer, nullable=False),
+        sa.Column("attempt", sa.Integer, nullable=False),
+        sa.Column("policy", sa.Text, nullable=False),
+        sa.Column("status", sa.Text, nullable=False),
+        sa.Column("seed", sa.BigInteger),
+        sa.Column("outcome_reward", sa.Double),
+        sa.Column("reward", sa.Double),
+        sa.Column("unique_achievements", sa.Integer),
+        sa.Column("decisions", sa.Integer, nullable=False),
+        sa.Column("env_steps", sa.Integer),
+        sa.Column("stop_reason", sa.Text),
+        sa.Column("failure_code", sa.Text),
+        _place_column(),
+        sa.Index(None, "file", "rollout_id", unique=True),
+        sa.Index(None, "job", "rollout_id"),
+        sa.Index(None, "job", "stage", "iteration"),
+        sa.Index(None, "job", "group_id"),
+        *(sa.Index(f"ix_rollouts_job_{name}", "job", name) for name in _SORTS),
+        sa.Index("ix_rollouts_facets", *_FACETS),
+    )
+
+
+def _convert() -> None:
+    for column in _job_columns():
         op.add_column("jobs", column)
-    op.add_column("synced_files", sa.Column("base", sa.BigInteger, nullable=False, server_default="0"))
-    op.add_column("synced_files", sa.Column("rows", sa.Integer, nullable=False, server_default="0"))
+    for column in _mark_columns():
+        op.add_column("synced_files", column)
     op.drop_column("synced_files", "decisions")
-    op.add_column("rollouts", sa.Column("place", sa.Integer, nullable=False, server_default="0"))
+    op.add_column("rollouts", _place_column())
     _fill_jobs()
     op.execute(
         "UPDATE jobs SET finished = (SELECT MAX(finished) FROM iterations WHERE job = jobs.number), "
@@ -102,20 +200,3 @@ def _last(connection: sa.Connection, job: int, kind: str, name: str) -> float | 
     row = connection.scalar(query.order_by(_ROWS.c.iteration.desc()).limit(1)) or {}
     value = row.get(name)
     return value if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def downgrade() -> None:
-    # The earlier version syncs every file again.
-    op.execute("DELETE FROM rollouts")
-    op.execute("DELETE FROM synced_files")
-    before.create_metrics()
-    before.create_decisions()
-    before.create_training()
-    op.drop_column("rollouts", "place")
-    op.add_column(
-        "synced_files", sa.Column("decisions", sa.Boolean, nullable=False, server_default=sa.false())
-    )
-    op.drop_column("synced_files", "rows")
-    op.drop_column("synced_files", "base")
-    for column in _columns():
-        op.drop_column("jobs", column.name)
