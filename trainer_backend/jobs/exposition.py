@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from starlette.responses import Response
 
 from service_kit.observed import metrics_response
+from trainer_backend.errors import RunDirectoryError
 from trainer_backend.jobs.service import Service
 from trainer_backend.rundir.state import read_state
 from trainer_backend.store import jobs, reads
@@ -74,7 +75,7 @@ def _processes(job: JobRow) -> Mapping[tuple[str, str], int]:
 def _last_rows(service: Service, job: JobRow) -> dict[str, Mapping[str, Any]]:
     try:
         lines = reads.last_lines(service.store, [job.id], _KINDS)[job.id]
-    except UnknownJob:  # deleted meanwhile
+    except (UnknownJob, RunDirectoryError):  # deleted meanwhile, or its disk does not answer
         return {}
     return {kind: {"iteration": line.iteration, **line.row} for kind, line in lines.items()}
 

@@ -29,7 +29,7 @@ from trainer_backend.store.rows import (
 )
 from trainer_backend.store.tables import JOBS, fits
 
-# Fields of a job that are no values of a new row: the store counts, and progress comes from the run directory.
+# Fields of a job that a new row is not given: the store counts, and progress comes from the run directory.
 _NOT_GIVEN = {"number", "progress"}
 
 

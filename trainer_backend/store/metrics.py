@@ -23,7 +23,7 @@ Row = Mapping[str, Any]
 # A digest of the last bytes before the mark: if it is equal, the file has only grown.
 _TAIL = 256
 # Of all files in memory together. A row of a hundred numbers has some 3 kB, and its points as much again.
-_MOST_BYTES = 256 << 20
+_MOST_BYTES = 128 << 20
 
 
 def numbers_of(row: Row) -> Iterator[tuple[str, float]]:

@@ -3,6 +3,7 @@
 Reads of rollouts and decisions: reads_rollouts.py.
 """
 
+import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from sqlalchemy import ColumnElement, Text, and_, cast, or_, select
+from sqlalchemy import ColumnElement, Text, and_, cast, func, or_, select
 
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint, whole_checkpoints
 from trainer_backend.store.database import Store, UnknownJob
@@ -111,15 +112,22 @@ def run_summaries(
 
 def _run_conditions(where: RunFilter) -> Iterator[ColumnElement[bool]]:
     if where.text:
-        texts = (JOBS.c.name, JOBS.c.id, JOBS.c.environment, JOBS.c.model, cast(JOBS.c.tags, Text))
-        yield or_(*(text.icontains(where.text, autoescape=True) for text in texts))
+        texts = (JOBS.c.name, JOBS.c.id, JOBS.c.environment, JOBS.c.model)
+        found = [text.icontains(where.text, autoescape=True) for text in texts]
+        yield or_(*found, _TAGS.icontains(json.dumps(where.text)[1:-1], autoescape=True))
     if where.states:
         yield JOBS.c.state.in_(where.states)
     for column, value in ((JOBS.c.environment, where.environment), (JOBS.c.model, where.model)):
         if value is not None:
             yield column == value
     for name, value in where.tags.items():
-        yield JOBS.c.tags[name].as_string() == value
+        pair = f"{json.dumps(name)}: {json.dumps(value)}"
+        # `replace` compares exactly in both databases. SQLite's LIKE ignores case, and its paths in JSON know
+        # no name with a quotation mark.
+        yield or_(*(func.replace(_TAGS, f"{start}{pair}", "") != _TAGS for start in ("{", ", ")))
+
+
+_TAGS = cast(JOBS.c.tags, Text)  # as json.dumps wrote them
 
 
 def _summary(job: Job) -> RunSummary:

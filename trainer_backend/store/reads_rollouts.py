@@ -89,10 +89,11 @@ def _conditions(job: int, where: RolloutFilter) -> list[ColumnElement[bool]]:
             conditions.append(false())  # no rollout has a number that the column cannot hold
         elif value is not None:
             conditions.append(ROLLOUTS.c[name] == value)
-    at_least = ((ROLLOUTS.c.outcome_reward, where.min_reward), (ROLLOUTS.c.decisions, where.min_decisions))
-    at_most = ((ROLLOUTS.c.outcome_reward, where.max_reward), (ROLLOUTS.c.decisions, where.max_decisions))
-    conditions += [column >= value for column, value in at_least if value is not None]
-    conditions += [column <= value for column, value in at_most if value is not None]
+    for column, low, high in (
+        (ROLLOUTS.c.outcome_reward, where.min_reward, where.max_reward),
+        (ROLLOUTS.c.decisions, _clip(where.min_decisions), _clip(where.max_decisions)),
+    ):
+        conditions += [column >= low] * (low is not None) + [column <= high] * (high is not None)
     if where.lost:
         # What is trained on has rewards. By them the index of `reward` finds the few that have none.
         failed_or_unused = or_(ROLLOUTS.c.status != "finished", ROLLOUTS.c.stage == "train")
@@ -100,6 +101,11 @@ def _conditions(job: int, where: RolloutFilter) -> list[ColumnElement[bool]]:
     if where.text:
         conditions.append(ROLLOUTS.c.rollout_id.icontains(where.text, autoescape=True))
     return conditions
+
+
+def _clip(bound: int | None) -> int | None:
+    """Return the bound, or the nearest one that a column can hold."""
+    return bound if bound is None or fits(bound) else 2**31 - 1 if bound > 0 else -(2**31)
 
 
 def facets(store: Store, job_id: str) -> Facets:

@@ -4,6 +4,7 @@ The run directory is the truth: rows leave the store when their files are gone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -67,22 +68,19 @@ def _sync_metrics(store: Store, job_id: str, run: Path, seen: Seen) -> bool:
             return False
     with store.metrics.open(str(run)):
         pass  # read before the transaction, which must not wait for the disk
-    with store.write() as connection, store.metrics.open(str(run)) as file:
+    with store.write() as connection:
         job = job_number(connection, job_id, lock=True)
         mine = (SYNCED_FILES.c.job == job, SYNCED_FILES.c.name == METRICS_FILE)
         # Read again: a concurrent sync may have finished first.
         row = connection.execute(select(*MARK).where(*mine)).first()
         before = Mark() if row is None else Mark(*row)
-        mark = file.next_mark(before)
-        connection.execute(delete(SYNCED_FILES).where(*mine))
-        values = {name: getattr(mark, name) for name in Mark.__slots__}
-        connection.execute(
-            insert(SYNCED_FILES).values(job=job, name=METRICS_FILE, modified_ns=file.modified_ns, **values)
-        )
         iteration = connection.scalar(select(JOBS.c.iteration).where(JOBS.c.number == job))
-        connection.execute(
-            update(JOBS).where(JOBS.c.number == job).values(summarise_metrics(file, iteration))
-        )
+        with store.metrics.open(str(run)) as file:
+            mark, summary = file.next_mark(before), summarise_metrics(file, iteration)
+            seen_now = {"job": job, "name": METRICS_FILE, "modified_ns": file.modified_ns, **asdict(mark)}
+        connection.execute(delete(SYNCED_FILES).where(*mine))
+        connection.execute(insert(SYNCED_FILES).values(seen_now))
+        connection.execute(update(JOBS).where(JOBS.c.number == job).values(summary))
     return mark != before
 
 

@@ -310,7 +310,14 @@ def three(store: Store, job: Job, tmp_path: Path) -> None:
     finish(run, 1, **{"episode/outcome_reward": 0.5, "rollout/failed": 2.0})
     made, _ = jobs.create(
         store,
-        Job(name="c", config=config, home="here", state="paused", tags={"who": "Bo"}, run_dir=str(run.path)),
+        Job(
+            name="c",
+            config=config,
+            home="here",
+            state="paused",
+            tags={"who": "Bo", 'a"b': "é"},
+            run_dir=str(run.path),
+        ),
     )
     sync_run(store, made.id, run)
 
@@ -344,6 +351,9 @@ def test_runs_are_found_by_each_of_their_facts(store: Store, three: None):
         (RunFilter(model="Qwen3-0.6B", tags={"who": "Ann", "of": "x"}), "b"),
         (RunFilter(tags={"who": "Ann", "of": "y"}), ""),
         (RunFilter(tags={"who": "an"}), ""),
+        (RunFilter(tags={'a"b': "é"}), "c"),
+        (RunFilter(tags={"b": "é"}), ""),
+        (RunFilter(text="é"), "c"),
     ):
         assert "".join(listed(store, where)) == names, where
 
@@ -361,10 +371,12 @@ def test_the_list_of_runs_tells_what_the_sync_has_seen_and_what_can_be_filtered_
     assert facets.environments == {"dialogue": 2}
     assert facets.models == {"Qwen3-0.6B": 2}
     assert facets.states == {"paused": 1, "queued": 2}
-    assert facets.tags == {"of=x": 1, "who=Ann": 1, "who=Bo": 1}
+    assert facets.tags == {'a"b=é': 1, "of=x": 1, "who=Ann": 1, "who=Bo": 1}
 
 
 def test_rollouts_are_filtered_by_bounds_and_by_what_was_lost(store: Store, job: Job):
     assert ids(store, job, RolloutFilter(max_reward=0.0, iteration=1)) == ["train/1/0/1"]
     assert ids(store, job, RolloutFilter(min_decisions=1, max_decisions=2, iteration=1)) == ["train/1/0/1"]
+    assert ids(store, job, RolloutFilter(min_decisions=10**20)) == []
+    assert len(ids(store, job, RolloutFilter(max_decisions=10**20, iteration=1))) == 3
     assert sorted(ids(store, job, RolloutFilter(lost=True))) == ["train/1/0/2", "train/2/0/2"]
