@@ -93,7 +93,10 @@ def _conditions(job: int, where: RolloutFilter) -> list[ColumnElement[bool]]:
         (ROLLOUTS.c.outcome_reward, where.min_reward, where.max_reward),
         (ROLLOUTS.c.decisions, _clip(where.min_decisions), _clip(where.max_decisions)),
     ):
-        conditions += [column >= low] * (low is not None) + [column <= high] * (high is not None)
+        if low is not None:
+            conditions.append(column >= low)
+        if high is not None:
+            conditions.append(column <= high)
     if where.lost:
         # What is trained on has rewards. By them the index of `reward` finds the few that have none.
         failed_or_unused = or_(ROLLOUTS.c.status != "finished", ROLLOUTS.c.stage == "train")
