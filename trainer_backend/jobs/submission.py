@@ -82,7 +82,7 @@ async def submit(
         config=resolved.toml,
         home=service.data.home,
         run_dir=str(service.data.new_run_dir(resolved.name)),
-        tags=resolved.tags,
+        tags=dict(resolved.tags),
         idempotency_key=key,
         body_hash=submission.digest if key is not None else None,
     )
