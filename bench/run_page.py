@@ -133,7 +133,6 @@ def pages(store: Store, job_id: str) -> dict[str, Callable[[], object]]:
 
     def rollout() -> None:
         found = reads_rollouts.rollout(store, job_id, row.rollout_id)
-        reads_rollouts.decisions(store, found)
         reads_rollouts.siblings(store, job_id, found)
         reads_rollouts.anchors(store, job_id, found, f"{0:032x}", limit=40)
         reads_rollouts.learning_iteration(store, job_id, found.rollout_id)

@@ -16,7 +16,8 @@ class JobList(Body):
 
 def job_view(job: Job) -> JobView:
     """Build the view of a job. It reads the run directory: call it on a thread."""
-    return job.view.model_copy(update={"progress": _progress(job)})
+    shown = {name: getattr(job, name) for name in JobView.model_fields}
+    return JobView(**{**shown, "progress": _progress(job)})
 
 
 def _progress(job: Job) -> Progress | None:

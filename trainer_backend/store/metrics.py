@@ -132,14 +132,15 @@ class MetricsFile:
         self._add(data[self.size - begin : data.rfind(b"\n") + 1])
 
     def _add(self, data: bytes) -> None:
-        """Take in whole lines; one that a crash cut short is skipped."""
+        """Take in whole lines; what a crash cut short, or is no row, is skipped."""
         begin = self.size
         self._data += data
         disordered: set[str] = set()  # kinds with a row of an iteration that was there
         for line in data.split(b"\n")[:-1]:
             end = begin + len(line)
-            if (row := object_of(line)) is not None:
-                name, iteration = str(row.get("kind", "")), int(row.get("iteration", 0))
+            row = object_of(line)
+            if row is not None and isinstance(iteration := row.get("iteration", 0), int):
+                name = str(row.get("kind", ""))
                 kind = self._kinds.setdefault(name, _Kind())
                 kind.places[iteration] = len(self._spans)
                 self._spans.append((begin, end))
@@ -193,8 +194,7 @@ class MetricsFile:
     def _lines(self, base: int, places: Iterable[int]) -> tuple[MetricLine, ...]:
         rows = [(base + place + 1, self._row(place)) for place in places]
         return tuple(
-            MetricLine(number, str(row.get("kind", "")), int(row.get("iteration", 0)), row)
-            for number, row in rows
+            MetricLine(number, str(row.get("kind", "")), row.get("iteration", 0), row) for number, row in rows
         )
 
     def last_iteration(self, kind: str) -> int | None:

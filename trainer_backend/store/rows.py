@@ -111,11 +111,6 @@ class Job(JobView):
     evaluation: float | None = None  # the outcome of the last evaluation
     numbers: dict[str, Any] = Field(default_factory=dict)  # see sync.summarise_metrics
 
-    @property
-    def view(self) -> JobView:
-        """The job as the API shows it, without progress."""
-        return JobView.model_validate({name: getattr(self, name) for name in JobView.model_fields})
-
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:

@@ -101,7 +101,9 @@ def test_a_line_that_is_being_written_waits_for_its_end(store: Store, run: RunDi
 def test_a_line_that_a_crash_cut_short_is_left_out_as_by_every_reader(
     store: Store, run: RunDirectory, job: str
 ):
-    run.metrics_file.write_text('{"kind": "iter\n[1]\n{"kind": "iteration", "iteration": 1}\n')
+    run.metrics_file.write_text(
+        '{"kind": "iter\n[1]\n{"iteration": null}\n{"kind": "iteration", "iteration": 1}\n'
+    )
     sync_run(store, job, run)
     assert [found.iteration for found in reads.metric_lines(store, job)] == [1]
 
