@@ -29,6 +29,7 @@ from trainer_backend.rundir.state import append_log
 from trainer_backend.store import jobs
 from trainer_backend.store.database import Store, open_store
 from trainer_backend.store.database import utc_now as now
+from trainer_backend.store.rows import Job
 from trainer_backend.store.sync import sync_run
 
 LOG_LINES = 20_000
@@ -98,7 +99,7 @@ def addresses(job_id: str, other: str, iteration: int) -> dict[str, str]:
 def synced(store: Store, run: RunDirectory, name: str) -> str:
     """Sync the run, and return the id of its job."""
     config = (run.path / "job.toml").read_text(encoding="utf-8")
-    new = jobs.NewJob(name, config=config, home="bench", state="running", run_dir=run.path)
+    new = Job(name=name, config=config, home="bench", state="running", run_dir=str(run.path))
     job, _ = jobs.create(store, new)
     sync_run(store, job.id, run)
     return job.id

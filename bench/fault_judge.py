@@ -22,8 +22,8 @@ from trainer_backend.rundir.spool import read_ledger
 from trainer_backend.rundir.state import read_status
 from trainer_backend.store import reads_rollouts
 from trainer_backend.store.database import Store, open_store
+from trainer_backend.store.metrics import numbers_of
 from trainer_backend.store.rows import RolloutRow
-from trainer_backend.store.sync_lines import numbers_of
 
 # What rows of metrics say of rollouts that were begun and not finished, by cause.
 _LOSSES = "rollout/failure/"

@@ -25,6 +25,7 @@ from trainer_backend.rundir.spool import LedgerEntry, append_to_ledger
 from trainer_backend.store import jobs, reads, reads_rollouts
 from trainer_backend.store.database import Store, open_store
 from trainer_backend.store.reads_rollouts import RolloutFilter
+from trainer_backend.store.rows import Job
 from trainer_backend.store.sync import sync_run
 
 LIMIT_MS = 200.0
@@ -132,7 +133,6 @@ def pages(store: Store, job_id: str) -> dict[str, Callable[[], object]]:
 
     def rollout() -> None:
         found = reads_rollouts.rollout(store, job_id, row.rollout_id)
-        reads_rollouts.decisions(store, found)
         reads_rollouts.siblings(store, job_id, found)
         reads_rollouts.anchors(store, job_id, found, f"{0:032x}", limit=40)
         reads_rollouts.learning_iteration(store, job_id, found.rollout_id)
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         run = long_run(Path(folder) / "run", options.iterations, options.decisions)
         store = open_store(options.url or f"sqlite:///{folder}/store.db")
-        job, _ = jobs.create(store, jobs.NewJob("run", config="", home="bench", run_dir=run.path))
+        job, _ = jobs.create(store, Job(name="run", config="", home="bench", run_dir=str(run.path)))
         start = time.perf_counter()
         sync_run(store, job.id, run)
         took = time.perf_counter() - start

@@ -24,6 +24,7 @@ from trainer_backend.rundir.rollout_files import Credit, write_rollouts
 from trainer_backend.rundir.spool import LedgerEntry, append_to_ledger
 from trainer_backend.store import jobs
 from trainer_backend.store.database import Store, open_store
+from trainer_backend.store.rows import Job
 from trainer_backend.store.sync import sync_run
 
 LIMIT = 0.02
@@ -52,7 +53,7 @@ def measured(
     store: Store, run: RunDirectory, found: Played, clock: Callable[[], float]
 ) -> tuple[float, float]:
     """Seconds of the sync that brings an iteration, and of one that finds nothing."""
-    job, _ = jobs.create(store, jobs.NewJob("demo", config="", home="bench", run_dir=run.path))
+    job, _ = jobs.create(store, Job(name="demo", config="", home="bench", run_dir=str(run.path)))
     credits = list(job_parts.credit(found.job).credit(found.rollouts, found.measured).credits)
     for iteration in range(1, ITERATIONS + 1):
         finish(run, found, iteration, credits)

@@ -22,6 +22,7 @@ from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
 from trainer_backend.rundir.spool import LEDGER_FILE
 from trainer_backend.store import jobs
 from trainer_backend.store.database import open_store
+from trainer_backend.store.rows import Job
 from trainer_backend.store.sync import sync_run
 
 ITERATIONS = 2
@@ -140,7 +141,7 @@ def test_processes_of_a_job_are_told_by_their_command_and_by_the_files_that_they
 def test_the_store_is_held_against_the_run_directory(trained, tmp_path: Path):
     shutil.copytree(trained[0].path, tmp_path / "run")
     run, store = open_run(tmp_path / "run"), open_store(f"sqlite:///{tmp_path}/store.db")
-    job, _ = jobs.create(store, jobs.NewJob("tiny", config="", home="bench", run_dir=run.path))
+    job, _ = jobs.create(store, Job(name="tiny", config="", home="bench", run_dir=str(run.path)))
     sync_run(store, job.id, run)
     seen = Seen()
     judge_store(run, store, job.id, seen)

@@ -221,8 +221,14 @@ SYSTEMS: Mapping[str, Mapping[str, str]] = {
         "inference.parallel.dp": "inference.replicas",
     },
 }
+# Keys of earlier versions, which the stored job of a run may have, and why none is needed.
+DROPPED = dict.fromkeys(
+    ("retention.decisions_iterations", "retention.decisions_days"),
+    "the database holds no decisions; pages read them from the files of retention.rollout_files_iterations",
+)
 # Keys that nothing here replaces, and why none is needed.
 NEEDLESS = {
+    **DROPPED,
     "data.return_raw_chat": "messages reach the gateway as they are",
     "calculate_log_probs": "every sample has its log-probs",
 }

@@ -12,7 +12,7 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from shared_schemas.base import closest, did_you_mean
 from shared_schemas.json_text import without_nulls
 from trainer_backend.errors import JobError
-from trainer_backend.job.foreign_keys import FOREIGN_TABLES, find_our_key, find_why_needless
+from trainer_backend.job.foreign_keys import DROPPED, FOREIGN_TABLES, find_our_key, find_why_needless
 from trainer_backend.job.layers import (
     REWARD_HOMES,
     REWARD_KEYS,
@@ -66,6 +66,8 @@ def load_job(
         read_layers([paths] if isinstance(paths, Path) else paths), overrides, JobConfig.model_fields
     )
     anchor(document, Path())
+    if isinstance(paths, Path) and (paths.parent / "run.json").exists():  # the stored job of a run
+        document = without(document, DROPPED)
     return _parse(document, places, runs_plugins=runs_plugins)
 
 

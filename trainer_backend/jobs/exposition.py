@@ -12,12 +12,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from starlette.responses import Response
 
 from service_kit.observed import metrics_response
+from trainer_backend.errors import RunDirectoryError
 from trainer_backend.jobs.service import Service
 from trainer_backend.rundir.state import read_state
 from trainer_backend.store import jobs, reads
 from trainer_backend.store.database import StoreUnavailable, UnknownJob
+from trainer_backend.store.metrics import numbers_of
 from trainer_backend.store.rows import ACTIVE, ENDED, JobRow, JobState
-from trainer_backend.store.sync_lines import numbers_of
 
 _PREFIX = "turnwise_trainer"
 _KINDS = ("iteration", "evaluation")
@@ -58,7 +59,7 @@ def _last_rows(service: Service, job: JobRow) -> dict[str, Mapping[str, Any]]:
     """Return the last row of each kind."""
     try:
         lines = reads.last_lines(service.store, [job.id], _KINDS)[job.id]
-    except UnknownJob:  # deleted meanwhile
+    except (UnknownJob, RunDirectoryError):  # deleted meanwhile, or its disk does not answer
         return {}
     return {kind: {"iteration": line.iteration, **line.row} for kind, line in lines.items()}
 

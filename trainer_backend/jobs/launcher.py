@@ -22,8 +22,8 @@ from trainer_backend.jobs.routes import CreateQuery, IdempotencyKey, Resolved
 from trainer_backend.jobs.service import Service, find_job, service_of
 from trainer_backend.jobs.submission import Submission, digest_of, resolution, submit
 from trainer_backend.jobs.task_app_trial import Verified, Verify, try_at_task_apps, verify
-from trainer_backend.jobs.views import JobView, job_view
-from trainer_backend.store.rows import JobRow
+from trainer_backend.jobs.views import job_view
+from trainer_backend.store.rows import JobRow, JobView
 
 # Published keys of other backends, by table. They are ignored, and the reply names them.
 NOT_READ = {

@@ -14,9 +14,9 @@ from trainer_backend.jobs.posted import Checked, PostedJob, check
 from trainer_backend.jobs.service import Service, find_job, refuse_foreign, service_of
 from trainer_backend.jobs.states import Verb
 from trainer_backend.jobs.submission import Submission, apply_verb, digest_of, resolution, submit
-from trainer_backend.jobs.views import JobList, JobView, job_view
+from trainer_backend.jobs.views import JobList, job_view
 from trainer_backend.store import jobs
-from trainer_backend.store.rows import JobState
+from trainer_backend.store.rows import JobState, JobView
 
 router = APIRouter(tags=["jobs"])
 

@@ -16,8 +16,7 @@ from trainer_backend.jobs.states import Verb, changes_for
 from trainer_backend.pages import page
 from trainer_backend.pages.stored import Frames
 from trainer_backend.store import jobs
-from trainer_backend.store.jobs import NewJob
-from trainer_backend.store.rows import JobRow
+from trainer_backend.store.rows import Job, JobRow
 from trainer_backend.terminal.templates import Choices, job_text
 
 # Takes a resolved job's TOML; returns warnings or raises JobError.
@@ -78,12 +77,12 @@ async def submit(
     queued = (await service.ask(jobs.counts, service.store, service.data.home)).get("queued", 0)
     if queued >= service.settings.max_queued:
         raise QueueFull(f"{queued} jobs wait for their turn, the most that this service takes")
-    new = NewJob(
+    new = Job(
         name=resolved.name,
         config=resolved.toml,
         home=service.data.home,
-        run_dir=service.data.new_run_dir(resolved.name),
-        tags=resolved.tags,
+        run_dir=str(service.data.new_run_dir(resolved.name)),
+        tags=dict(resolved.tags),
         idempotency_key=key,
         body_hash=submission.digest if key is not None else None,
     )

@@ -30,8 +30,8 @@ from trainer_backend.rundir.spool import LEDGER_FILE
 from trainer_backend.rundir.state import FINAL, LOG_FILE, STATE_FILE, RunStatus, read_status
 from trainer_backend.store import jobs
 from trainer_backend.store.database import JobConflict, Store, StoreUnavailable, UnknownJob
-from trainer_backend.store.jobs import Changes, NewJob
-from trainer_backend.store.rows import ACTIVE, JobRow
+from trainer_backend.store.jobs import Changes
+from trainer_backend.store.rows import ACTIVE, Job, JobRow
 from trainer_backend.store.sync import sync_run
 
 # Wakes those who wait for news of a job, such as open pages.
@@ -284,7 +284,7 @@ class Watcher:
         return rows
 
 
-def _external_job(path: Path, home: str) -> NewJob:
+def _external_job(path: Path, home: str) -> Job:
     """Read the run's job unparsed: an earlier version may have written keys that this one lacks."""
     run = open_run(path)
     try:
@@ -292,7 +292,15 @@ def _external_job(path: Path, home: str) -> NewJob:
         name = tomli.loads(text)["job"]["name"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunDirectoryError(f"{path}/job.toml cannot be read: {error}") from error
-    return NewJob(str(name), text, home, origin="cli", state="paused", run_dir=path, run_id=run.run_id)
+    return Job(
+        name=str(name),
+        config=text,
+        home=home,
+        origin="cli",
+        state="paused",
+        run_dir=str(path),
+        run_id=run.run_id,
+    )
 
 
 def _end(status: RunStatus, path: Path, now: datetime) -> datetime:

@@ -35,8 +35,8 @@ from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import finished_rows, read_rollout
 from trainer_backend.rundir.state import read_state, read_status
 from trainer_backend.store.jobs import state_of_run
+from trainer_backend.store.reads import checkpoint_rows
 from trainer_backend.store.rows import JobRow
-from trainer_backend.store.sync import checkpoint_rows
 
 _CLIP = 700
 

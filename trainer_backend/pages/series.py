@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from trainer_backend.pages.figures import number
 from trainer_backend.pages.panels import Form, Line, Panel
+from trainer_backend.store.metrics import numbers_of
 from trainer_backend.store.rows import Series
-from trainer_backend.store.sync_lines import numbers_of
 
 # By (kind, metric).
 Curves = Mapping[tuple[str, str], Series]

@@ -44,6 +44,8 @@ _SCHEMA = pa.schema([
     ("failure_code", _TEXT), ("value_after", _FLOAT), ("estimator", _TEXT),
     ("decisions", pa.list_(_DECISION)), ("rollout", _TEXT),
 ])  # fmt: skip
+# Rollouts of a row group: who looks at one reads as many.
+_AT_ONCE = 64
 # Split of the data set -> prefix of its files.
 _SPLITS = {"train": "iteration", "test": "evaluation"}
 _CARD_TEXT = """
@@ -119,7 +121,7 @@ def write_rollouts(
     table = pa.Table.from_pylist(rows, schema=_SCHEMA)
     with replacement(path, pa.ArrowException) as aside:
         path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(table, aside, compression="zstd")
+        pq.write_table(table, aside, compression="zstd", row_group_size=_AT_ONCE)
     _write_card(path.parent)
 
 

@@ -1,7 +1,10 @@
-"""The flat columns of stored rollouts for an index, without records and tokens."""
+"""Columns of stored rollouts, without records and tokens: those of lists, and those of decisions' credit."""
 
 import re
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ _ROLLOUT = (
     "stop_reason",
     "failure_code",
 )
-_DECISION = (
+_OF_CREDIT = (
     "turn",
     "action",
     "unique",
@@ -39,7 +42,8 @@ _DECISION = (
     "state_key",
     "invalid_reason",
 )
-_COLUMNS = (*_ROLLOUT, *(f"decisions.list.element.{name}" for name in _DECISION))
+_CREDIT = [f"decisions.list.element.{name}" for name in _OF_CREDIT]
+_TURN, _REWARD = "decisions.list.element.turn", "decisions.list.element.reward"
 _NOT_WRITTEN: dict[str, Any] = {"return_to_go": None, "state_key": None}  # absent in the first versions
 # Stage and iteration in a file's name. A user's copy (iteration_5_old) does not match.
 _NAME = re.compile(r"([a-z]+)(?:_(\d+))?")
@@ -80,20 +84,61 @@ def rollout_files(run: Path) -> list[RolloutFile]:
 
 
 def read_index(path: Path) -> list[dict[str, Any]]:
-    """Read one dict per rollout: the columns of `write_rollouts` without `rollout` and without tokens."""
+    """Read one dict per rollout: its flat columns, and `reward`, the sum of its decisions' rewards.
+
+    `reward` is None where a decision has none, or where there is no decision.
+    """
+    with _opened(path) as file:
+        table = file.read(columns=[*_ROLLOUT, _REWARD], use_threads=False)
+        rows: list[dict[str, Any]] = table.drop_columns("decisions").to_pylist()
+        decisions = table.column("decisions").combine_chunks()
+        rewards = iter(decisions.flatten().field("reward").to_pylist())
+        counts = decisions.value_lengths().to_pylist()
+    for row, count in zip(rows, counts, strict=True):
+        own = list(islice(rewards, count or 0))
+        row["reward"] = sum(own) if own and None not in own else None
+    return rows
+
+
+def read_credits(path: Path, places: Collection[int] | None = None) -> list[list[dict[str, Any]]]:
+    """Read the columns of the decisions of some rollouts, given by their places in the file; None: of all.
+
+    Only the row groups that hold them are read.
+    """
+    with _opened(path) as file:
+        names = [file.schema.column(number).path for number in range(len(file.schema))]
+        columns = [name for name in _CREDIT if any(f"{leaf}.".startswith(f"{name}.") for leaf in names)]
+        decisions: list[list[dict[str, Any]] | None] = []
+        if places is None:
+            decisions = file.read(columns=columns, use_threads=False).column("decisions").to_pylist()
+        else:
+            for table, rows in _row_groups(file, sorted(places), columns):
+                decisions += table.column("decisions").take(rows).to_pylist()
+    return [[{**_NOT_WRITTEN, **decision} for decision in of or ()] for of in decisions]
+
+
+def _row_groups(
+    file: pq.ParquetFile, places: Sequence[int], columns: Sequence[str]
+) -> Iterator[tuple[pa.Table, list[int]]]:
+    """Yield the row groups that hold these ascending places, each with its rows."""
+    begin = 0
+    for group in range(file.num_row_groups):
+        end = begin + file.metadata.row_group(group).num_rows
+        rows = [place - begin for place in places if begin <= place < end]
+        if rows:
+            yield file.read_row_group(group, columns=list(columns), use_threads=False), rows
+        begin = end
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[pq.ParquetFile]:
+    """Open a file of rollouts; one error for all that a damaged file, or one of others, may raise."""
     try:
         with pq.ParquetFile(path) as file:
-            columns = [file.schema.column(number).path for number in range(len(file.schema))]
-            present = [
-                column for column in _COLUMNS if any(f"{leaf}.".startswith(f"{column}.") for leaf in columns)
-            ]
-            rows: list[dict[str, Any]] = file.read(columns=present, use_threads=False).to_pylist()
+            if not any(file.schema.column(i).path == _TURN for i in range(len(file.schema))):
+                raise RunDirectoryError(f"{path} holds no rollouts, or is of no version that this one knows")
+            yield file
     except FileNotFoundError:
         raise
     except (pa.ArrowException, OSError) as error:
         raise RunDirectoryError(f"{path} cannot be read: {error}") from error
-    if "decisions.list.element.turn" not in present:
-        raise RunDirectoryError(f"{path} holds no rollouts, or is of no version that this one knows")
-    for row in rows:
-        row["decisions"] = [{**_NOT_WRITTEN, **decision} for decision in row["decisions"] or ()]
-    return rows

@@ -417,7 +417,7 @@ def plan_id(rollout_id: str) -> str:
 
 
 def duplicate_error(plan: str, first: int, second: int) -> RunDirectoryError:
-    """Return the error for a rollout in two entries, which neither trainer nor store accepts."""
+    """Return the error for a rollout in two entries, which no trainer accepts."""
     return RunDirectoryError(
         f"{LEDGER_FILE}: rollout {plan} was learned from in iterations {first} and {second}"
     )
@@ -426,6 +426,21 @@ def duplicate_error(plan: str, first: int, second: int) -> RunDirectoryError:
 def read_ledger(folder: Path) -> list[LedgerEntry]:
     """Read all entries, oldest first; a run of an earlier version has none."""
     return list(_lines(folder / LEDGER_FILE))
+
+
+def find_in_ledger(folder: Path, rollout_id: str) -> int | None:
+    """Return the iteration whose update learned from a rollout; None where none did, or without a ledger."""
+    try:
+        with (folder / LEDGER_FILE).open("rb") as file:
+            lines = file.read()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    # Most lines are not parsed: a ledger has a hundred thousand ids.
+    at = lines.find(json.dumps(rollout_id).encode())
+    if at < 0:
+        return None
+    row = object_of(lines[lines.rfind(b"\n", 0, at) + 1 : lines.find(b"\n", at)])
+    return None if row is None else int(row.get("iteration", 0))
 
 
 def cut_ledger(folder: Path, iteration: int) -> None:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError,
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from trainer_backend.errors import RETRY_S, ApiError, TrainerError
+from trainer_backend.store.metrics import MetricsFiles
 
 
 class StoreError(TrainerError, code="store_invalid", status=400, title="Store cannot be used"):
@@ -92,6 +93,7 @@ class Store:
     """The address without its password, for messages."""
     clock: Callable[[], datetime] = utc_now
     """The source of every stored time."""
+    metrics: MetricsFiles = field(default_factory=MetricsFiles, compare=False)
 
     def read(self) -> AbstractContextManager[Connection]:
         """Open a transaction that reads one state of the store."""

@@ -1,13 +1,11 @@
 """Jobs in the store: creation, compare-and-set changes, claims, and the transitions between states."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from pathlib import Path
 from typing import Any, TypedDict, Unpack
 from uuid import uuid4
 
-from sqlalchemy import Connection, DateTime, Row, delete, func, insert, select, update
+from sqlalchemy import Connection, Row, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from trainer_backend.errors import JobError
@@ -20,10 +18,19 @@ from trainer_backend.store.database import (
     UnknownCursor,
     UnknownJob,
 )
-from trainer_backend.store.rows import ENDED, JobRow, JobState, Origin, Page, Wanted
-from trainer_backend.store.tables import Job, UtcDateTime, fits
+from trainer_backend.store.rows import (
+    ENDED,
+    Job,
+    JobState,
+    Origin,
+    Page,
+    Wanted,
+    named_in,
+)
+from trainer_backend.store.tables import JOBS, fits
 
-_COLUMNS = [getattr(Job, name) for name in JobRow.__slots__]
+# Fields of a job that a new row is not given: the store counts, and progress comes from the run directory.
+_NOT_GIVEN = {"number", "progress"}
 
 
 class Changes(TypedDict, total=False):
@@ -41,39 +48,22 @@ class Changes(TypedDict, total=False):
     detail: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class NewJob:
-    """The values of a new job; tables.Job describes them."""
-
-    name: str
-    config: str
-    home: str
-    origin: Origin = "api"
-    state: JobState = "queued"
-    run_dir: Path | None = None
-    run_id: str | None = None
-    tags: Mapping[str, str] = field(default_factory=dict)
-    idempotency_key: str | None = None
-    body_hash: str | None = None
-
-
-def job_of_request(store: Store, home: str, key: str, body_hash: str) -> JobRow | None:
+def job_of_request(store: Store, home: str, key: str, body_hash: str) -> Job | None:
     """Return the job that an earlier request with this key created, or None."""
     with store.read() as connection:
         return _of_key(connection, home, key, body_hash)
 
 
-def create(store: Store, new: NewJob) -> tuple[JobRow, bool]:
+def create(store: Store, new: Job) -> tuple[Job, bool]:
     """Return the job, and whether this call created it (False: an earlier identical request did)."""
     job_id = uuid4().hex
-    run_dir = None if new.run_dir is None else str(new.run_dir)
-    values = asdict(new) | {"id": job_id, "run_dir": run_dir, "wanted": "run", "attempt": 0, "version": 1}
-    values["created"] = store.clock()
+    given = {"id": job_id, "created": store.clock(), **named_in(new.config)}
+    values = new.model_copy(update=given).model_dump(exclude=_NOT_GIVEN)
     try:
         with store.write() as connection:
             if (earlier := _of_request(connection, new)) is not None:
                 return earlier, False
-            connection.execute(insert(Job).values(values))
+            connection.execute(insert(JOBS).values(values))
             return _one(connection, job_id), True
     except IntegrityError as error:  # another job has the directory, or a concurrent request won the key
         with store.read() as connection:
@@ -83,14 +73,14 @@ def create(store: Store, new: NewJob) -> tuple[JobRow, bool]:
         raise JobConflict(f"another job has the run directory {new.run_dir}") from error
 
 
-def _of_request(connection: Connection, new: NewJob) -> JobRow | None:
+def _of_request(connection: Connection, new: Job) -> Job | None:
     if new.idempotency_key is None:
         return None
     return _of_key(connection, new.home, new.idempotency_key, new.body_hash)
 
 
-def _of_key(connection: Connection, home: str, key: str, body_hash: str | None) -> JobRow | None:
-    query = select(Job.id, Job.body_hash).where(Job.home == home, Job.idempotency_key == key)
+def _of_key(connection: Connection, home: str, key: str, body_hash: str | None) -> Job | None:
+    query = select(JOBS).where(JOBS.c.home == home, JOBS.c.idempotency_key == key)
     row = connection.execute(query).first()
     if row is None:
         return None
@@ -98,10 +88,10 @@ def _of_key(connection: Connection, home: str, key: str, body_hash: str | None) 
         raise IdempotencyConflict(
             f"Idempotency-Key {key!r} made job {row.id} with another body; use a new key"
         )
-    return _one(connection, row.id)
+    return job_row(row)
 
 
-def get(store: Store, job_id: str) -> JobRow:
+def get(store: Store, job_id: str) -> Job:
     """Read one job."""
     with store.read() as connection:
         return _one(connection, job_id)
@@ -115,20 +105,20 @@ def find(
     origin: Origin | None = None,
     cursor: str | None = None,
     limit: int = 50,
-) -> Page[JobRow]:
+) -> Page[Job]:
     """Return a page of at most `limit` jobs, newest first: the one after the previous page's `cursor`.
 
     The filters `states`, `home` and `origin` let all jobs through where they are empty or None.
     """
-    query = select(*_COLUMNS).order_by(Job.number.desc()).limit(limit + 1)
+    query = select(JOBS).order_by(JOBS.c.number.desc()).limit(limit + 1)
     if allowed := tuple(states):
-        query = query.where(Job.state.in_(allowed))
+        query = query.where(JOBS.c.state.in_(allowed))
     if home is not None:
-        query = query.where(Job.home == home)
+        query = query.where(JOBS.c.home == home)
     if origin is not None:
-        query = query.where(Job.origin == origin)
+        query = query.where(JOBS.c.origin == origin)
     if cursor is not None:
-        query = query.where(Job.number < number_of(cursor))
+        query = query.where(JOBS.c.number < number_of(cursor))
     with store.read() as connection:
         rows = [job_row(row) for row in connection.execute(query)]
     return Page(tuple(rows[:limit]), str(rows[limit - 1].number) if len(rows) > limit else None)
@@ -136,7 +126,7 @@ def find(
 
 def counts(store: Store, home: str) -> dict[str, int]:
     """Count the jobs of a service by state. States without jobs are absent."""
-    query = select(Job.state, func.count()).where(Job.home == home).group_by(Job.state)
+    query = select(JOBS.c.state, func.count()).where(JOBS.c.home == home).group_by(JOBS.c.state)
     with store.read() as connection:
         return {state: count for state, count in connection.execute(query)}
 
@@ -148,7 +138,7 @@ def number_of(cursor: str) -> int:
     return int(cursor)
 
 
-def transition(store: Store, job: JobRow, **changes: Unpack[Changes]) -> JobRow:
+def transition(store: Store, job: Job, **changes: Unpack[Changes]) -> Job:
     """Change a job unless it has changed since `job` was read (compare-and-set on its version).
 
     Raises:
@@ -160,12 +150,12 @@ def transition(store: Store, job: JobRow, **changes: Unpack[Changes]) -> JobRow:
         return _compare_and_set(connection, job, changes)
 
 
-def _compare_and_set(connection: Connection, job: JobRow, changes: Changes) -> JobRow:
+def _compare_and_set(connection: Connection, job: Job, changes: Changes) -> Job:
     if "state" in changes:
         refuse_leap(job, changes["state"])
     result = connection.execute(
-        update(Job)
-        .where(Job.number == job.number, Job.version == job.version)
+        update(JOBS)
+        .where(JOBS.c.number == job.number, JOBS.c.version == job.version)
         .values({**changes, "version": job.version + 1})
     )
     now = _one(connection, job.id)
@@ -174,7 +164,7 @@ def _compare_and_set(connection: Connection, job: JobRow, changes: Changes) -> J
     return now
 
 
-def change(store: Store, job_id: str, decide: Callable[[JobRow], Changes | None]) -> JobRow:
+def change(store: Store, job_id: str, decide: Callable[[Job], Changes | None]) -> Job:
     """Read a job, decide, and change it in one transaction; return the job afterwards.
 
     Args:
@@ -186,9 +176,11 @@ def change(store: Store, job_id: str, decide: Callable[[JobRow], Changes | None]
         return job if changes is None else _compare_and_set(connection, job, changes)
 
 
-def claim(store: Store, home: str) -> JobRow | None:
+def claim(store: Store, home: str) -> Job | None:
     """Set the oldest queued job of a service to running and return it; None: no job waits."""
-    oldest = select(*_COLUMNS).where(Job.state == "queued", Job.home == home).order_by(Job.number).limit(1)
+    oldest = (
+        select(JOBS).where(JOBS.c.state == "queued", JOBS.c.home == home).order_by(JOBS.c.number).limit(1)
+    )
     while True:
         with store.read() as connection:
             row = connection.execute(oldest).first()
@@ -203,28 +195,30 @@ def claim(store: Store, home: str) -> JobRow | None:
             continue  # another process claimed this job
 
 
-def remove(store: Store, job_id: str) -> JobRow:
+def remove(store: Store, job_id: str) -> Job:
     """Delete an ended job and its index from the store; return the job. Its files stay."""
     job = get(store, job_id)
     refuse_unended(job)
     with store.write() as connection:
-        result = connection.execute(delete(Job).where(Job.number == job.number, Job.version == job.version))
+        result = connection.execute(
+            delete(JOBS).where(JOBS.c.number == job.number, JOBS.c.version == job.version)
+        )
         if not result.rowcount:
             raise JobChanged(f"job {job_id} is {_one(connection, job_id).state} now; look at it again")
     return job
 
 
-def _one(connection: Connection, job_id: str, *, lock: bool = False) -> JobRow:
-    query = select(*_COLUMNS).where(Job.id == job_id)
+def _one(connection: Connection, job_id: str, *, lock: bool = False) -> Job:
+    query = select(JOBS).where(JOBS.c.id == job_id)
     row = connection.execute(query.with_for_update() if lock else query).first()
     if row is None:
         raise UnknownJob(f"there is no job {job_id[:64]!r}")
     return job_row(row)
 
 
-def job_row(row: Row[Any]) -> JobRow:
-    """Convert a database row of `jobs` to a JobRow."""
-    return JobRow(**{name: getattr(row, name) for name in JobRow.__slots__})
+def job_row(row: Row[Any]) -> Job:
+    """Return a database row of `jobs` as a job."""
+    return Job.model_validate(row._asdict())
 
 
 # paused, cancelled, failed -> queued: a user resumes the job from its last checkpoint.
@@ -256,13 +250,13 @@ def state_of_run(status: RunStatus) -> tuple[JobState, str | None, str | None]:
     return _OF_RUNS[status.state.state], status.state.code or None, status.state.detail or None
 
 
-def refuse_unended(job: JobRow) -> None:
+def refuse_unended(job: Job) -> None:
     """Refuse to delete a job that has not ended."""
     if job.state not in (*ENDED, "paused"):
         raise JobConflict(f"job {job.id} is {job.state}; cancel it first, then delete it")
 
 
-def refuse_leap(job: JobRow, state: JobState) -> None:
+def refuse_leap(job: Job, state: JobState) -> None:
     """Refuse a transition that is not in `_AFTER`. A run of another process (origin cli) may take any."""
     if job.origin == "cli" or state == job.state or state in _AFTER[job.state]:
         return
@@ -270,21 +264,11 @@ def refuse_leap(job: JobRow, state: JobState) -> None:
     raise JobConflict(f"job {job.id} is {job.state} and cannot become {state}; what may follow: {after}")
 
 
-# A row's place in its own store: its number, and the service that runs it.
-_PLACE = ("number", "home")
-
-
 def read_rows(store: Store, home: str) -> list[dict[str, Any]]:
     """Read the jobs of a service in their order as JSON for a backup, without their place in this store."""
     with store.read() as connection:
-        found = connection.execute(select(Job.__table__).where(Job.home == home).order_by(Job.number))
-        rows = [dict(row) for row in found.mappings()]
-    for row in rows:
-        for name in _PLACE:
-            del row[name]
-        for name, value in row.items():
-            row[name] = value.isoformat() if isinstance(value, datetime) else value
-    return rows
+        rows = connection.execute(select(JOBS).where(JOBS.c.home == home).order_by(JOBS.c.number))
+        return [job_row(row).model_dump(mode="json", exclude={"number", "home", "progress"}) for row in rows]
 
 
 def put_rows(store: Store, rows: Sequence[Mapping[str, Any]], home: str, *, finish: Callable[[], int]) -> int:
@@ -296,17 +280,14 @@ def put_rows(store: Store, rows: Sequence[Mapping[str, Any]], home: str, *, fini
     Raises:
         JobError: the store has one of them.
     """
-    moments = [
-        column.name for column in Job.__table__.columns if isinstance(column.type, UtcDateTime | DateTime)
-    ]
     with store.write() as connection:
-        known = set(connection.scalars(select(Job.id)))
+        known = set(connection.scalars(select(JOBS.c.id)))
         for row in rows:
-            if row["id"] in known:
+            job = Job.model_validate({**row, "home": home})
+            if job.id in known:
                 raise JobError(
-                    f"the store {store.shown} has job {row['id']} already",
+                    f"the store {store.shown} has job {job.id} already",
                     hint="A backup is restored into a database that does not have its jobs.",
                 )
-            times = {name: datetime.fromisoformat(row[name]) for name in moments if row[name] is not None}
-            connection.execute(insert(Job).values({**row, **times, "home": home}))
+            connection.execute(insert(JOBS).values(job.model_dump(exclude=_NOT_GIVEN)))
         return finish()

@@ -1,199 +1,214 @@
-"""Reads of a run's metrics for pages and the API. Each needs a fixed number of queries, however long the run.
+"""Reads of a run's metrics for pages and the API: a query tells where runs lie, the rest is in their files.
 
 Reads of rollouts and decisions: reads_rollouts.py.
 """
 
-from collections.abc import Collection, Iterable, Sequence
-from itertools import groupby
-from operator import itemgetter
+import json
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
 
-from sqlalchemy import Connection, Subquery, and_, func, select
+from sqlalchemy import ColumnElement, Text, and_, cast, func, or_, select
 
-from trainer_backend.store.database import Store
-from trainer_backend.store.rows import CheckpointRow, JobRow, MetricLine, RunSummary, Series
-from trainer_backend.store.tables import (
-    Checkpoint,
-    Curve,
-    Iteration,
-    Metric,
-    MetricRow,
-    fits,
-    job_number,
-    job_numbers,
+from trainer_backend.rundir.checkpoint_paths import best_checkpoint, whole_checkpoints
+from trainer_backend.store.database import Store, UnknownJob
+from trainer_backend.store.jobs import job_row
+from trainer_backend.store.metrics import METRICS_FILE, Mark, MetricsFile, thin
+from trainer_backend.store.paging import cursor_of, sort_page
+from trainer_backend.store.rows import (
+    ALL_RUNS,
+    CheckpointRow,
+    Job,
+    MetricLine,
+    Page,
+    RunFacets,
+    RunFilter,
+    RunSort,
+    RunSummary,
+    Series,
 )
+from trainer_backend.store.tables import JOBS, SYNCED_FILES
 
-_LINE = [getattr(MetricRow, name) for name in MetricLine.__slots__]
-_CHECKPOINT = [getattr(Checkpoint, name) for name in CheckpointRow.__slots__]
+MARK = [SYNCED_FILES.c[name] for name in Mark.__slots__]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Where a run lies, when its last iteration ended, and how far the store has seen its metrics."""
+
+    run_dir: str | None
+    finished: datetime | None
+    mark: Mark
+
+
+def _runs(store: Store, job_ids: Collection[str]) -> dict[str, _Run]:
+    """Return the runs of jobs, by job id in the order of the ids."""
+    of_metrics = and_(SYNCED_FILES.c.job == JOBS.c.number, SYNCED_FILES.c.name == METRICS_FILE)
+    query = select(JOBS.c.id, JOBS.c.run_dir, JOBS.c.finished, *MARK).outerjoin(SYNCED_FILES, of_metrics)
+    with store.read() as connection:
+        rows = connection.execute(query.where(JOBS.c.id.in_(job_ids))).all()
+    runs = {
+        job_id: _Run(run_dir, finished, Mark() if mark[0] is None else Mark(*mark))
+        for job_id, run_dir, finished, *mark in rows
+    }
+    missing = next((job_id for job_id in job_ids if job_id not in runs), None)
+    if missing is not None:
+        raise UnknownJob(f"there is no job {missing[:64]!r}")
+    return {job_id: runs[job_id] for job_id in job_ids}
+
+
+@contextmanager
+def _metrics(store: Store, run: _Run) -> Iterator[tuple[MetricsFile, int]]:
+    """Hold the metrics of a run, with the number before that of its first row."""
+    with store.metrics.open(run.run_dir) as file:
+        yield file, file.next_mark(run.mark).base
 
 
 def summaries(
-    store: Store, jobs: Sequence[JobRow], names: Sequence[str], *, sums: Collection[str] = ()
+    store: Store, jobs: Sequence[Job], names: Sequence[str], *, sums: Collection[str] = ()
 ) -> tuple[RunSummary, ...]:
     """Summarise the runs of jobs, in the order of the jobs.
 
     A summary has the last iteration, the numbers `names` of the last rows, and `sums` over all rows.
     """
-    numbers = [job.number for job in jobs]
-    last_iterations = (
-        select(Iteration.job, func.max(Iteration.iteration), func.max(Iteration.finished))
-        .where(Iteration.job.in_(numbers))
-        .group_by(Iteration.job)
-    )
-    with store.read() as connection:
-        iterations = {row[0]: row for row in connection.execute(last_iterations)}
-        numbers_by_kind = _last_numbers(connection, numbers, names)
-        totals = _totals(connection, numbers, sums) if sums else {}
+    runs = _runs(store, [job.id for job in jobs])
     result = []
     for job in jobs:
-        _, last, finished = iterations.get(job.number, (0, 0, None))
-        latest, evaluated = (
-            numbers_by_kind.get((job.number, kind), {}) for kind in ("iteration", "evaluation")
-        )
-        result.append(RunSummary(job, last, finished, latest, evaluated, totals.get(job.number, {})))
+        with _metrics(store, runs[job.id]) as (file, _):
+            last = file.last_iteration("iteration")
+            finished = runs[job.id].finished if last is not None else None
+            latest, evaluated = (file.last_numbers(kind, names) for kind in ("iteration", "evaluation"))
+            result.append(RunSummary(job, last or 0, finished, latest, evaluated, file.sums(sums)))
     return tuple(result)
 
 
-def _totals(
-    connection: Connection, jobs: Sequence[int], names: Collection[str]
-) -> dict[int, dict[str, float]]:
-    """Sum the named numbers over all rows of every kind, by job."""
-    query = (
-        select(Curve.job, Curve.name, func.sum(Metric.value))
-        .join(Metric, Metric.curve == Curve.number)
-        .where(Curve.job.in_(jobs), Curve.name.in_(names))
-        .group_by(Curve.job, Curve.name)
-    )
-    totals: dict[int, dict[str, float]] = {}
-    for job, name, value in connection.execute(query):
-        totals.setdefault(job, {})[name] = value
-    return totals
+def run_summaries(
+    store: Store,
+    where: RunFilter = ALL_RUNS,
+    *,
+    sort: RunSort = "created",
+    descending: bool = True,
+    cursor: str | None = None,
+    limit: int = 50,
+) -> Page[RunSummary]:
+    """Return a page of the list of runs: one query, and no file. Runs without the sort value come last.
+
+    Args:
+        cursor: the cursor of the previous page, for the same filter and order.
+    """
+    column = "number" if sort == "created" else sort
+    query = select(JOBS).where(*_run_conditions(where))
+    query = sort_page(query, JOBS.c[column], JOBS.c.number, descending=descending, cursor=cursor, limit=limit)
+    with store.read() as connection:
+        jobs = [job_row(row) for row in connection.execute(query)]
+    items = tuple(_summary(job) for job in jobs[:limit])
+    if len(jobs) <= limit:
+        return Page(items, None)
+    return Page(items, cursor_of(getattr(jobs[limit - 1], column), jobs[limit - 1].number))
 
 
-def _last_numbers(
-    connection: Connection, jobs: Sequence[int], names: Sequence[str]
-) -> dict[tuple[int, str], dict[str, float]]:
-    """Read the named numbers of the last row, by job and kind."""
-    last = _last_of(jobs, ("iteration", "evaluation"))
-    query = (
-        select(Curve.job, Curve.kind, Curve.name, Metric.value)
-        .join(last, and_(last.c.job == Curve.job, last.c.kind == Curve.kind))
-        .join(Metric, and_(Metric.curve == Curve.number, Metric.iteration == last.c.iteration))
-        .where(Curve.name.in_(names))
-    )
-    numbers: dict[tuple[int, str], dict[str, float]] = {}
-    for job, kind, name, value in connection.execute(query):
-        numbers.setdefault((job, kind), {})[name] = value
-    return numbers
+def _run_conditions(where: RunFilter) -> Iterator[ColumnElement[bool]]:
+    if where.text:
+        texts = (JOBS.c.name, JOBS.c.id, JOBS.c.environment, JOBS.c.model)
+        found = [text.icontains(where.text, autoescape=True) for text in texts]
+        yield or_(*found, _TAGS.icontains(json.dumps(where.text)[1:-1], autoescape=True))
+    if where.states:
+        yield JOBS.c.state.in_(where.states)
+    for column, value in ((JOBS.c.environment, where.environment), (JOBS.c.model, where.model)):
+        if value is not None:
+            yield column == value
+    for name, value in where.tags.items():
+        pair = f"{json.dumps(name)}: {json.dumps(value)}"
+        # `replace` compares exactly in both databases. SQLite's LIKE ignores case, and its paths in JSON know
+        # no name with a quotation mark.
+        yield or_(*(func.replace(_TAGS, f"{start}{pair}", "") != _TAGS for start in ("{", ", ")))
 
 
-def _last_of(jobs: Iterable[int], kinds: Iterable[str]) -> Subquery:
-    """Select the iteration of the last row, by job and kind."""
-    return (
-        select(MetricRow.job, MetricRow.kind, func.max(MetricRow.iteration).label("iteration"))
-        .where(MetricRow.job.in_(jobs), MetricRow.kind.in_(kinds))
-        .group_by(MetricRow.job, MetricRow.kind)
-        .subquery()
-    )
+_TAGS = cast(JOBS.c.tags, Text)  # as json.dumps wrote them
+
+
+def _summary(job: Job) -> RunSummary:
+    """Return the summary of a run as the last sync has left it (`sync.summarise_metrics`)."""
+    found = {name: job.numbers.get(name, {}) for name in ("latest", "evaluated", "sums")}
+    spark = None
+    if job.numbers.get("spark"):
+        iterations_N, values_N = map(tuple, job.numbers["spark"])
+        spark = Series(iterations_N, values_N, values_N, values_N)
+    return RunSummary(job, job.iteration, job.finished, spark=spark, **found)
+
+
+def run_facets(store: Store) -> RunFacets:
+    """Return the values by which runs can be filtered, each with its number of jobs."""
+    columns = (JOBS.c.environment, JOBS.c.model, JOBS.c.state, JOBS.c.tags)
+    counts: tuple[Counter[str], ...] = tuple(Counter() for _ in columns)
+    with store.read() as connection:
+        for *values, tags in connection.execute(select(*columns)):
+            for counter, value in zip(counts, values, strict=False):
+                counter[value] += 1
+            counts[-1].update(f"{name}={value}" for name, value in tags.items())
+    return RunFacets(*({key: count for key, count in sorted(found.items()) if key} for found in counts))
 
 
 def known_metrics(store: Store, job_ids: Sequence[str]) -> set[tuple[str, str]]:
     """Return (kind, metric) of every curve that any of these runs has."""
-    with store.read() as connection:
-        query = select(Curve.kind, Curve.name).where(Curve.job.in_(job_numbers(connection, job_ids)))
-        return {(kind, name) for kind, name in connection.execute(query.distinct())}
+    curves: set[tuple[str, str]] = set()
+    for run in _runs(store, job_ids).values():
+        with _metrics(store, run) as (file, _):
+            curves |= file.curves
+    return curves
 
 
 def metric_names(store: Store, job_id: str, kind: str = "iteration") -> tuple[str, ...]:
     """Return the names of a run's curves, sorted."""
-    with store.read() as connection:
-        query = select(Curve.name).where(Curve.job == job_number(connection, job_id), Curve.kind == kind)
-        return tuple(sorted(connection.scalars(query)))
+    return tuple(sorted(name for of, name in known_metrics(store, [job_id]) if of == kind))
 
 
 def series(
     store: Store, job_ids: Sequence[str], names: Sequence[str], *, kind: str = "iteration", points: int = 300
 ) -> dict[str, dict[str, Series]]:
-    """Read curves of several runs: by job id, then by metric name. A name without numbers is absent.
+    """Return curves by job id, then by name. Names without a curve are absent.
+
+    All curves are thinned by the same intervals, so that those of several runs can be laid over one another.
 
     Args:
-        names: a name that ends with `/*` matches every name with that prefix (`eval/success_rates/*`).
+        names: a name that ends in `/*` stands for all that begin so (`eval/success_rates/*`).
         points: the maximum per curve; longer curves are reduced to means of intervals, with their bounds.
     """
     starts = tuple(name[:-1] for name in names if name.endswith("/*"))
-    with store.read() as connection:
-        jobs = job_numbers(connection, job_ids)
-        query = select(Curve.number, Curve.job, Curve.name).where(Curve.job.in_(jobs), Curve.kind == kind)
-        rows = connection.execute(query)
-        curves = {row.number: row for row in rows if row.name in names or row.name.startswith(starts)}
-        curves_by_number = _points(connection, list(curves), points)
-    result: dict[str, dict[str, Series]] = {job_id: {} for job_id in job_ids}
-    for number in sorted(curves_by_number, key=lambda number: curves[number].name):
-        result[jobs[curves[number].job]][curves[number].name] = curves_by_number[number]
-    return result
-
-
-def _points(connection: Connection, curves: Sequence[int], points: int) -> dict[int, Series]:
-    """Read the points of curves. All use the same intervals, so curves of several runs can be overlaid."""
-    mine = Metric.curve.in_(curves)
-    last = connection.scalar(select(func.max(Metric.iteration)).where(mine)) or 0
+    curves = {}
+    for job_id, run in _runs(store, job_ids).items():
+        with _metrics(store, run) as (file, _):
+            found = sorted(name for of, name in file.curves if of == kind)
+            chosen = [name for name in found if name in names or name.startswith(starts)]
+            curves[job_id] = {name: file.points(kind, name) for name in chosen}
+    last = max((of.iterations_N[-1] for found in curves.values() for of in found.values()), default=0)
     stride = last // max(points, 1) + 1
-    value, iteration = Metric.value, Metric.iteration
-    whole = select(Metric.curve, iteration, value, value, value).where(mine).order_by(Metric.curve, iteration)
-    stretch = iteration // stride
-    thinned = (
-        select(Metric.curve, func.max(iteration), func.avg(value), func.min(value), func.max(value))
-        .where(mine)
-        .group_by(Metric.curve, stretch)
-        .order_by(Metric.curve, stretch)
-    )
-    # The driver's own tuples: converting them to SQLAlchemy rows takes as long as the query.
-    cursor = connection.execute(whole if stride == 1 else thinned).cursor
-    assert cursor is not None
-    points_by_curve = {}
-    for curve, rows in groupby(cursor.fetchall(), key=itemgetter(0)):
-        _, iterations, means, lows, highs = zip(*rows, strict=True)
-        points_by_curve[curve] = Series(iterations, means, lows, highs)
-    return points_by_curve
+    return {job: {name: thin(of, stride) for name, of in found.items()} for job, found in curves.items()}
 
 
 def metric_lines(
     store: Store, job_id: str, *, after: int = 0, kind: str | None = None, limit: int = 200
 ) -> tuple[MetricLine, ...]:
     """Return rows of metrics.jsonl with a number above `after`, oldest first: the rows a live page lacks."""
-    if not fits(after):
-        return ()  # no row number is that high
-    query = select(*_LINE).where(MetricRow.number > after).order_by(MetricRow.number).limit(limit)
-    if kind is not None:
-        query = query.where(MetricRow.kind == kind)
-    with store.read() as connection:
-        query = query.where(MetricRow.job == job_number(connection, job_id))
-        return tuple(MetricLine(*row) for row in connection.execute(query))
+    with _metrics(store, _runs(store, [job_id])[job_id]) as (file, base):
+        return file.lines(base, after=after, kind=kind, limit=limit)
 
 
 def newest_lines(store: Store, job_id: str, *, kind: str, limit: int) -> tuple[MetricLine, ...]:
     """Return the rows of the last iterations, oldest first."""
-    query = select(*_LINE).where(MetricRow.kind == kind).order_by(MetricRow.iteration.desc()).limit(limit)
-    with store.read() as connection:
-        query = query.where(MetricRow.job == job_number(connection, job_id))
-        return tuple(MetricLine(*row) for row in reversed(connection.execute(query).all()))
+    with _metrics(store, _runs(store, [job_id])[job_id]) as (file, base):
+        return file.newest(base, kind, limit)
 
 
 def lines_above_zero(
     store: Store, job_id: str, names: Collection[str], *, limit: int
 ) -> tuple[MetricLine, ...]:
     """Return the newest rows, of every kind, in which one of these numbers is above 0; oldest first."""
-    table = MetricRow
-    with store.read() as connection:
-        query = (
-            select(*_LINE)
-            .join(Curve, and_(Curve.job == table.job, Curve.kind == table.kind))
-            .join(Metric, and_(Metric.curve == Curve.number, Metric.iteration == table.iteration))
-            .where(table.job == job_number(connection, job_id), Curve.name.in_(names), Metric.value > 0)
-            .order_by(table.number.desc())
-            .limit(limit * len(names))
-        )
-        lines = {row.number: MetricLine(*row) for row in connection.execute(query)}
-    return tuple(reversed(list(lines.values())[:limit]))
+    with _metrics(store, _runs(store, [job_id])[job_id]) as (file, base):
+        return file.above_zero(base, names, limit)
 
 
 def last_line(store: Store, job_id: str, kind: str) -> MetricLine | None:
@@ -205,20 +220,33 @@ def last_lines(
     store: Store, job_ids: Sequence[str], kinds: Sequence[str]
 ) -> dict[str, dict[str, MetricLine]]:
     """Return the newest row of each kind, by job id, then by kind. Kinds without rows are absent."""
-    table = MetricRow
-    with store.read() as connection:
-        jobs = job_numbers(connection, job_ids)
-        last = _last_of(jobs, kinds).c
-        same = and_(last.job == table.job, last.kind == table.kind, last.iteration == table.iteration)
-        rows = connection.execute(select(table.job, *_LINE).where(same)).all()
-    lines: dict[str, dict[str, MetricLine]] = {job_id: {} for job_id in job_ids}
-    for job, *line in rows:
-        lines[jobs[job]][line[1]] = MetricLine(*line)
+    lines = {}
+    for job_id, run in _runs(store, job_ids).items():
+        with _metrics(store, run) as (file, base):
+            lines[job_id] = {kind: line for kind in kinds for line in file.newest(base, kind, 1)}
     return lines
 
 
 def checkpoints(store: Store, job_id: str) -> tuple[CheckpointRow, ...]:
     """Return the checkpoints of a run, oldest first."""
-    with store.read() as connection:
-        query = select(*_CHECKPOINT).where(Checkpoint.job == job_number(connection, job_id))
-        return tuple(CheckpointRow(*row) for row in connection.execute(query.order_by(Checkpoint.iteration)))
+    run_dir = _runs(store, [job_id])[job_id].run_dir
+    return () if run_dir is None else tuple(checkpoint_rows(Path(run_dir, "checkpoints")))
+
+
+def checkpoint_rows(folder: Path) -> list[CheckpointRow]:
+    """List the whole checkpoints, oldest first."""
+    best = best_checkpoint(folder)
+    return [
+        CheckpointRow(path.name, iteration, path == best, _size(path))
+        for iteration, path in whole_checkpoints(folder)
+    ]
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except FileNotFoundError:
+            continue  # the run is deleting it
+    return total

@@ -1,22 +1,22 @@
-"""Reads of a run's rollouts and their decisions for pages and the API."""
+"""Reads of a run's rollouts for pages and the API."""
 
-import base64
-import json
-import math
-from collections.abc import Mapping
+import os
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Select, and_, false, func, or_, select
+from sqlalchemy import ColumnElement, Select, false, func, or_, select
 
-from trainer_backend.store.database import Store, UnknownCursor, UnknownRollout
-from trainer_backend.store.rows import AnchorRow, DecisionRow, Facets, Page, RolloutRow
-from trainer_backend.store.tables import Decision, LedgerRow, Rollout, SyncedFile, fits, job_number
+from trainer_backend.rundir.rollout_index import read_credits
+from trainer_backend.rundir.spool import find_in_ledger
+from trainer_backend.store.database import Store, UnknownRollout
+from trainer_backend.store.paging import cursor_of, sort_page
+from trainer_backend.store.rows import AnchorRow, Facets, Page, RolloutRow
+from trainer_backend.store.tables import JOBS, ROLLOUTS, SYNCED_FILES, fits, job_number
 
 RolloutSort = Literal["newest", "outcome_reward", "reward", "unique_achievements", "decisions"]
-_FROM_FILE: Mapping[str, Any] = {"file": SyncedFile.name, "decisions_stored": SyncedFile.decisions}
 _COLUMNS: list[Any] = [
-    _FROM_FILE[name] if name in _FROM_FILE else getattr(Rollout, name) for name in RolloutRow.__slots__
+    SYNCED_FILES.c.name if name == "file" else ROLLOUTS.c[name] for name in RolloutRow.__slots__
 ]
 
 
@@ -32,7 +32,12 @@ class RolloutFilter:
     failure_code: str | None = None
     stop_reason: str | None = None
     min_reward: float | None = None
-    """Minimum outcome reward."""
+    """Bounds of the outcome reward, `max_reward` included; the same of the number of decisions."""
+    max_reward: float | None = None
+    min_decisions: int | None = None
+    max_decisions: int | None = None
+    lost: bool | None = None
+    """True: only those that failed, and those of training that no update was given."""
     text: str | None = None
     """Part of the rollout id, case-insensitive."""
 
@@ -53,84 +58,73 @@ def rollouts(
         cursor: the cursor of the previous page, for the same filter and order.
     """
     column = "number" if sort == "newest" else sort
-    by = getattr(Rollout, column)
     with store.read() as connection:
         query = _selected().where(*_conditions(job_number(connection, job_id), where))
-        if cursor is not None:
-            query = query.where(_beyond(by, *_read_cursor(cursor, by), descending=descending))
-        order = (by.desc(), Rollout.number.desc()) if descending else (by.asc(), Rollout.number.asc())
-        query = query.order_by(order[0].nulls_last(), order[1]).limit(limit + 1)
+        by, number = ROLLOUTS.c[column], ROLLOUTS.c.number
+        query = sort_page(query, by, number, descending=descending, cursor=cursor, limit=limit)
         rows = [RolloutRow(*row) for row in connection.execute(query)]
     if len(rows) <= limit:
         return Page(tuple(rows), None)
     end = rows[limit - 1]
-    return Page(tuple(rows[:limit]), _cursor(getattr(end, column), end.number))
+    return Page(tuple(rows[:limit]), cursor_of(getattr(end, column), end.number))
 
 
 def count_rollouts(store: Store, job_id: str, where: RolloutFilter = RolloutFilter()) -> int:
     """Count the rollouts on all pages."""
     with store.read() as connection:
         conditions = _conditions(job_number(connection, job_id), where)
-        return connection.scalar(select(func.count()).select_from(Rollout).where(*conditions)) or 0
+        return connection.scalar(select(func.count()).select_from(ROLLOUTS).where(*conditions)) or 0
 
 
 def _selected() -> Select[Any]:
-    return select(*_COLUMNS).join(SyncedFile, SyncedFile.number == Rollout.file)
+    return select(*_COLUMNS).join(SYNCED_FILES, SYNCED_FILES.c.number == ROLLOUTS.c.file)
 
 
 def _conditions(job: int, where: RolloutFilter) -> list[ColumnElement[bool]]:
-    equal = [field.name for field in fields(where) if field.name not in ("min_reward", "text")]
-    conditions = [Rollout.job == job]
-    for name in equal:
+    others = ("min_reward", "max_reward", "min_decisions", "max_decisions", "lost", "text")
+    conditions = [ROLLOUTS.c.job == job]
+    for name in (field.name for field in fields(where) if field.name not in others):
         value = getattr(where, name)
         if isinstance(value, int) and not fits(value):
             conditions.append(false())  # no rollout has a number that the column cannot hold
         elif value is not None:
-            conditions.append(getattr(Rollout, name) == value)
-    if where.min_reward is not None:
-        conditions.append(Rollout.outcome_reward >= where.min_reward)
+            conditions.append(ROLLOUTS.c[name] == value)
+    for column, low, high in (
+        (ROLLOUTS.c.outcome_reward, where.min_reward, where.max_reward),
+        (ROLLOUTS.c.decisions, _clip(where.min_decisions), _clip(where.max_decisions)),
+    ):
+        if low is not None:
+            conditions.append(column >= low)
+        if high is not None:
+            conditions.append(column <= high)
+    if where.lost:
+        # What is trained on has rewards. By them the index of `reward` finds the few that have none.
+        failed_or_unused = or_(ROLLOUTS.c.status != "finished", ROLLOUTS.c.stage == "train")
+        conditions += [ROLLOUTS.c.reward.is_(None), failed_or_unused]
     if where.text:
-        conditions.append(Rollout.rollout_id.icontains(where.text, autoescape=True))
+        conditions.append(ROLLOUTS.c.rollout_id.icontains(where.text, autoescape=True))
     return conditions
 
 
-def _beyond(by: Any, value: float | None, number: int, *, descending: bool) -> ColumnElement[bool]:
-    """Match the rows that follow the row with this value and number."""
-    behind = Rollout.number < number if descending else Rollout.number > number
-    if value is None:
-        return and_(by.is_(None), behind)
-    return or_(by < value if descending else by > value, and_(by == value, behind), by.is_(None))
-
-
-def _cursor(value: float | None, number: int) -> str:
-    return base64.urlsafe_b64encode(json.dumps([value, number]).encode()).decode().rstrip("=")
-
-
-def _read_cursor(cursor: str, by: Any) -> tuple[float | None, int]:
-    """Read the last sort value and row number of the previous page; both must fit their columns."""
-    try:
-        value, number = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
-        whole = by.type.python_type is int
-        valid = value is None or (_is_whole(value) if whole else math.isfinite(value))
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise UnknownCursor(cursor) from error
-    if not (valid and _is_whole(number)):
-        raise UnknownCursor(cursor)
-    return value, number
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and fits(value)
+def _clip(bound: int | None) -> int | None:
+    """Return the bound, or the nearest one that a column can hold."""
+    return bound if bound is None or fits(bound) else 2**31 - 1 if bound > 0 else -(2**31)
 
 
 def facets(store: Store, job_id: str) -> Facets:
     """Return the values by which the rollouts of a run can be filtered, with their counts."""
-    columns = (Rollout.stage, Rollout.policy, Rollout.status, Rollout.failure_code, Rollout.stop_reason)
+    columns = (
+        ROLLOUTS.c.stage,
+        ROLLOUTS.c.policy,
+        ROLLOUTS.c.status,
+        ROLLOUTS.c.failure_code,
+        ROLLOUTS.c.stop_reason,
+    )
     counts: list[dict[str, int]] = [{} for _ in columns]
     spans: list[int] = []
-    query = select(*columns, func.count(), func.min(Rollout.iteration), func.max(Rollout.iteration))
+    query = select(*columns, func.count(), func.min(ROLLOUTS.c.iteration), func.max(ROLLOUTS.c.iteration))
     with store.read() as connection:
-        mine = query.where(Rollout.job == job_number(connection, job_id)).group_by(*columns)
+        mine = query.where(ROLLOUTS.c.job == job_number(connection, job_id)).group_by(*columns)
         for *values, count, first, last in connection.execute(mine):
             spans += [first, last]
             for counter, value in zip(counts, values, strict=True):
@@ -144,12 +138,14 @@ def facets(store: Store, job_id: str) -> Facets:
 def rollout(store: Store, job_id: str, rollout_id: str) -> RolloutRow:
     """Return one rollout by its id or by a suffix that only one id has (`train/3/0/1`)."""
     with store.read() as connection:
-        mine = _selected().where(Rollout.job == job_number(connection, job_id))
-        rows = connection.execute(mine.where(Rollout.rollout_id == rollout_id)).all()
+        mine = _selected().where(ROLLOUTS.c.job == job_number(connection, job_id))
+        rows = connection.execute(mine.where(ROLLOUTS.c.rollout_id == rollout_id)).all()
         if not rows:
             end = f"/{rollout_id}"
             # Not LIKE, which ignores case in SQLite.
-            ends = func.substr(Rollout.rollout_id, func.length(Rollout.rollout_id) - len(end) + 1) == end
+            ends = (
+                func.substr(ROLLOUTS.c.rollout_id, func.length(ROLLOUTS.c.rollout_id) - len(end) + 1) == end
+            )
             rows = connection.execute(mine.where(ends).limit(3)).all()
     if len(rows) != 1:
         some = f": {', '.join(row.rollout_id for row in rows)}" if rows else ""
@@ -157,54 +153,59 @@ def rollout(store: Store, job_id: str, rollout_id: str) -> RolloutRow:
     return RolloutRow(*rows[0])
 
 
-_DECISION = [getattr(Decision, name) for name in DecisionRow.__slots__]
-
-
-def decisions(store: Store, row: RolloutRow) -> tuple[DecisionRow, ...]:
-    """Return the decisions of a rollout by turn; empty where retention removed them (`decisions_stored`)."""
-    query = select(*_DECISION).where(Decision.rollout == row.number).order_by(Decision.turn)
-    with store.read() as connection:
-        return tuple(
-            DecisionRow(**{**decision._mapping, "unique": tuple(decision.unique)})
-            for decision in connection.execute(query)
-        )
-
-
 def siblings(store: Store, job_id: str, row: RolloutRow) -> tuple[RolloutRow, ...]:
     """Return the rollouts of its group, stage and iteration, itself included, by sibling and attempt."""
     with store.read() as connection:
         query = _selected().where(*_group(job_number(connection, job_id), row))
-        rows = connection.execute(query.order_by(Rollout.sibling, Rollout.attempt, Rollout.number))
+        rows = connection.execute(query.order_by(ROLLOUTS.c.sibling, ROLLOUTS.c.attempt, ROLLOUTS.c.number))
         return tuple(RolloutRow(*item) for item in rows)
 
 
 def _group(job: int, row: RolloutRow) -> tuple[ColumnElement[bool], ...]:
-    same = (Rollout.group_id == row.group_id, Rollout.stage == row.stage, Rollout.iteration == row.iteration)
-    return (Rollout.job == job, *same)
+    same = (
+        ROLLOUTS.c.group_id == row.group_id,
+        ROLLOUTS.c.stage == row.stage,
+        ROLLOUTS.c.iteration == row.iteration,
+    )
+    return (ROLLOUTS.c.job == job, *same)
 
 
 def anchors(
     store: Store, job_id: str, row: RolloutRow, state_key: str, *, limit: int
 ) -> tuple[AnchorRow, ...]:
-    """Return the first `limit` decisions of this rollout's group in one state, by sibling and turn."""
-    columns = [
-        getattr(Rollout if name in ("rollout_id", "sibling") else Decision, name)
-        for name in AnchorRow.__slots__
-    ]
+    """Return the first `limit` decisions of this rollout's group in one state, by sibling and turn.
+
+    They are read from the files of the run; there are none where those are gone.
+    """
+    group = siblings(store, job_id, row)
+    found = []
+    for name in {one.file for one in group}:
+        rows = sorted((one for one in group if one.file == name), key=lambda one: one.place)
+        try:
+            credits = read_credits(_run_dir(store, job_id) / name, [one.place for one in rows])
+        except FileNotFoundError:
+            continue
+        found += [
+            AnchorRow(one.rollout_id, one.sibling, *(decision[name] for name in _OF_DECISION))
+            for one, decisions in zip(rows, credits, strict=True)
+            for decision in decisions
+            if decision["state_key"] == state_key
+        ]
+    return tuple(sorted(found, key=lambda anchor: (anchor.sibling, anchor.turn))[:limit])
+
+
+_OF_DECISION = AnchorRow.__slots__[2:]
+
+
+def _run_dir(store: Store, job_id: str) -> Path:
+    """Return the run directory of a job; without one a folder that has no file."""
     with store.read() as connection:
-        query = (
-            select(*columns)
-            .join(Rollout, Rollout.number == Decision.rollout)
-            .where(*_group(job_number(connection, job_id), row), Decision.state_key == state_key)
-            .order_by(Rollout.sibling, Decision.turn)
-            .limit(limit)
+        run_dir = connection.scalar(
+            select(JOBS.c.run_dir).where(JOBS.c.number == job_number(connection, job_id))
         )
-        return tuple(AnchorRow(*anchor) for anchor in connection.execute(query))
+        return Path(run_dir or os.devnull)
 
 
 def learning_iteration(store: Store, job_id: str, rollout_id: str) -> int | None:
-    """Return the iteration whose update learned from this rollout, or None."""
-    with store.read() as connection:
-        job = job_number(connection, job_id)
-        query = select(LedgerRow.iteration).where(LedgerRow.job == job, LedgerRow.rollout_id == rollout_id)
-        return connection.scalar(query)
+    """Return the iteration whose update learned from this rollout, or None; the run's ledger says it."""
+    return find_in_ledger(_run_dir(store, job_id), rollout_id)

@@ -1,4 +1,4 @@
-"""[retention] of a job: which files and decisions of a run each sync keeps. A pure rule."""
+"""[retention] of a job: which files of a run each sync keeps. A pure rule."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,25 +9,20 @@ from pydantic import Field
 from shared_schemas.plain_text import read_text
 from trainer_backend.core.keys import Table
 from trainer_backend.errors import RunDirectoryError
+from trainer_backend.job.foreign_keys import DROPPED
+from trainer_backend.job.layers import without
 from trainer_backend.rundir.files import write_errors
 
 if TYPE_CHECKING:  # pyarrow, which reading a job does not need
     from trainer_backend.rundir.rollout_index import RolloutFile
 
-_DAY_NS = 86_400 * 10**9
 # Stages with one file per iteration. Evaluations are few, and the report needs them.
 _OF_ITERATIONS = ("train", "branches")
 
 
 class RetentionTable(Table):
-    """[retention]: read by `turnwise trainer`, which indexes runs in its database; absent keys keep all."""
+    """[retention]: read by `turnwise trainer`, which indexes runs in its database; absent: all stay."""
 
-    decisions_iterations: int | None = Field(default=None, ge=1)
-    """the database keeps the decisions of this many newest iterations; it keeps all rollouts and metrics, and
-    the run directory keeps everything"""
-    decisions_days: float | None = Field(default=None, gt=0)
-    """the same by age, in days since their file was written; applied when the run has news and when the
-    service starts"""
     rollout_files_iterations: int | None = Field(default=None, ge=1)
     """the run directory keeps the rollout files of this many newest iterations and of evaluations; older ones
     are deleted there and in the database"""
@@ -38,7 +33,7 @@ def retention_of(run: Path) -> RetentionTable:
     path = run / "job.toml"
     try:
         document = tomli.loads(read_text(path))
-        return RetentionTable.model_validate(document.get("retention", {}))
+        return RetentionTable.model_validate(without(document, DROPPED).get("retention", {}))
     except (OSError, ValueError) as error:
         raise RunDirectoryError(f"{path}: [retention] cannot be read: {error}") from error
 
@@ -46,16 +41,6 @@ def retention_of(run: Path) -> RetentionTable:
 def newest_iteration(files: "list[RolloutFile]") -> int:
     """Return the last iteration that has rollouts; [retention] counts back from it."""
     return max((file.iteration for file in files if file.stage == "train"), default=0)
-
-
-def keeps_decisions(table: RetentionTable, file: "RolloutFile", *, newest: int, now_ns: int) -> bool:
-    """Return whether the store keeps the decisions of a file.
-
-    `newest` is the run's last iteration; `now_ns` counts nanoseconds since 1970, like file times.
-    """
-    count, days = table.decisions_iterations, table.decisions_days
-    young = days is None or now_ns - file.modified_ns <= days * _DAY_NS
-    return young and (count is None or file.iteration > newest - count)
 
 
 def keeps_file(table: RetentionTable, file: "RolloutFile", *, newest: int) -> bool:

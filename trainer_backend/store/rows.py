@@ -1,12 +1,15 @@
-"""Rows that the store returns: frozen dataclasses without SQLAlchemy. Times are aware, in UTC."""
+"""Rows of the store, of whose fields its tables are made; without SQLAlchemy. Times are aware, in UTC."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Generic, Literal, TypeVar
 
 import tomli
+from pydantic import Field
+
+from shared_schemas.base import Body
 
 JobState = Literal["queued", "running", "pausing", "paused", "cancelling", "cancelled", "succeeded", "failed"]
 Wanted = Literal["run", "pause", "cancel"]
@@ -27,35 +30,93 @@ class Page(Generic[Item]):
     """Opaque position of the next page; None: this page is the last."""
 
 
-@dataclass(frozen=True, slots=True)
-class JobRow:
-    """A job at the time it was read; tables.Job describes its fields."""
+class Progress(Body):
+    """The progress of a job from `state.json` of its run directory.
 
-    number: int
+    `iteration` is the last finished one, `iterations` the job's total. `stage` is the current stage, with
+    `done` of `total` steps.
+    """
+
+    state: str
+    iteration: int
+    iterations: int | None
+    stage: str
+    done: int
+    total: int
+    since: str
+
+
+class JobView(Body):
+    """A job. `wanted` is the last requested state, `attempt` the number of processes started so far.
+
+    `code` and `detail` say why it failed, was stopped, or is being restarted.
+    """
+
     id: str
     name: str
     state: JobState
     wanted: Wanted
-    config: str
-    run_dir: str | None
-    run_id: str | None
     origin: Origin
-    home: str
-    tags: Mapping[str, str]
+    tags: dict[str, str]
     attempt: int
     created: datetime
     started: datetime | None
     ended: datetime | None
     code: str | None
     detail: str | None
-    version: int
+    run_dir: str | None
+    run_id: str | None
+    version: int = Field(description="counts changes of the job")
+    progress: Progress | None = None
+
+
+# Of a job that has not been stored yet.
+_NEVER = datetime(1, 1, 1, tzinfo=UTC)
+
+
+class Job(JobView):
+    """A job: posted to the service, or a run directory that `turnwise train` made; a row of `jobs`.
+
+    A new one needs name, config and home; the store gives it its number, id and time.
+    """
+
+    id: str = ""  # uuid, hex
+    state: JobState = "queued"
+    wanted: Wanted = "run"
+    origin: Origin = "api"
+    tags: dict[str, str] = Field(default_factory=dict)
+    attempt: int = 0
+    created: datetime = _NEVER
+    started: datetime | None = None
+    ended: datetime | None = None
+    code: str | None = None  # why it failed or was stopped, for programs; `detail`: as a sentence
+    detail: str | None = None
+    run_dir: str | None = None  # absolute; None until the job has one
+    run_id: str | None = None
+    version: int = 1  # number of changes; compare-and-set uses it
+
+    number: int = 0  # in order of creation; pages go by it
+    config: str  # the resolved TOML, without secrets
+    home: str  # the service that runs it: several services may share one PostgreSQL, but no disk
+    idempotency_key: str | None = None  # the client's key for its request to that service
+    body_hash: str | None = None  # a digest of that request's body
+
+    # What the list of runs shows, sorts and filters by: of the config, and of the run by the sync, whose
+    # writes are no changes of the job.
+    environment: str = ""
+    model: str = ""
+    iteration: int = 0  # the last finished one; 0 before the first
+    finished: datetime | None = None  # when the sync first saw the row of that iteration
+    outcome: float | None = None  # of that iteration
+    evaluation: float | None = None  # the outcome of the last evaluation
+    numbers: dict[str, Any] = Field(default_factory=dict)  # see sync.summarise_metrics
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
     """A line in the list of runs: the requested numbers by name."""
 
-    job: JobRow
+    job: Job
     iteration: int
     """The last finished one; 0 before the first."""
     finished: datetime | None
@@ -65,6 +126,38 @@ class RunSummary:
     evaluated: Mapping[str, float]
     sums: Mapping[str, float] = field(default_factory=dict)
     """Over all rows."""
+    spark: "Series | None" = None
+    """The outcomes of training, in few points."""
+
+
+RunSort = Literal["created", "name", "state", "iteration", "finished", "outcome", "evaluation"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFilter:
+    """A filter of runs. Fields that are empty do not filter."""
+
+    text: str = ""
+    """Part of name, id, environment, model or a tag, case-insensitive."""
+    states: frozenset[JobState] = frozenset()
+    """Any of them."""
+    environment: str | None = None
+    model: str | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)
+    """All of them."""
+
+
+ALL_RUNS = RunFilter()
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacets:
+    """The values by which runs can be filtered, each with its number of jobs; a tag is `name=value`."""
+
+    environments: Mapping[str, int]
+    models: Mapping[str, int]
+    states: Mapping[str, int]
+    tags: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +193,8 @@ class RolloutRow:
     iteration: int
     file: str
     """Its Parquet file in the run directory, such as rollouts/iteration_3.parquet."""
+    place: int
+    """Its row in that file, from 0."""
     group_id: str
     sibling: int
     attempt: int
@@ -116,25 +211,6 @@ class RolloutRow:
     env_steps: int | None
     stop_reason: str | None
     failure_code: str | None
-    decisions_stored: bool
-    """Whether the store still has them; retention removes those of old iterations."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecisionRow:
-    """One decision of a rollout. Its credit is None until credit is assigned."""
-
-    turn: int
-    action: str
-    unique_delta: int
-    ach_delta: int
-    unique: tuple[str, ...]
-    env_reward: float
-    reward: float | None
-    return_to_go: float | None
-    advantage: float | None
-    state_key: str | None
-    invalid_reason: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +257,24 @@ def tables_of(config: str) -> Mapping[str, Any]:
         return {}
 
 
+def named_in(config: str) -> dict[str, str]:
+    """Return the environment and the model that a job names; an empty text for what is not known."""
+    tables = tables_of(config)
+    rollout, model = (tables.get(name, {}) for name in ("rollout", "model"))
+    named = next((model[key] for key in ("preset", "path", "name") if model.get(key)), "")
+    return {
+        "environment": str(rollout.get("env_name", "")),
+        "model": str(named).rstrip("/").rpartition("/")[2],
+    }
+
+
 def iterations_of(config: str) -> int | None:
     """Return the number of iterations a job asks for, or None if unknown."""
     table = tables_of(config).get("training")
     iterations = table.get("iterations") if isinstance(table, Mapping) else None
     return iterations if isinstance(iterations, int) else None
+
+
+# Names of branches that began before; to go at the merge.
+JobRow = Job
+NewJob = Job

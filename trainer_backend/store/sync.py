@@ -1,41 +1,51 @@
-"""Copy the new and changed parts of a run directory into the store; repeating a copy changes nothing.
+"""Bring the store's index of a run directory up to date; repeating it changes nothing.
 
 The run directory is the truth: rows leave the store when their files are gone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from sqlalchemy import delete, insert, select
+from sqlalchemy import Connection, delete, insert, select, update
 
+from trainer_backend.collect.losses import FAILED, FINISHED
+from trainer_backend.core.policies import player_of
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.rundir.checkpoint_paths import best_checkpoint, whole_checkpoints
 from trainer_backend.rundir.layout import RunDirectory
-from trainer_backend.rundir.spool import LEDGER_FILE
+from trainer_backend.rundir.rollout_index import RolloutFile, read_index, rollout_files
 from trainer_backend.store.database import Store
-from trainer_backend.store.rows import CheckpointRow
-from trainer_backend.store.sync_lines import MARK, FileMark, put_ledger, put_metrics, sync_lines
-from trainer_backend.store.sync_rollouts import sync_rollouts
-from trainer_backend.store.tables import Checkpoint, SyncedFile, job_number
+from trainer_backend.store.metrics import METRICS_FILE, Mark, MetricsFile, thin
+from trainer_backend.store.reads import MARK
+from trainer_backend.store.retention import remove_old_files, retention_of
+from trainer_backend.store.tables import JOBS, ROLLOUTS, SYNCED_FILES, job_number
+
+OUTCOME, EVALUATION = "episode/outcome_reward", "eval/outcome_reward"
+# What a line of the list of runs shows of the last rows.
+_LATEST = (OUTCOME, EVALUATION, f"{EVALUATION}_low", f"{EVALUATION}_high")
+_SPARK_POINTS = 60
+# Rollouts that are stored in one transaction, which others wait for.
+_AT_ONCE = 2_000
+
+Seen = Mapping[str, tuple[int, int]]  # by the name of a file, its size and time
 
 
 def sync_run(store: Store, job_id: str, directory: RunDirectory, *, tidies: bool = True) -> bool:
-    """Copy a run directory into the store, and apply [retention] to both; return whether anything was new.
+    """Index a run directory, and apply [retention] to it; return whether anything was new.
 
-    Each file has a transaction of its own: after an interruption the next sync does the rest. A file that
-    cannot be read does not hold up the others. `tidies`: old files are deleted, which a service that
-    only shows runs leaves.
+    After an interruption the next sync does the rest. A file that cannot be read does not hold up the others.
+    `tidies`: old files are deleted, which a service that only shows runs leaves.
     """
     with store.read() as connection:
-        query = select(SyncedFile.name, *MARK).where(SyncedFile.job == job_number(connection, job_id))
-        marks = {name: FileMark(*mark) for name, *mark in connection.execute(query)}
-    parts: list[Callable[[], bool]] = [
-        lambda: sync_rollouts(store, job_id, directory.path, marks, tidies=tidies),
-        lambda: sync_lines(store, job_id, directory.metrics_file, marks, put_metrics),
-        lambda: sync_lines(store, job_id, directory.path / LEDGER_FILE, marks, put_ledger),
-        lambda: sync_checkpoints(store, job_id, directory.checkpoints),
-    ]
+        query = select(SYNCED_FILES.c.name, SYNCED_FILES.c.size, SYNCED_FILES.c.modified_ns)
+        rows = connection.execute(query.where(SYNCED_FILES.c.job == job_number(connection, job_id)))
+        seen = {name: (size, modified_ns) for name, size, modified_ns in rows}
+    parts: tuple[Callable[[], bool], ...] = (
+        lambda: _sync_rollouts(store, job_id, directory.path, seen, tidies=tidies),
+        lambda: _sync_metrics(store, job_id, directory.path, seen),
+    )
     changed, problems = False, []
     for part in parts:
         try:
@@ -47,39 +57,126 @@ def sync_run(store: Store, job_id: str, directory: RunDirectory, *, tidies: bool
     return changed
 
 
-def sync_checkpoints(store: Store, job_id: str, folder: Path) -> bool:
-    """Update the store's list of checkpoints; return whether it changed."""
-    best = best_checkpoint(folder)
-    folders = whole_checkpoints(folder)
-    with store.read() as connection:
-        job = job_number(connection, job_id)
-        query = select(Checkpoint.folder, Checkpoint.best).where(Checkpoint.job == job)
-        stored = {row.folder: row.best for row in connection.execute(query)}
-    if stored == {path.name: path == best for _, path in folders}:
-        return False
-    rows = [{"job": job, **asdict(row)} for row in checkpoint_rows(folder)]
+def _sync_metrics(store: Store, job_id: str, run: Path, seen: Seen) -> bool:
+    """Note how far metrics.jsonl has grown, and what the list of runs shows of it."""
+    try:
+        facts = (run / METRICS_FILE).stat()
+        if seen.get(METRICS_FILE) == (facts.st_size, facts.st_mtime_ns):
+            return False  # without a look into the file: there may be hundreds of old runs
+    except FileNotFoundError:
+        if METRICS_FILE not in seen:
+            return False
+    with store.metrics.open(str(run)):
+        pass  # read before the transaction, which must not wait for the disk
     with store.write() as connection:
-        job_number(connection, job_id, lock=True)
-        connection.execute(delete(Checkpoint).where(Checkpoint.job == job))
-        if rows:
-            connection.execute(insert(Checkpoint), rows)
-    return True
+        job = job_number(connection, job_id, lock=True)
+        mine = (SYNCED_FILES.c.job == job, SYNCED_FILES.c.name == METRICS_FILE)
+        # Read again: a concurrent sync may have finished first.
+        row = connection.execute(select(*MARK).where(*mine)).first()
+        before = Mark() if row is None else Mark(*row)
+        iteration = connection.scalar(select(JOBS.c.iteration).where(JOBS.c.number == job))
+        with store.metrics.open(str(run)) as file:
+            mark, summary = file.next_mark(before), summarise_metrics(file, iteration)
+            seen_now = {"job": job, "name": METRICS_FILE, "modified_ns": file.modified_ns, **asdict(mark)}
+        connection.execute(delete(SYNCED_FILES).where(*mine))
+        connection.execute(insert(SYNCED_FILES).values(seen_now))
+        connection.execute(update(JOBS).where(JOBS.c.number == job).values(summary))
+    return mark != before
 
 
-def checkpoint_rows(folder: Path) -> list[CheckpointRow]:
-    """List the whole checkpoints, oldest first."""
-    best = best_checkpoint(folder)
-    return [
-        CheckpointRow(path.name, iteration, path == best, _size(path))
-        for iteration, path in whole_checkpoints(folder)
-    ]
+def summarise_metrics(file: MetricsFile, iteration: int | None = None) -> dict[str, Any]:
+    """Return the columns of a job that its metrics determine.
+
+    Args:
+        iteration: the last one so far; a later one has ended when the file was written last.
+    """
+    last = file.last_iteration("iteration") or 0
+    latest, evaluated = (file.last_numbers(kind, _LATEST) for kind in ("iteration", "evaluation"))
+    spark = None
+    if ("iteration", OUTCOME) in file.curves:
+        curve = file.points("iteration", OUTCOME)
+        series = thin(curve, curve.iterations_N[-1] // _SPARK_POINTS + 1)
+        spark = [series.iterations_N, series.values_N]
+    summary: dict[str, Any] = {
+        "iteration": last,
+        "outcome": latest.get(OUTCOME),
+        "evaluation": evaluated.get(EVALUATION),
+        "numbers": {
+            "latest": latest,
+            "evaluated": evaluated,
+            "sums": file.sums((*FAILED, *FINISHED)),
+            "spark": spark,
+        },
+    }
+    if last != iteration:
+        summary["finished"] = datetime.fromtimestamp(file.modified_ns / 1e9, UTC) if last else None
+    return summary
 
 
-def _size(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
+def _sync_rollouts(store: Store, job_id: str, run: Path, seen: Seen, *, tidies: bool) -> bool:
+    """Index new and changed files of rollouts, and remove rows whose files are deleted.
+
+    `tidies`: files that [retention] does not keep are deleted first.
+    """
+    retention = retention_of(run)
+    files = rollout_files(run)
+    if tidies:
+        files = remove_old_files(retention, files)
+    names = {file.name for file in files}
+    stale = [name for name in seen if name != METRICS_FILE and name not in names]
+    if stale:
+        with store.write() as connection:
+            _remove(connection, job_number(connection, job_id, lock=True), stale)
+    changed, problems = bool(stale), []
+    batch: list[tuple[RolloutFile, list[dict[str, Any]]]] = []
+    for file in files:
+        if seen.get(file.name) == (file.size, file.modified_ns):
+            continue
         try:
-            total += path.stat().st_size if path.is_file() else 0
+            batch.append((file, read_index(file.path)))
         except FileNotFoundError:
-            continue  # the run is deleting it; the next sync sees that
-    return total
+            continue  # deleted just now: the next sync sees that
+        except RunDirectoryError as error:
+            problems.append(error)
+        if sum(len(rows) for _, rows in batch) >= _AT_ONCE:
+            _put(store, job_id, batch)
+            changed, batch = True, []
+    if batch:
+        _put(store, job_id, batch)
+        changed = True
+    if problems:
+        raise problems[0]
+    return changed
+
+
+def _put(store: Store, job_id: str, files: Sequence[tuple[RolloutFile, list[dict[str, Any]]]]) -> None:
+    """Store the index of some files in place of what was stored of them."""
+    with store.write() as connection:
+        job = job_number(connection, job_id, lock=True)
+        _remove(connection, job, [file.name for file, _ in files])
+        marks = [
+            {"job": job, "name": file.name, "size": file.size, "modified_ns": file.modified_ns}
+            | {"digest": None, "base": 0, "rows": len(rows)}
+            for file, rows in files
+        ]
+        numbers = connection.scalars(
+            insert(SYNCED_FILES).returning(SYNCED_FILES.c.number, sort_by_parameter_order=True), marks
+        ).all()
+        values = [
+            {"job": job, "file": number, "stage": file.stage, "iteration": file.iteration, "place": place}
+            | _rollout(row)
+            for number, (file, rows) in zip(numbers, files, strict=True)
+            for place, row in enumerate(rows)
+        ]
+        if values:
+            connection.execute(insert(ROLLOUTS), values)
+
+
+def _rollout(row: dict[str, Any]) -> dict[str, Any]:
+    row["policy"] = player_of(row.pop("model"), row.pop("policy_name") or "")
+    row["decisions"] = row.pop("decision_count") or 0
+    return row
+
+
+def _remove(connection: Connection, job: int, names: Sequence[str]) -> None:
+    connection.execute(delete(SYNCED_FILES).where(SYNCED_FILES.c.job == job, SYNCED_FILES.c.name.in_(names)))

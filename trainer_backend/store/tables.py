@@ -1,29 +1,34 @@
-"""Every table, as typed models. Migrations (migrations/versions) create them; a test compares the two.
+"""Every table. Migrations (migrations/versions) create them; a test compares the two.
 
-`Job` is the only copy of a job. All other tables index run directories: the next sync fills them again.
+JOBS is the only copy of a job. The other tables index run directories: the next sync fills them again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from types import NoneType
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from sqlalchemy import (
     JSON,
     BigInteger,
+    Column,
     Connection,
     DateTime,
     Dialect,
+    Double,
     ForeignKey,
     Index,
+    Integer,
     MetaData,
+    Table,
     Text,
     TypeDecorator,
     UniqueConstraint,
     select,
 )
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from trainer_backend.store.database import UnknownJob
+from trainer_backend.store.rows import Job, RolloutRow
 
 # Column types that behave alike in both databases. Migrations use them too, so existing ones never change.
 
@@ -71,217 +76,93 @@ class AnyText(TypeDecorator[str]):
         return whole.encode("utf-8", "replace").decode("utf-8")
 
 
-class Base(DeclarativeBase):
-    # Names for all, so that a migration can drop or change them in both databases.
-    metadata = MetaData(
-        naming_convention={
-            "ix": "ix_%(table_name)s_%(column_0_N_name)s",
-            "uq": "uq_%(table_name)s_%(column_0_N_name)s",
-            "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
-            "pk": "pk_%(table_name)s",
-        }
-    )
-    type_annotation_map = {  # noqa: RUF012 (SQLAlchemy's own)
-        datetime: UtcDateTime,
-        str: AnyText,
-        dict[str, Any]: JSON,
-        dict[str, str]: JSON,
-        list[str]: JSON,
+# Names for all, so that a migration can drop or change them in both databases.
+METADATA = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
+        "pk": "pk_%(table_name)s",
     }
+)
+_TYPES: Mapping[Any, Any] = {int: Integer, float: Double, str: AnyText, datetime: UtcDateTime, dict: JSON}
 
 
-def _job() -> Mapped[int]:
-    """Return a column that refers to the job; deleting the job deletes the row."""
-    return mapped_column(ForeignKey("jobs.number", ondelete="CASCADE"))
+def _columns(row: type, *, without: str, **options: Mapping[str, Any]) -> Iterator[Column[Any]]:
+    """Yield a column for each field of a row's class; one that may be None is nullable.
 
-
-class Job(Base):
-    """A job: posted to the service, or a run directory that `turnwise train` made."""
-
-    __tablename__ = "jobs"
-    __table_args__ = (
-        UniqueConstraint("home", "idempotency_key"),
-        {"sqlite_autoincrement": True},  # a number is never used again, even after a deletion
-    )
-
-    number: Mapped[int] = mapped_column(primary_key=True)  # in order of creation; pages go by it
-    id: Mapped[str] = mapped_column(unique=True)  # uuid, hex
-    name: Mapped[str]
-    state: Mapped[str] = mapped_column(index=True)
-    wanted: Mapped[str]
-    config: Mapped[str]  # the resolved TOML, without secrets
-    run_dir: Mapped[str | None] = mapped_column(unique=True)  # absolute; None until the job has one
-    run_id: Mapped[str | None]
-    origin: Mapped[str]
-    home: Mapped[str]  # the service that runs it: several services may share one PostgreSQL, but no disk
-    idempotency_key: Mapped[str | None]  # the client's key for its request to that service
-    body_hash: Mapped[str | None]  # a digest of that request's body
-    tags: Mapped[dict[str, str]]
-    attempt: Mapped[int]  # number of processes started for it so far
-    created: Mapped[datetime]
-    started: Mapped[datetime | None]
-    ended: Mapped[datetime | None]
-    code: Mapped[str | None]  # why it failed or was stopped, for programs; `detail`: as a sentence
-    detail: Mapped[str | None]
-    version: Mapped[int]  # number of changes; compare-and-set uses it
-
-
-class SyncedFile(Base):
-    """The part of a run directory's file that the store has copied.
-
-    For a file that grows by lines, `size` bytes are copied, and `digest` covers the last of them, so that a
-    rewritten file is noticed. A Parquet file of rollouts was copied whole at this size and time; `decisions`
-    says whether its decisions are still stored, since retention removes them.
+    Args:
+        without: a field that is no column, or one of another type.
+        options: further arguments of a column, by its name.
     """
-
-    __tablename__ = "synced_files"
-    __table_args__ = (Index(None, "job", "name", unique=True),)
-
-    number: Mapped[int] = mapped_column(primary_key=True)
-    job: Mapped[int] = _job()
-    name: Mapped[str]
-    size: Mapped[int] = mapped_column(BigInteger)
-    modified_ns: Mapped[int] = mapped_column(BigInteger)
-    digest: Mapped[str | None]
-    decisions: Mapped[bool]
+    for name, hint in get_type_hints(row).items():
+        if name == without or name.startswith("_") or get_origin(hint) is ClassVar:
+            continue
+        nullable = NoneType in get_args(hint)
+        kind = get_args(hint)[0] if nullable else hint
+        plain = str if get_origin(kind) is Literal else get_origin(kind) or kind
+        yield Column(name, **{"type_": _TYPES[plain], "nullable": nullable, **options.get(name, {})})
 
 
-class MetricRow(Base):
-    """A row of metrics.jsonl, unchanged, with its lists and texts. Live pages resume from its `number`."""
-
-    __tablename__ = "metric_rows"
-    __table_args__ = (
-        Index(None, "job", "kind", "iteration", unique=True),
-        {"sqlite_autoincrement": True},
-    )
-
-    number: Mapped[int] = mapped_column(primary_key=True)
-    job: Mapped[int] = _job()
-    kind: Mapped[str]
-    iteration: Mapped[int]
-    row: Mapped[dict[str, Any]]
+def _refer(name: str, table: str) -> Column[int]:
+    """Return a column that refers to a row of a table; deleting that row deletes this one."""
+    return Column(name, ForeignKey(f"{table}.number", ondelete="CASCADE"), nullable=False)
 
 
-class Curve(Base):
-    """The name of a number in rows of a kind; a number in a dict is named `name/key`."""
+JOBS = Table(
+    "jobs",
+    METADATA,
+    *_columns(
+        Job,
+        without="progress",
+        number={"primary_key": True},
+        id={"unique": True},
+        run_dir={"unique": True},
+        state={"index": True},
+    ),
+    UniqueConstraint("home", "idempotency_key"),
+    sqlite_autoincrement=True,  # a number is never used again, even after a deletion
+)
 
-    __tablename__ = "curves"
-    __table_args__ = (Index(None, "job", "kind", "name", unique=True),)
+# The part of a run directory's file that the store has seen. Of metrics.jsonl `size` bytes of whole lines
+# (metrics.Mark). A Parquet file of rollouts was indexed at this size and time.
+SYNCED_FILES = Table(
+    "synced_files",
+    METADATA,
+    Column("number", Integer, primary_key=True),
+    _refer("job", "jobs"),
+    Column("name", AnyText, nullable=False),
+    Column("size", BigInteger, nullable=False),
+    Column("modified_ns", BigInteger, nullable=False),
+    Column("digest", AnyText),
+    Column("base", BigInteger, nullable=False),
+    Column("rows", Integer, nullable=False),
+    Index(None, "job", "name", unique=True),
+)
 
-    number: Mapped[int] = mapped_column(primary_key=True)
-    job: Mapped[int] = _job()
-    kind: Mapped[str]
-    name: Mapped[str]
-
-
-class Metric(Base):
-    """A point of a curve."""
-
-    __tablename__ = "metrics"
-    __table_args__ = ({"sqlite_with_rowid": False},)  # clustered by the key: a curve is contiguous
-
-    curve: Mapped[int] = mapped_column(ForeignKey("curves.number", ondelete="CASCADE"), primary_key=True)
-    iteration: Mapped[int] = mapped_column(primary_key=True)
-    value: Mapped[float]
-
-
-class Iteration(Base):
-    """A finished iteration, that is, one with a row of metrics."""
-
-    __tablename__ = "iterations"
-
-    job: Mapped[int] = mapped_column(ForeignKey("jobs.number", ondelete="CASCADE"), primary_key=True)
-    iteration: Mapped[int] = mapped_column(primary_key=True)
-    policy_version: Mapped[int | None]
-    finished: Mapped[datetime]  # modification time of metrics.jsonl when its row was first seen
-
-
-class Rollout(Base):
-    """One stored rollout, failed ones included. The Parquet file holds the full record."""
-
-    __tablename__ = "rollouts"
-    __table_args__ = (
-        Index(None, "file", "rollout_id", unique=True),
-        Index(None, "job", "rollout_id"),
-        Index(None, "job", "stage", "iteration"),
-        Index(None, "job", "outcome_reward"),
-        Index(None, "job", "group_id"),
-        # One index per sort order of a page: without it SQLite sorts all rollouts of a run each time.
-        Index(None, "job", "number"),
-        Index(None, "job", "reward"),
-        Index(None, "job", "unique_achievements"),
-        Index(None, "job", "decisions"),
-        # Every column that facets count: SQLite reads this index instead of the table.
-        Index(
-            "ix_rollouts_facets",
-            *("job", "stage", "policy", "status", "failure_code", "stop_reason", "iteration"),
-        ),
-    )
-
-    number: Mapped[int] = mapped_column(primary_key=True)
-    job: Mapped[int] = _job()
-    file: Mapped[int] = mapped_column(ForeignKey("synced_files.number", ondelete="CASCADE"))
-    rollout_id: Mapped[str]
-    stage: Mapped[str]
-    iteration: Mapped[int]
-    group_id: Mapped[str]
-    sibling: Mapped[int]
-    attempt: Mapped[int]
-    policy: Mapped[str]  # last part of `model`, or the policy's name
-    status: Mapped[str]
-    seed: Mapped[int | None] = mapped_column(BigInteger)
-    outcome_reward: Mapped[float | None]
-    reward: Mapped[float | None]  # sum of r_t; None where no decision has a reward
-    unique_achievements: Mapped[int | None]
-    decisions: Mapped[int]
-    env_steps: Mapped[int | None]
-    stop_reason: Mapped[str | None]
-    failure_code: Mapped[str | None]
-
-
-class Decision(Base):
-    """One decision of a rollout, with its credit."""
-
-    __tablename__ = "decisions"
-    __table_args__ = ({"sqlite_with_rowid": False},)
-
-    rollout: Mapped[int] = mapped_column(ForeignKey("rollouts.number", ondelete="CASCADE"), primary_key=True)
-    turn: Mapped[int] = mapped_column(primary_key=True)
-    action: Mapped[str]
-    unique_delta: Mapped[int]
-    ach_delta: Mapped[int]
-    unique: Mapped[list[str]]
-    env_reward: Mapped[float]
-    reward: Mapped[float | None]
-    return_to_go: Mapped[float | None]
-    advantage: Mapped[float | None]
-    state_key: Mapped[str | None]
-    invalid_reason: Mapped[str | None]
-
-
-class Checkpoint(Base):
-    """A checkpoint folder that exists."""
-
-    __tablename__ = "checkpoints"
-
-    job: Mapped[int] = mapped_column(ForeignKey("jobs.number", ondelete="CASCADE"), primary_key=True)
-    folder: Mapped[str] = mapped_column(primary_key=True)
-    iteration: Mapped[int]
-    best: Mapped[bool]
-    bytes: Mapped[int] = mapped_column(BigInteger)
-
-
-class LedgerRow(Base):
-    """A rollout that an update learned from. The primary key ensures that no planned rollout is learned from
-    twice in a run, even if two starts of the trainer played it."""
-
-    __tablename__ = "consumed"
-    __table_args__ = (Index(None, "job", "iteration"),)
-
-    job: Mapped[int] = mapped_column(ForeignKey("jobs.number", ondelete="CASCADE"), primary_key=True)
-    planned: Mapped[str] = mapped_column(primary_key=True)  # rundir.spool.plan_id
-    rollout_id: Mapped[str]
-    iteration: Mapped[int]
+# The index of rollouts, failed ones included. The Parquet file holds the full record.
+ROLLOUTS = Table(
+    "rollouts",
+    METADATA,
+    *_columns(RolloutRow, without="file", number={"primary_key": True}, seed={"type_": BigInteger}),
+    _refer("job", "jobs"),
+    _refer("file", "synced_files"),
+    Index(None, "file", "rollout_id", unique=True),
+    Index(None, "job", "rollout_id"),
+    Index(None, "job", "stage", "iteration"),
+    Index(None, "job", "outcome_reward"),
+    Index(None, "job", "group_id"),
+    # One index per sort order of a page: without it SQLite sorts all rollouts of a run each time.
+    Index(None, "job", "number"),
+    Index(None, "job", "reward"),
+    Index(None, "job", "unique_achievements"),
+    Index(None, "job", "decisions"),
+    # Every column that facets count: SQLite reads this index instead of the table.
+    Index(
+        "ix_rollouts_facets",
+        *("job", "stage", "policy", "status", "failure_code", "stop_reason", "iteration"),
+    ),
+)
 
 
 def job_number(connection: Connection, job_id: str, *, lock: bool = False) -> int:
@@ -291,18 +172,8 @@ def job_number(connection: Connection, job_id: str, *, lock: bool = False) -> in
         lock: hold the job until the transaction ends, so that no second sync and no deletion interferes.
             (SQLite has only one writer anyway.)
     """
-    query = select(Job.number).where(Job.id == job_id)
-    number = connection.scalar(query.with_for_update() if lock else query)
+    query = select(JOBS.c.number).where(JOBS.c.id == job_id)
+    number: int | None = connection.scalar(query.with_for_update() if lock else query)
     if number is None:
         raise UnknownJob(f"there is no job {job_id[:64]!r}")
     return number
-
-
-def job_numbers(connection: Connection, job_ids: Sequence[str]) -> dict[int, str]:
-    """Return the ids of several jobs by number, in one query."""
-    query = select(Job.number, Job.id).where(Job.id.in_(job_ids))
-    ids = {number: job_id for number, job_id in connection.execute(query)}
-    missing = next((job_id for job_id in job_ids if job_id not in ids.values()), None)
-    if missing is not None:
-        raise UnknownJob(f"there is no job {missing[:64]!r}")
-    return ids

@@ -30,7 +30,7 @@ _CREDIT = ("reward", "return_to_go", "value", "advantage")
 def atif_of(rollout: Rollout, credits: Sequence[Mapping[str, Any]] = ()) -> Json | None:
     """Return the trajectory of a rollout; None for a rollout that has none.
 
-    `credits` are the stored columns of each decision, as `read_index` gives them.
+    `credits` are the stored columns of each decision, as `read_credits` gives them.
     """
     trajectory = rollout.trajectory
     if trajectory is None:

@@ -20,7 +20,7 @@ from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.rundir.files import write_errors
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import read_rollouts
-from trainer_backend.rundir.rollout_index import read_index, rollout_files
+from trainer_backend.rundir.rollout_index import read_credits, rollout_files
 from trainer_backend.terminal.atif import atif_of
 from trainer_backend.terminal.rows import Row, rows_of
 
@@ -185,7 +185,9 @@ def _export(run: RunDirectory, choice: Choice, put: Put) -> ExportResult:
 def _read_file(path: Path) -> tuple[list[Rollout], dict[str, list[dict[str, Any]]]]:
     """Return the rollouts of a file, and the columns of their decisions by id."""
     try:
-        return read_rollouts(path), {row["rollout_id"]: row["decisions"] for row in read_index(path)}
+        rollouts = read_rollouts(path)
+        ids = [rollout.rollout_id for rollout in rollouts]
+        return rollouts, dict(zip(ids, read_credits(path), strict=True))
     except FileNotFoundError as error:
         # Not an OSError, which the caller would attribute to the output file.
         raise RunDirectoryError(

@@ -3,12 +3,12 @@
 from datetime import UTC, datetime
 from typing import Any
 
-from trainer_backend.store.rows import JobRow
+from trainer_backend.store.rows import Job
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
 
 
-def job(**changed: Any) -> JobRow:
+def job(**changed: Any) -> Job:
     values: dict[str, Any] = {
         "number": 1,
         "id": "0123456789abcdef0123456789abcdef",
@@ -29,4 +29,8 @@ def job(**changed: Any) -> JobRow:
         "detail": None,
         "version": 3,
     }
-    return JobRow(**(values | changed))
+    return Job(**(values | changed))
+
+
+def replace(job: Job, **changed: Any) -> Job:
+    return job.model_copy(update=changed)

@@ -11,7 +11,8 @@ from tests.trainer_backend.jobs.served import Served, serving, settings_for
 from trainer_backend.rundir.lock import run_lock
 from trainer_backend.rundir.state import read_log, read_status
 from trainer_backend.store import jobs
-from trainer_backend.store.jobs import NewJob, state_of_run
+from trainer_backend.store.jobs import state_of_run
+from trainer_backend.store.rows import Job
 
 
 async def test_a_job_waits_runs_and_succeeds(served: Served):
@@ -251,11 +252,11 @@ async def test_and_not_without_end(tmp_path: Path):
 
 
 async def test_a_job_that_this_version_cannot_read_has_failed(served: Served):
-    new = NewJob(
+    new = Job(
         name="old",
         config="[gone]\nkey = 1\n",
         home=served.service.data.home,
-        run_dir=served.service.data.path / "old",
+        run_dir=str(served.service.data.path / "old"),
     )
     row, _ = await asyncio.to_thread(jobs.create, served.service.store, new)
     job = await served.until(row.id, "failed")

@@ -1,11 +1,10 @@
 """What pause, resume and cancel do in every state."""
 
-from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
 
-from tests.trainer_backend.jobs.rows import job
+from tests.trainer_backend.jobs.rows import job, replace
 from trainer_backend.jobs.states import changes_for
 from trainer_backend.store.database import JobConflict
 from trainer_backend.store.jobs import refuse_leap

@@ -1,7 +1,6 @@
 """Deleting jobs: what goes, what stays, and what is left of it when something gets in between."""
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from trainer_backend.rundir.layout import create_run
 from trainer_backend.rundir.lock import run_lock
 from trainer_backend.store import jobs
 from trainer_backend.store.database import JobConflict, UnknownJob
-from trainer_backend.store.jobs import NewJob
+from trainer_backend.store.rows import Job
 
 
 @pytest.fixture
@@ -25,7 +24,7 @@ def data(tmp_path: Path):
 @pytest.fixture
 def row(store, data):
     run = create_run(tiny_job(), data.path / "mine")
-    new = NewJob(name="mine", config="", home=data.home, state="paused", run_dir=run.path)
+    new = Job(name="mine", config="", home=data.home, state="paused", run_dir=str(run.path))
     return jobs.create(store, new)[0]
 
 
@@ -56,7 +55,7 @@ def test_what_is_half_removed_is_no_run_again(store, data, row):
 
 def test_a_row_that_stays_keeps_its_files(store, data, row):
     with pytest.raises(JobConflict):
-        forget_job(store, data, replace(row, state="running"), files=True)
+        forget_job(store, data, row.model_copy(update={"state": "running"}), files=True)
     jobs.change(store, row.id, lambda job: {"state": "queued"})
     with pytest.raises(JobConflict):
         forget_job(store, data, row, files=True)
@@ -87,12 +86,12 @@ def test_only_run_directories_of_its_own_are_deleted(store, data, row, tmp_path:
     (data.path / "no_run").mkdir()
     for path in (other, data.path / "link", data.path / "no_run", data.path, data.path / ".." / "other"):
         with pytest.raises(RunDirectoryError, match="is no run directory in"):
-            forget_job(store, data, replace(row, run_dir=str(path)), files=True)
+            forget_job(store, data, row.model_copy(update={"run_dir": str(path)}), files=True)
     assert jobs.get(store, row.id) == row and other.exists() and (data.path / "no_run").exists()
 
 
 def test_a_job_without_a_run_directory_is_deleted_all_the_same(store, data, row):
-    forget_job(store, data, replace(row, run_dir=str(data.path / "never_made")), files=True)
+    forget_job(store, data, row.model_copy(update={"run_dir": str(data.path / "never_made")}), files=True)
     with pytest.raises(UnknownJob):
         jobs.get(store, row.id)
 

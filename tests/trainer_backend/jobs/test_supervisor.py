@@ -23,8 +23,7 @@ from trainer_backend.jobs.supervisor import Supervisor
 from trainer_backend.jobs.watcher import News, Watcher
 from trainer_backend.store import jobs
 from trainer_backend.store.database import Store, open_store, utc_now
-from trainer_backend.store.jobs import NewJob
-from trainer_backend.store.rows import JobRow
+from trainer_backend.store.rows import Job, JobRow
 
 CONFIG = dump_job(tiny_job())
 
@@ -57,7 +56,7 @@ class House:
         return self.watcher.registry.get_sample_value(f"turnwise_trainer_{name}_total")
 
     def job(self, plays: str, *, config: str = CONFIG) -> str:
-        new = NewJob(plays, config, self.data.home, run_dir=self.data.new_run_dir(plays))
+        new = Job(name=plays, config=config, home=self.data.home, run_dir=str(self.data.new_run_dir(plays)))
         return jobs.create(self.store, new)[0].id
 
     def row(self, job_id: str) -> JobRow:
@@ -221,7 +220,7 @@ async def test_a_disk_that_is_full_when_a_run_is_made_is_tried_again(tmp_path: P
     async with house(tmp_path, settings(restarts=99)) as there:
         held = there.data.path / "held"
         held.touch()  # a folder cannot be made below a file: as on a full disk, it is not written
-        new = NewJob("quick", CONFIG, there.data.home, run_dir=held / "quick-1")
+        new = Job(name="quick", config=CONFIG, home=there.data.home, run_dir=str(held / "quick-1"))
         job_id = jobs.create(there.store, new)[0].id
         await there.until(lambda: there.row(job_id).code == "restarting")
         assert "cannot be written" in str(there.row(job_id).detail)

@@ -18,7 +18,7 @@ from trainer_backend.rundir.lock import run_lock
 from trainer_backend.rundir.rollout_files import write_rollouts
 from trainer_backend.rundir.state import RunState, append_log, write_state
 from trainer_backend.store import jobs, reads
-from trainer_backend.store.jobs import NewJob
+from trainer_backend.store.rows import Job
 
 ROW = {"kind": "iteration", "iteration": 1, "reward/mean": 0.5}
 STATE = RunState("training", 17, iteration=1, stage="collect 4", since="2026-11-21T12:00:00.000+00:00")
@@ -185,7 +185,9 @@ def test_a_run_that_cannot_be_read_holds_up_no_other_and_is_read_again_once_it_c
 
 
 def test_a_row_that_nobody_thought_of_holds_up_no_other(store, data, watcher, run):
-    broken = NewJob("broken", "", data.home, run_dir=Path("nul\0byte"))  # os.stat refuses it: ValueError
+    broken = Job(
+        name="broken", config="", home=data.home, run_dir="nul\0byte"
+    )  # os.stat refuses it: ValueError
     jobs.create(store, broken)
     watcher.look(everything=True)
     assert {row.name for row in jobs.find(store).items} == {"broken", "tiny"}

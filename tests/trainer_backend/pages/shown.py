@@ -17,8 +17,7 @@ from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import Credit, read_rollouts, write_rollouts
 from trainer_backend.store import jobs
 from trainer_backend.store.database import JobConflict, Store, open_store
-from trainer_backend.store.jobs import NewJob
-from trainer_backend.store.rows import JobRow
+from trainer_backend.store.rows import Job, JobRow
 from trainer_backend.store.sync import sync_run
 
 NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
@@ -63,7 +62,7 @@ class DeskOfTests:
         if "wrong" in text:
             raise JobError("wrong is not a key")
         self.submitted.append((text, form))
-        return jobs.create(self.store, NewJob(name="new", config=text, home="h"))[0]
+        return jobs.create(self.store, Job(name="new", config=text, home="h"))[0]
 
     async def control(self, job_id: str, action: str) -> JobRow:
         job = jobs.get(self.store, job_id)
@@ -98,8 +97,8 @@ class Shown:
     def add(self, run: RunDirectory, name: str = "tiny", **changes) -> str:
         """The id of a job for a run directory, synced."""
         config = (run.path / "job.toml").read_text()
-        new = {"name": name, "config": config, "home": "h", "state": "succeeded", "run_dir": run.path}
-        job, _ = jobs.create(self.store, NewJob(**(new | {"run_id": run.run_id} | changes)))
+        new = {"name": name, "config": config, "home": "h", "state": "succeeded", "run_dir": str(run.path)}
+        job, _ = jobs.create(self.store, Job(**(new | {"run_id": run.run_id} | changes)))
         sync_run(self.store, job.id, run)
         return job.id
 

@@ -1,12 +1,12 @@
 """The list of runs, a run's head, its key figures and success rates."""
 
 import tomllib
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from tests.conftest import tiny_job
+from tests.trainer_backend.jobs.rows import replace
 from tests.trainer_backend.pages.hand_made import FIRST, LAST, evaluation_row, iteration_row
 from trainer_backend.job.load import dump_job, parse_job
 from trainer_backend.job.training_table import AlgorithmTable, TrainingTable

@@ -12,7 +12,7 @@ from sqlalchemy import text
 
 from tests.trainer_backend.store.postgres import Postgres
 from trainer_backend.store.database import Store, open_store
-from trainer_backend.store.tables import Base
+from trainer_backend.store.tables import METADATA
 
 NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 
@@ -55,7 +55,7 @@ def store(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator
     else:
         found = open_store(request.getfixturevalue("shared"), clock=lambda: NOON)
         with found.write() as connection:
-            connection.execute(text(f"TRUNCATE {', '.join(Base.metadata.tables)} RESTART IDENTITY"))
+            connection.execute(text(f"TRUNCATE {', '.join(METADATA.tables)} RESTART IDENTITY"))
     yield found
     found.close()
 

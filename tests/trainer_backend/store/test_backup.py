@@ -3,7 +3,6 @@
 import io
 import os
 import tarfile
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from trainer_backend.jobs import backup
 from trainer_backend.jobs.data_dir import open_data_dir
 from trainer_backend.store import jobs
 from trainer_backend.store.database import open_store
-from trainer_backend.store.jobs import NewJob
+from trainer_backend.store.rows import Job
 
 
 def filled(folder: Path, url: str):
@@ -27,11 +26,19 @@ def filled(folder: Path, url: str):
         (run.path / ".state.json.tmp").write_text("half")
         (run.path / "lock").write_text("{}")
         first, _ = jobs.create(
-            store, NewJob("a", 'x = "é"', data.home, run_dir=run.path, run_id=run.run_id, tags={"k": "v"})
+            store,
+            Job(
+                name="a",
+                config='x = "é"',
+                home=data.home,
+                run_dir=str(run.path),
+                run_id=run.run_id,
+                tags={"k": "v"},
+            ),
         )
         jobs.transition(store, first, state="running", started=store.clock())
-        jobs.create(store, NewJob("c", "", data.home, idempotency_key="one", body_hash="h"))
-        jobs.create(store, NewJob("of another service", "", "elsewhere"))
+        jobs.create(store, Job(name="c", config="", home=data.home, idempotency_key="one", body_hash="h"))
+        jobs.create(store, Job(name="of another service", config="", home="elsewhere"))
         store.close()
     return run.path
 
@@ -63,7 +70,8 @@ def test_what_was_backed_up_is_there_again_in_another_folder_and_database(tmp_pa
         for job in jobs.find(before).items:
             if job.home != "elsewhere":
                 run_dir = None if job.run_dir is None else str(new / "a-1")
-                expected = replace(job, home=data.home, run_dir=run_dir, number=found[job.name].number)
+                own = {"home": data.home, "run_dir": run_dir, "number": found[job.name].number}
+                expected = job.model_copy(update=own)
                 assert found[job.name] == expected
         assert jobs.job_of_request(after, data.home, "one", "h") == found["c"], "a retry makes no second job"
     before.close()

@@ -10,7 +10,7 @@ from sqlalchemy import event, text
 from tests.trainer_backend.store.postgres import Postgres
 from trainer_backend.store import jobs
 from trainer_backend.store.database import Store, StoreError, StoreUnavailable, open_store
-from trainer_backend.store.jobs import NewJob
+from trainer_backend.store.rows import Job
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_database_of_a_newer_version_is_refused_and_left_as_it_is(url: str):
     with store.write() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     with pytest.raises(
-        StoreError, match="has version '9999', and this Turnwise knows up to '0001'"
+        StoreError, match="has version '9999', and this Turnwise knows up to '0002'"
     ) as refused:
         open_store(url)
     assert "A newer Turnwise made it" in str(refused.value)
@@ -87,7 +87,7 @@ def test_what_is_read_in_one_transaction_is_one_state_of_the_store(store: Store)
     with store.read() as connection:
         counting = text("SELECT count(*) FROM jobs")
         assert connection.scalar(counting) == 0
-        jobs.create(store, NewJob("a", config="", home="here"))
+        jobs.create(store, Job(name="a", config="", home="here"))
         assert connection.scalar(counting) == 0
     with store.read() as connection:
         assert connection.scalar(counting) == 1
@@ -107,7 +107,7 @@ def test_a_server_that_is_gone_without_a_word_is_not_waited_for(postgres: Postgr
 def test_a_server_that_is_killed_and_comes_back_is_used_again(postgres: Postgres):
     with postgres.database() as url:
         store = open_store(url)
-        job, _ = jobs.create(store, NewJob("a", config="", home="here"))
+        job, _ = jobs.create(store, Job(name="a", config="", home="here"))
         postgres.kill()
         try:
             for _ in range(2):  # the first may find a dead connection, the second none
@@ -124,7 +124,7 @@ def test_a_server_that_is_killed_and_comes_back_is_used_again(postgres: Postgres
 def test_a_transaction_that_the_server_dies_under_is_told_and_leaves_nothing(postgres: Postgres):
     with postgres.database() as url:
         store = open_store(url)
-        job, _ = jobs.create(store, NewJob("a", config="", home="here"))
+        job, _ = jobs.create(store, Job(name="a", config="", home="here"))
 
         def die(_found: object) -> jobs.Changes:
             postgres.kill()
@@ -152,9 +152,9 @@ def full(store: Store) -> None:
 
 def test_a_full_disk_is_told_and_loses_nothing_that_was_there(tmp_path: Path):
     store = open_store(f"sqlite:///{tmp_path}/store.db")
-    job, _ = jobs.create(store, NewJob("a", config="", home="here"))
+    job, _ = jobs.create(store, Job(name="a", config="", home="here"))
     full(store)
     with pytest.raises(StoreUnavailable, match="database or disk is full"):
-        jobs.create(store, NewJob("b", config="x" * 1_000_000, home="here"))
+        jobs.create(store, Job(name="b", config="x" * 1_000_000, home="here"))
     assert jobs.find(store).items == (job,)
     store.close()

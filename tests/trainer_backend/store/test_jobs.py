@@ -1,7 +1,6 @@
 """Jobs on both databases: made once, changed by compare-and-set, claimed in order."""
 
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
@@ -15,16 +14,15 @@ from trainer_backend.store.database import (
     UnknownCursor,
     UnknownJob,
 )
-from trainer_backend.store.jobs import NewJob
-from trainer_backend.store.rows import JobRow
+from trainer_backend.store.rows import Job, JobRow
 
 
 def made(store: Store, name: str = "a", **given) -> JobRow:
-    return jobs.create(store, NewJob(name, config="", home="here", **given))[0]
+    return jobs.create(store, Job(name=name, config="", home="here", **given))[0]
 
 
 def test_a_job_is_read_back_as_it_was_made(store: Store):
-    new = NewJob("a", config='x = "é"', home="here", run_dir=Path("/runs/a"), tags={"source": "cli"})
+    new = Job(name="a", config='x = "é"', home="here", run_dir="/runs/a", tags={"source": "cli"})
     job, fresh = jobs.create(store, new)
     assert fresh
     assert jobs.get(store, job.id) == job
@@ -34,7 +32,7 @@ def test_a_job_is_read_back_as_it_was_made(store: Store):
 
 
 def test_a_request_that_is_sent_again_makes_no_second_job(store: Store):
-    first = NewJob("a", config="", home="here", idempotency_key="k", body_hash="one")
+    first = Job(name="a", config="", home="here", idempotency_key="k", body_hash="one")
     job, _ = jobs.create(store, first)
     assert jobs.create(store, first) == (job, False)
     assert jobs.find(store).items == (job,)
@@ -47,9 +45,9 @@ def test_a_key_that_was_used_for_another_body_is_a_conflict_that_names_the_job(s
 
 
 def test_two_jobs_never_share_a_run_directory(store: Store):
-    made(store, run_dir=Path("/runs/a"))
+    made(store, run_dir="/runs/a")
     with pytest.raises(JobConflict, match="/runs/a"):
-        made(store, run_dir=Path("/runs/a"))
+        made(store, run_dir="/runs/a")
     assert len(jobs.find(store).items) == 1
 
 
@@ -64,7 +62,7 @@ def test_pages_hand_out_every_job_once_newest_first_though_others_come_meanwhile
 
 
 def test_a_page_is_narrowed_by_state_home_and_origin(store: Store):
-    mine, other = made(store), jobs.create(store, NewJob("b", config="", home="there", origin="cli"))[0]
+    mine, other = made(store), jobs.create(store, Job(name="b", config="", home="there", origin="cli"))[0]
     running = jobs.transition(store, mine, state="running")
     assert jobs.find(store, states=["running"]).items == (running,)
     assert jobs.find(store, home="there").items == jobs.find(store, origin="cli").items == (other,)
@@ -122,7 +120,7 @@ def test_what_a_decision_raises_leaves_the_job_as_it_was(store: Store):
 
 
 def test_the_oldest_queued_job_of_the_service_is_claimed(store: Store):
-    jobs.create(store, NewJob("elsewhere", config="", home="there"))
+    jobs.create(store, Job(name="elsewhere", config="", home="there"))
     first, second = made(store, "first"), made(store, "second")
     claimed = jobs.claim(store, "here")
     assert claimed is not None and claimed.id == first.id
@@ -158,7 +156,7 @@ def test_a_number_is_not_used_again_after_its_job_is_gone(store: Store):
 def test_the_jobs_of_a_service_are_counted_by_state(store: Store):
     for state in ("queued", "failed", "failed"):
         made(store, state=state)
-    jobs.create(store, NewJob("elsewhere", config="", home="there"))
+    jobs.create(store, Job(name="elsewhere", config="", home="there"))
     assert jobs.counts(store, "here") == {"queued": 1, "failed": 2}
 
 

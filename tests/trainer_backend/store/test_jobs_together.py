@@ -8,8 +8,7 @@ import pytest
 
 from trainer_backend.store import jobs
 from trainer_backend.store.database import IdempotencyConflict, JobChanged, Store, open_store
-from trainer_backend.store.jobs import NewJob
-from trainer_backend.store.rows import JobRow
+from trainer_backend.store.rows import Job, JobRow
 
 THREADS = 6
 
@@ -27,7 +26,7 @@ Together = Callable[[int, Callable[[int], Any]], list[Any]]
 
 
 def test_each_queued_job_is_claimed_by_one(stores: tuple[Store, Store], together: Together):
-    made = [jobs.create(stores[0], NewJob(str(n), config="", home="here"))[0].id for n in range(30)]
+    made = [jobs.create(stores[0], Job(name=str(n), config="", home="here"))[0].id for n in range(30)]
 
     def claim_all(number: int) -> list[JobRow]:
         found = []
@@ -41,7 +40,7 @@ def test_each_queued_job_is_claimed_by_one(stores: tuple[Store, Store], together
 
 
 def test_no_change_is_lost(stores: tuple[Store, Store], together: Together):
-    job, _ = jobs.create(stores[0], NewJob("a", config="", home="here"))
+    job, _ = jobs.create(stores[0], Job(name="a", config="", home="here"))
 
     def count(number: int) -> None:
         for _ in range(10):
@@ -55,7 +54,7 @@ def test_no_change_is_lost(stores: tuple[Store, Store], together: Together):
 def test_of_those_who_decided_on_the_same_version_one_is_heard(
     stores: tuple[Store, Store], together: Together
 ):
-    job, _ = jobs.create(stores[0], NewJob("a", config="", home="here"))
+    job, _ = jobs.create(stores[0], Job(name="a", config="", home="here"))
 
     def finish(number: int) -> str | None:
         try:
@@ -74,7 +73,8 @@ def test_a_request_that_is_sent_many_times_at_once_makes_one_job(
         body = "other" if number == 0 else "one"
         try:
             job, fresh = jobs.create(
-                stores[number % 2], NewJob("a", config="", home="here", idempotency_key="k", body_hash=body)
+                stores[number % 2],
+                Job(name="a", config="", home="here", idempotency_key="k", body_hash=body),
             )
         except IdempotencyConflict:
             return None

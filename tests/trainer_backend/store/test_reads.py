@@ -3,6 +3,7 @@
 from base64 import urlsafe_b64encode
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import event
@@ -12,9 +13,8 @@ from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import write_rollouts
 from trainer_backend.store import jobs, reads, reads_rollouts
 from trainer_backend.store.database import Store, UnknownCursor, UnknownJob, UnknownRollout
-from trainer_backend.store.jobs import NewJob
 from trainer_backend.store.reads_rollouts import RolloutFilter
-from trainer_backend.store.rows import JobRow, Series
+from trainer_backend.store.rows import ALL_RUNS, Job, RunFilter, Series
 from trainer_backend.store.sync import sync_run
 
 
@@ -24,20 +24,18 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 @pytest.fixture
-def job(store: Store, run: RunDirectory) -> JobRow:
+def job(store: Store, run: RunDirectory) -> Job:
     """Of two iterations and an evaluation."""
     for iteration in (1, 2):
         finish(run, iteration, **{"time/update_s": float(iteration), "time/collect_s": 4.0})
     evaluate(run, 2, 3.0)
-    made, _ = jobs.create(store, NewJob("a", config="", home="here", run_dir=run.path))
+    made, _ = jobs.create(store, Job(name="a", config="", home="here", run_dir=str(run.path)))
     sync_run(store, made.id, run)
     return made
 
 
-def test_the_list_of_runs_tells_the_last_numbers_of_each_and_nothing_of_one_without(
-    store: Store, job: JobRow
-):
-    fresh, _ = jobs.create(store, NewJob("b", config="", home="here"))
+def test_the_list_of_runs_tells_the_last_numbers_of_each_and_nothing_of_one_without(store: Store, job: Job):
+    fresh, _ = jobs.create(store, Job(name="b", config="", home="here"))
     names = ["time/update_s", "eval/outcome_reward", "nowhere"]
     first, second = reads.summaries(store, [fresh, job], names)
     assert (first.job, first.iteration, first.finished, first.latest, first.evaluated) == (
@@ -47,13 +45,13 @@ def test_the_list_of_runs_tells_the_last_numbers_of_each_and_nothing_of_one_with
         {},
         {},
     )
-    assert (second.job, second.iteration) == (job, 2)
+    assert (second.job.id, second.iteration) == (job.id, 2)
     assert (second.latest, second.evaluated) == ({"time/update_s": 2.0}, {"eval/outcome_reward": 3.0})
     assert second.finished is not None and second.finished.tzinfo is not None
     assert reads.summaries(store, [], names) == ()
 
 
-def test_curves_are_named_by_their_kind(store: Store, job: JobRow):
+def test_curves_are_named_by_their_kind(store: Store, job: Job):
     assert reads.metric_names(store, job.id) == (
         "app/finished/own",
         "episode/outcome_reward",
@@ -64,7 +62,7 @@ def test_curves_are_named_by_their_kind(store: Store, job: JobRow):
     assert reads.metric_names(store, job.id, "evaluation") == ("eval/outcome_reward",)
 
 
-def test_curves_come_by_name_or_by_the_beginning_of_it(store: Store, job: JobRow):
+def test_curves_come_by_name_or_by_the_beginning_of_it(store: Store, job: Job):
     found = reads.series(store, [job.id], ["time/*", "policy/version", "nowhere"])[job.id]
     assert list(found) == ["policy/version", "time/collect_s", "time/update_s"]
     numbers = (1.0, 2.0)
@@ -74,7 +72,7 @@ def test_curves_come_by_name_or_by_the_beginning_of_it(store: Store, job: JobRow
         reads.series(store, ["nobody"], ["time/*"])
 
 
-def test_a_long_curve_is_thinned_to_means_with_their_bounds(store: Store, run: RunDirectory, job: JobRow):
+def test_a_long_curve_is_thinned_to_means_with_their_bounds(store: Store, run: RunDirectory, job: Job):
     for iteration in range(3, 8):
         run.append_metrics(metrics_row(iteration, **{"time/update_s": float(iteration)}))
     sync_run(store, job.id, run)
@@ -86,7 +84,7 @@ def test_a_long_curve_is_thinned_to_means_with_their_bounds(store: Store, run: R
     assert found.high_N == (1.0, 3.0, 5.0, 7.0)
 
 
-def test_no_curve_has_more_points_than_asked_for(store: Store, run: RunDirectory, job: JobRow):
+def test_no_curve_has_more_points_than_asked_for(store: Store, run: RunDirectory, job: Job):
     for iteration in range(3, 8):
         run.append_metrics(metrics_row(iteration, **{"time/update_s": 1.0}))
     sync_run(store, job.id, run)
@@ -96,7 +94,7 @@ def test_no_curve_has_more_points_than_asked_for(store: Store, run: RunDirectory
         assert found.iterations_N[-1] == 7
 
 
-def test_a_live_page_goes_on_from_the_last_row_that_it_has(store: Store, run: RunDirectory, job: JobRow):
+def test_a_live_page_goes_on_from_the_last_row_that_it_has(store: Store, run: RunDirectory, job: Job):
     seen = reads.metric_lines(store, job.id)
     assert [(line.kind, line.iteration) for line in seen] == [
         ("iteration", 1),
@@ -114,12 +112,12 @@ def test_a_live_page_goes_on_from_the_last_row_that_it_has(store: Store, run: Ru
     assert reads.last_line(store, job.id, "teacher") is None
 
 
-def ids(store: Store, job: JobRow, where: RolloutFilter) -> list[str]:
+def ids(store: Store, job: Job, where: RolloutFilter) -> list[str]:
     page = reads_rollouts.rollouts(store, job.id, where)
     return [row.rollout_id.partition("/")[2] for row in page.items]
 
 
-def test_rollouts_are_filtered_by_each_of_their_facts(store: Store, job: JobRow):
+def test_rollouts_are_filtered_by_each_of_their_facts(store: Store, job: Job):
     second = ["train/2/0/0", "train/2/0/1", "train/2/0/2"]
     assert sorted(ids(store, job, RolloutFilter(stage="train", iteration=2))) == second
     assert sorted(ids(store, job, RolloutFilter(group_id="train/2/0"))) == second
@@ -136,7 +134,7 @@ def test_rollouts_are_filtered_by_each_of_their_facts(store: Store, job: JobRow)
     assert reads_rollouts.count_rollouts(store, job.id, RolloutFilter(stage="train")) == 6
 
 
-def test_pages_hand_out_every_rollout_once_in_order_those_without_a_number_last(store: Store, job: JobRow):
+def test_pages_hand_out_every_rollout_once_in_order_those_without_a_number_last(store: Store, job: Job):
     sorts = ("newest", "outcome_reward", "reward", "unique_achievements", "decisions")
     for sort, descending in product(sorts, (True, False)):
         rows, cursor = [], None
@@ -164,26 +162,26 @@ CURSORS = ["", "x", "é", "bm90IGpzb24", "WzEsICJhIl0", "NQ"] + [
 ]  # fmt: skip
 
 
-def test_a_cursor_that_is_none_of_ours_is_refused(store: Store, job: JobRow):
+def test_a_cursor_that_is_none_of_ours_is_refused(store: Store, job: Job):
     for sort, cursor in product(("newest", "outcome_reward", "decisions"), CURSORS):
         with pytest.raises(UnknownCursor, match="cursor is"):
             reads_rollouts.rollouts(store, job.id, sort=sort, cursor=cursor)
 
 
-def test_a_number_that_no_column_holds_is_that_of_no_row(store: Store, job: JobRow):
+def test_a_number_that_no_column_holds_is_that_of_no_row(store: Store, job: Job):
     assert ids(store, job, RolloutFilter(iteration=10**20)) == []
     assert reads_rollouts.count_rollouts(store, job.id, RolloutFilter(iteration=-(2**31) - 1)) == 0
     assert reads.metric_lines(store, job.id, after=10**39) == ()
 
 
-def test_capitals_are_alike_in_a_search_and_not_in_an_id(store: Store, job: JobRow):
+def test_capitals_are_alike_in_a_search_and_not_in_an_id(store: Store, job: Job):
     assert ids(store, job, RolloutFilter(text="TRAIN/1/0/1")) == ["train/1/0/1"]
     assert reads_rollouts.rollout(store, job.id, "train/1/0/1").sibling == 1
     with pytest.raises(UnknownRollout, match="no rollouts"):
         reads_rollouts.rollout(store, job.id, "Train/1/0/1")
 
 
-def test_facets_count_what_can_be_filtered_by(store: Store, job: JobRow):
+def test_facets_count_what_can_be_filtered_by(store: Store, job: Job):
     found = reads_rollouts.facets(store, job.id)
     assert found.stages == {"evaluation": 1, "train": 6}
     assert found.policies == {"": 2, "openai": 5}
@@ -191,11 +189,11 @@ def test_facets_count_what_can_be_filtered_by(store: Store, job: JobRow):
     assert found.failure_codes == {"task_app_lost": 2}
     assert found.stop_reasons == {"max_decisions": 5}
     assert found.iterations == (1, 2)
-    fresh, _ = jobs.create(store, NewJob("b", config="", home="here"))
+    fresh, _ = jobs.create(store, Job(name="b", config="", home="here"))
     assert reads_rollouts.facets(store, fresh.id).iterations is None
 
 
-def test_the_policy_of_a_rollout_is_the_last_part_of_its_model(store: Store, run: RunDirectory, job: JobRow):
+def test_the_policy_of_a_rollout_is_the_last_part_of_its_model(store: Store, run: RunDirectory, job: Job):
     item = episodes(3)[0]
     actor = item.trajectory.model_copy(update={"model": "crafter/actor"})
     write_rollouts(run.rollouts_file("iteration_3"), [item.model_copy(update={"trajectory": actor})])
@@ -203,7 +201,7 @@ def test_the_policy_of_a_rollout_is_the_last_part_of_its_model(store: Store, run
     assert ids(store, job, RolloutFilter(policy="actor")) == ["train/3/0/0"]
 
 
-def test_a_rollout_is_found_by_its_id_or_an_end_of_it_that_only_one_has(store: Store, job: JobRow):
+def test_a_rollout_is_found_by_its_id_or_an_end_of_it_that_only_one_has(store: Store, job: Job):
     whole = reads_rollouts.rollout(store, job.id, "run/train/1/0/1")
     assert whole == reads_rollouts.rollout(store, job.id, "train/1/0/1")
     assert (whole.iteration, whole.sibling, whole.decisions, whole.reward) == (1, 1, 2, 0.0)
@@ -213,31 +211,14 @@ def test_a_rollout_is_found_by_its_id_or_an_end_of_it_that_only_one_has(store: S
         reads_rollouts.rollout(store, job.id, "9")
 
 
-def test_decisions_carry_their_credit(store: Store, job: JobRow):
-    row = reads_rollouts.rollout(store, job.id, "train/1/0/0")
-    first, second, third = reads_rollouts.decisions(store, row)
-    assert (first.turn, first.action, first.unique, first.unique_delta) == (
-        1,
-        "do noop",
-        ("collect_wood",),
-        1,
-    )
-    assert (first.reward, first.return_to_go, first.advantage, first.state_key) == (1.0, 2.0, 0.5, "s")
-    assert (second.unique, second.reward) == ((), 0.0)
-    assert third.unique == ("eat_cow",)
-    lost = reads_rollouts.rollout(store, job.id, "train/1/0/2")
-    assert (lost.status, lost.failure_code) == ("failed", "task_app_lost")
-    assert reads_rollouts.decisions(store, lost) == ()
-
-
-def test_siblings_are_those_of_the_same_group_and_iteration(store: Store, job: JobRow):
+def test_siblings_are_those_of_the_same_group_and_iteration(store: Store, job: Job):
     row = reads_rollouts.rollout(store, job.id, "train/2/0/1")
     found = reads_rollouts.siblings(store, job.id, row)
     assert [item.rollout_id for item in found] == [f"run/train/2/0/{n}" for n in range(3)]
     assert row in found
 
 
-def test_an_anchor_holds_every_decision_of_the_group_in_that_state(store: Store, job: JobRow):
+def test_an_anchor_holds_every_decision_of_the_group_in_that_state(store: Store, job: Job):
     row = reads_rollouts.rollout(store, job.id, "train/1/0/0")
     found = {key: reads_rollouts.anchors(store, job.id, row, key, limit=9) for key in "sab"}
     assert {key: [(item.sibling, item.turn) for item in items] for key, items in found.items()} == {
@@ -249,13 +230,13 @@ def test_an_anchor_holds_every_decision_of_the_group_in_that_state(store: Store,
     assert reads_rollouts.anchors(store, job.id, row, "s", limit=2) == found["s"][:2]
 
 
-def test_what_an_update_learned_from_is_told(store: Store, job: JobRow):
+def test_what_an_update_learned_from_is_told(store: Store, job: Job):
     assert reads_rollouts.learning_iteration(store, job.id, "run/train/2/0/1") == 2
     assert reads_rollouts.learning_iteration(store, job.id, "run/train/2/0/2") is None  # it failed
 
 
-def test_several_runs_are_asked_for_in_as_many_questions_as_one(store: Store, job: JobRow):
-    others = [jobs.create(store, NewJob(name, config="", home="here"))[0].id for name in "bcd"]
+def test_several_runs_are_asked_for_in_as_many_questions_as_one(store: Store, job: Job):
+    others = [jobs.create(store, Job(name=name, config="", home="here"))[0].id for name in "bcd"]
     asked: list[str] = []
     event.listen(store.engine, "before_cursor_execute", lambda *given: asked.append(given[2]))
 
@@ -281,7 +262,7 @@ def test_several_runs_are_asked_for_in_as_many_questions_as_one(store: Store, jo
 
 
 def test_pages_ask_as_many_questions_of_a_long_run_as_of_a_short_one(
-    store: Store, run: RunDirectory, job: JobRow
+    store: Store, run: RunDirectory, job: Job
 ):
     asked: list[str] = []
     event.listen(store.engine, "before_cursor_execute", lambda *given: asked.append(given[2]))
@@ -307,3 +288,95 @@ def test_pages_ask_as_many_questions_of_a_long_run_as_of_a_short_one(
     sync_run(store, job.id, run)
     assert questions() == short
     assert max(short) <= 4
+
+
+def listed(store: Store, where: RunFilter = ALL_RUNS, **order: Any) -> list[str]:
+    """The names of the runs on all pages of two."""
+    names, cursor = [], None
+    while True:
+        page = reads.run_summaries(store, where, cursor=cursor, limit=2, **order)
+        names += [summary.job.name for summary in page.items]
+        cursor = page.cursor
+        if cursor is None:
+            return names
+
+
+@pytest.fixture
+def three(store: Store, job: Job, tmp_path: Path) -> None:
+    """Jobs b, without a run, and c, whose run has one iteration; with `job`, which has two."""
+    config = '[rollout]\nenv_name = "dialogue"\n[model]\nname = "Qwen/Qwen3-0.6B"\n'
+    jobs.create(store, Job(name="b", config=config, home="here", tags={"who": "Ann", "of": "x"}))
+    run = new_run(tmp_path / "c")
+    finish(run, 1, **{"episode/outcome_reward": 0.5, "rollout/failed": 2.0})
+    made, _ = jobs.create(
+        store,
+        Job(
+            name="c",
+            config=config,
+            home="here",
+            state="paused",
+            tags={"who": "Bo", 'a"b': "é"},
+            run_dir=str(run.path),
+        ),
+    )
+    sync_run(store, made.id, run)
+
+
+def test_the_list_of_runs_is_sorted_by_each_column_and_those_without_a_value_come_last(
+    store: Store, three: None
+):
+    expected = {"created": "abc", "name": "abc", "iteration": "bca", "finished": "acb", "outcome": "cab"}
+    for sort, ascending in {**expected, "evaluation": "abc", "state": "cab"}.items():
+        found = "".join(listed(store, sort=sort, descending=False))
+        assert found == ascending, sort
+        assert sorted(listed(store, sort=sort)) == ["a", "b", "c"]
+    assert listed(store) == ["c", "b", "a"]
+    assert listed(store, sort="outcome") == ["a", "c", "b"]
+
+
+def test_a_cursor_of_the_list_of_runs_that_is_none_of_ours_is_refused(store: Store):
+    odd = (urlsafe_b64encode(text.encode()).decode() for text in ('["x", 1]', '["2026-11-21", 1]', "[[], 1]"))
+    for sort, cursor in product(("created", "finished", "outcome"), (*CURSORS, *odd)):
+        with pytest.raises(UnknownCursor, match="cursor is"):
+            reads.run_summaries(store, sort=sort, cursor=cursor)
+
+
+def test_runs_are_found_by_each_of_their_facts(store: Store, three: None):
+    for where, names in (
+        (RunFilter(text="QWEN"), "cb"),
+        (RunFilter(text="ann"), "b"),
+        (RunFilter(text="%"), ""),
+        (RunFilter(states=frozenset({"paused", "failed"})), "c"),
+        (RunFilter(environment="dialogue", tags={"who": "Bo"}), "c"),
+        (RunFilter(model="Qwen3-0.6B", tags={"who": "Ann", "of": "x"}), "b"),
+        (RunFilter(tags={"who": "Ann", "of": "y"}), ""),
+        (RunFilter(tags={"who": "an"}), ""),
+        (RunFilter(tags={'a"b': "é"}), "c"),
+        (RunFilter(tags={"b": "é"}), ""),
+        (RunFilter(text="é"), "c"),
+    ):
+        assert "".join(listed(store, where)) == names, where
+
+
+def test_the_list_of_runs_tells_what_the_sync_has_seen_and_what_can_be_filtered_by(store: Store, three: None):
+    first, second, third = reads.run_summaries(store).items
+    assert (first.iteration, first.latest, first.evaluated) == (1, {"episode/outcome_reward": 0.5}, {})
+    assert (first.sums, first.job.environment, first.job.model) == (
+        {"rollout/failed": 2.0}, "dialogue", "Qwen3-0.6B",
+    )  # fmt: skip
+    assert (second.iteration, second.finished, second.spark, second.sums) == (0, None, None, {})
+    assert third.evaluated == {"eval/outcome_reward": 3.0}
+    assert third.spark is not None and third.spark.values_N == (1.0, 1.0)
+    facets = reads.run_facets(store)
+    assert facets.environments == {"dialogue": 2}
+    assert facets.models == {"Qwen3-0.6B": 2}
+    assert facets.states == {"paused": 1, "queued": 2}
+    assert facets.tags == {'a"b=é': 1, "of=x": 1, "who=Ann": 1, "who=Bo": 1}
+
+
+def test_rollouts_are_filtered_by_bounds_and_by_what_was_lost(store: Store, job: Job):
+    assert ids(store, job, RolloutFilter(max_reward=0.0, iteration=1)) == ["train/1/0/1"]
+    assert ids(store, job, RolloutFilter(min_decisions=1, max_decisions=2, iteration=1)) == ["train/1/0/1"]
+    assert ids(store, job, RolloutFilter(min_decisions=10**20)) == []
+    assert len(ids(store, job, RolloutFilter(max_decisions=10**20, iteration=1))) == 3
+    assert sorted(ids(store, job, RolloutFilter(lost=True))) == ["train/1/0/2", "train/2/0/2"]

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,13 @@ from tests.trainer_backend.store.runs import checkpoint, episodes, evaluate, fin
 from tests.trainer_backend.store.test_database import full
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.checkpoint_paths import BestMark, mark_best
-from trainer_backend.rundir.files import append_line
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import write_rollouts
-from trainer_backend.rundir.spool import LEDGER_FILE, LedgerEntry, append_to_ledger
 from trainer_backend.store import jobs, reads, reads_rollouts
 from trainer_backend.store.database import Store, StoreUnavailable, UnknownJob, open_store
-from trainer_backend.store.jobs import NewJob
+from trainer_backend.store.rows import Job
 from trainer_backend.store.sync import sync_run
-from trainer_backend.store.tables import Base, Curve, Iteration, Job
+from trainer_backend.store.tables import METADATA
 
 
 @pytest.fixture
@@ -33,7 +30,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 @pytest.fixture
 def job(store: Store, run: RunDirectory) -> str:
-    return jobs.create(store, NewJob("a", config="", home="here", run_dir=run.path))[0].id
+    return jobs.create(store, Job(name="a", config="", home="here", run_dir=str(run.path)))[0].id
 
 
 def whole(store: Store) -> dict[str, list[tuple[Any, ...]]]:
@@ -42,19 +39,23 @@ def whole(store: Store) -> dict[str, list[tuple[Any, ...]]]:
         return {
             name: sorted(
                 (
-                    tuple(v for c, v in zip(row._fields, row, strict=True) if c not in ("number", "file"))
+                    tuple(v for c, v in zip(row._fields, row, strict=True) if c not in _OWN_NUMBERS)
                     for row in connection.execute(select(table))
                 ),
                 key=repr,
             )
-            for name, table in Base.metadata.tables.items()
-            if name not in ("jobs", "decisions", "metrics", "synced_files")
+            for name, table in METADATA.tables.items()
+            if name != "jobs"
         }
+
+
+# Given out by the store itself, or by the disk.
+_OWN_NUMBERS = ("number", "file", "modified_ns")
 
 
 def count(store: Store, name: str) -> int:
     with store.read() as connection:
-        return connection.scalar(select(func.count()).select_from(Base.metadata.tables[name])) or 0
+        return connection.scalar(select(func.count()).select_from(METADATA.tables[name])) or 0
 
 
 def test_a_sync_brings_everything_and_the_next_one_finds_nothing_new(
@@ -65,13 +66,11 @@ def test_a_sync_brings_everything_and_the_next_one_finds_nothing_new(
     evaluate(run, 2, 3.0)
     checkpoint(run, 2, 100)
     assert sync_run(store, job, run)
-    rows = {name: count(store, name) for name in Base.metadata.tables}
-    # An iteration: 2 finished rollouts of 3 and 2 decisions, and a failed one. An evaluation: one of 3.
-    assert (rows["rollouts"], rows["decisions"], rows["consumed"]) == (2 * 3 + 1, 2 * 5 + 3, 2 * 2)
-    assert (rows["iterations"], rows["metric_rows"], rows["checkpoints"]) == (2, 3, 1)
-    assert rows["metrics"] == 2 * 3 + 1  # policy/version, episode/outcome_reward, app/finished/own; eval's
+    rows = {name: count(store, name) for name in METADATA.tables}
+    # Two iterations of three rollouts, an evaluation of one; their files, and metrics.jsonl.
+    assert rows == {"jobs": 1, "rollouts": 2 * 3 + 1, "synced_files": 3 + 1}
     assert not sync_run(store, job, run)
-    assert {name: count(store, name) for name in Base.metadata.tables} == rows
+    assert {name: count(store, name) for name in METADATA.tables} == rows
 
 
 def test_a_sync_after_every_write_gives_the_same_store_as_one_at_the_end(
@@ -81,16 +80,10 @@ def test_a_sync_after_every_write_gives_the_same_store_as_one_at_the_end(
     for iteration in (1, 2, 3):
         finish(run, iteration)
         assert sync_run(store, job, run)
-        checkpoint(run, iteration, 100)
-        assert sync_run(store, job, run)
     late = open_store(f"sqlite:///{tmp_path}/late.db", clock=lambda: NOON)
-    late_job, _ = jobs.create(late, NewJob("a", config="", home="here"))
+    late_job, _ = jobs.create(late, Job(name="a", config="", home="here", run_dir=str(run.path)))
     sync_run(late, late_job.id, run)
-    with_times, without_times = whole(store), whole(late)
-    assert [row[:3] for row in with_times.pop("iterations")] == [
-        row[:3] for row in without_times.pop("iterations")
-    ]
-    assert with_times == without_times
+    assert whole(store) == whole(late)
     late.close()
 
 
@@ -108,26 +101,28 @@ def test_a_line_that_is_being_written_waits_for_its_end(store: Store, run: RunDi
 def test_a_line_that_a_crash_cut_short_is_left_out_as_by_every_reader(
     store: Store, run: RunDirectory, job: str
 ):
-    run.metrics_file.write_text('{"kind": "iter\n[1]\n{"kind": "iteration", "iteration": 1}\n')
+    run.metrics_file.write_text(
+        '{"kind": "iter\n[1]\n{"iteration": null}\n{"kind": "iteration", "iteration": 1}\n'
+    )
     sync_run(store, job, run)
     assert [found.iteration for found in reads.metric_lines(store, job)] == [1]
 
 
-def test_what_a_resumed_run_forgot_is_forgotten_and_what_stays_keeps_its_number(
+def test_what_a_resumed_run_forgot_is_forgotten_and_its_rows_get_numbers_above_the_old_ones(
     store: Store, run: RunDirectory, job: str
 ):
     for iteration in (1, 2, 3):
         finish(run, iteration)
     sync_run(store, job, run)
-    first = reads.metric_lines(store, job)[0]
+    last = reads.metric_lines(store, job)[-1]
     run.forget_after(1)
     run.append_metrics(metrics_row(2, **{"loss/kl": 0.5}))  # done again, and it came out otherwise
+    seen = reads.metric_lines(store, job, after=last.number)
+    assert [(line.iteration, "loss/kl" in line.row) for line in seen] == [(1, False), (2, True)]
     assert sync_run(store, job, run)
-    lines = reads.metric_lines(store, job)
-    assert [(line.iteration, "loss/kl" in line.row) for line in lines] == [(1, False), (2, True)]
-    assert lines[0] == first
-    with store.read() as connection:
-        assert connection.scalars(select(Iteration.iteration).order_by(Iteration.iteration)).all() == [1, 2]
+    assert reads.metric_lines(store, job) == seen  # before the sync as after it
+    run.append_metrics(metrics_row(3))
+    assert reads.metric_lines(store, job, after=seen[-1].number)[0].number == seen[-1].number + 1
     assert reads_rollouts.learning_iteration(store, job, "run/train/1/0/0") == 1
     assert reads_rollouts.learning_iteration(store, job, "run/train/3/0/0") is None
 
@@ -167,7 +162,6 @@ def test_a_rollout_file_that_is_written_anew_replaces_its_rollouts(store: Store,
     page = reads_rollouts.rollouts(store, job)
     assert [row.rollout_id for row in page.items] == ["again/train/1/0/0"]
     assert page.items[0].reward is None  # not credited yet
-    assert count(store, "decisions") == 3
 
 
 def test_a_rollout_file_that_is_gone_leaves_the_store(store: Store, run: RunDirectory, job: str):
@@ -197,65 +191,28 @@ def test_a_broken_rollout_file_is_told_and_holds_up_nothing_else(store: Store, r
     assert len(reads.metric_lines(store, job)) == 2
 
 
-def test_a_ledger_that_counts_a_rollout_twice_is_told_by_name(store: Store, run: RunDirectory, job: str):
-    append_to_ledger(run.path, LedgerEntry(1, 1, ("run.1/train/1/0/0", "run.1/train/1/0/1")))
-    sync_run(store, job, run)
-    consume_unseen(run, 2, "run.2/train/2/0/0", "run.2/train/1/0/0:1")  # in another start, another attempt
-    with pytest.raises(RunDirectoryError, match="rollout train/1/0/0 was learned from in iterations 1 and 2"):
-        sync_run(store, job, run)
-    assert reads_rollouts.learning_iteration(store, job, "run.1/train/1/0/0") == 1
-    assert reads_rollouts.learning_iteration(store, job, "run.2/train/2/0/0") is None
-
-
-def test_a_line_that_names_a_rollout_twice_is_told_by_name(store: Store, run: RunDirectory, job: str):
-    consume_unseen(run, 1, "run.1/train/1/0/0", "run.1/train/1/0/0:1")
-    with pytest.raises(RunDirectoryError, match="train/1/0/0 was learned from in iterations 1 and 1"):
-        sync_run(store, job, run)
-
-
-def consume_unseen(run: RunDirectory, iteration: int, *rollout_ids: str) -> None:
-    """As a version would that does not look through the ledger."""
-    append_line(run.path / LEDGER_FILE, asdict(LedgerEntry(iteration, iteration, rollout_ids)), durable=True)
-
-
-def test_a_ledger_of_more_rollouts_than_a_database_takes_in_one_question_is_read(
-    store: Store, run: RunDirectory, job: str
-):
-    append_to_ledger(run.path, LedgerEntry(1, 1, tuple(f"a{number}" for number in range(40_000))))
-    sync_run(store, job, run)
-    consume_unseen(run, 2, *(f"b{number}" for number in range(600)), "a39999")
-    with pytest.raises(RunDirectoryError, match="rollout a39999 was learned from in iterations 1 and 2"):
-        sync_run(store, job, run)
-    assert count(store, "consumed") == 40_000
-
-
 def test_checkpoints_follow_the_folders_and_the_best_mark(store: Store, run: RunDirectory, job: str):
     checkpoint(run, 5, 100)
     checkpoint(run, 10, 50)
     (run.checkpoints / "iteration_5_backup").mkdir()
     mark_best(BestMark(run.checkpoints / "iteration_5", 0.5))
-    sync_run(store, job, run)
     found = reads.checkpoints(store, job)
     assert [(item.folder, item.best, item.bytes) for item in found] == [
         ("iteration_5", True, 100),
         ("iteration_10", False, 50),
     ]
     mark_best(BestMark(run.checkpoints / "iteration_10", 0.5))
-    assert sync_run(store, job, run)
     assert [item.best for item in reads.checkpoints(store, job)] == [False, True]
 
 
 def test_texts_that_one_database_could_not_hold_are_held(store: Store, run: RunDirectory, job: str):
     item = episodes(1)[0]
-    step = item.trajectory.steps[0]
-    info = step.step_info.model_copy(update={"executed_actions": ("a\0b", "é\N{PILE OF POO}")})
-    steps = (step.model_copy(update={"step_info": info}), *item.trajectory.steps[1:])
-    odd = item.model_copy(update={"trajectory": item.trajectory.model_copy(update={"steps": steps})})
+    odd = item.model_copy(update={"group_id": "a\0b é\N{PILE OF POO}"})
     write_rollouts(run.rollouts_file("iteration_1"), [odd])
     run.append_metrics(metrics_row(1, **{"episode/outcome_definition": "nul \0 and \N{PILE OF POO}"}))
     sync_run(store, job, run)
     row = reads_rollouts.rollout(store, job, "run/train/1/0/0")
-    assert reads_rollouts.decisions(store, row)[0].action == "a\N{REPLACEMENT CHARACTER}b é\N{PILE OF POO}"
+    assert row.group_id == "a\N{REPLACEMENT CHARACTER}b é\N{PILE OF POO}"
     (line,) = reads.metric_lines(store, job)
     assert line.row["episode/outcome_definition"] == "nul \0 and \N{PILE OF POO}"
 
@@ -266,25 +223,20 @@ def test_a_job_that_is_gone_is_told_and_takes_its_run_with_it(store: Store, run:
     sync_run(store, job, run)
     jobs.change(store, job, lambda _: {"state": "cancelled"})
     jobs.remove(store, job)
-    assert {name: count(store, name) for name in Base.metadata.tables} == dict.fromkeys(
-        Base.metadata.tables, 0
-    )
+    assert {name: count(store, name) for name in METADATA.tables} == dict.fromkeys(METADATA.tables, 0)
     with pytest.raises(UnknownJob):
         sync_run(store, job, run)
 
 
 def test_two_runs_are_kept_apart(store: Store, run: RunDirectory, job: str, tmp_path: Path):
     other_run = new_run(tmp_path / "other")
-    other, _ = jobs.create(store, NewJob("b", config="", home="here", run_dir=other_run.path))
+    other, _ = jobs.create(store, Job(name="b", config="", home="here", run_dir=str(other_run.path)))
     finish(run, 1, **{"loss/kl": 0.25})
     finish(other_run, 1, **{"loss/kl": 0.75})
     sync_run(store, job, run)
     sync_run(store, other.id, other_run)
     curves = reads.series(store, [job, other.id], ["loss/kl"])
     assert [curves[item]["loss/kl"].values_N for item in (job, other.id)] == [(0.25,), (0.75,)]
-    with store.read() as connection:
-        numbers = connection.execute(select(Curve.job, func.count()).group_by(Curve.job)).all()
-        assert len(numbers) == len(connection.scalars(select(Job.number)).all()) == 2
 
 
 def test_syncs_of_one_run_at_the_same_time_bring_everything_once(
@@ -293,29 +245,31 @@ def test_syncs_of_one_run_at_the_same_time_bring_everything_once(
     for iteration in (1, 2):
         finish(run, iteration)
     together(4, lambda _: sync_run(store, job, run))
-    assert (count(store, "rollouts"), count(store, "decisions"), count(store, "metric_rows")) == (6, 10, 2)
+    assert (count(store, "rollouts"), count(store, "synced_files")) == (6, 3)
 
 
 def test_a_disk_that_was_full_costs_nothing_the_next_sync_catches_up(tmp_path: Path, run: RunDirectory):
     store = open_store(f"sqlite:///{tmp_path}/store.db", clock=lambda: NOON)
-    job, _ = jobs.create(store, NewJob("a", config="", home="here"))
+    job, _ = jobs.create(store, Job(name="a", config="", home="here", run_dir=str(run.path)))
     finish(run, 1)
     sync_run(store, job.id, run)
     full(store)
-    finish(run, 2, **{"episode/outcome_definition": "x" * 200_000})
+    item = episodes(2)[0]
+    group = [item.model_copy(update={"rollout_id": f"{n}{'x' * 2_000}"}) for n in range(100)]
+    write_rollouts(run.rollouts_file("iteration_2"), group)
     with pytest.raises(StoreUnavailable, match="full"):
         sync_run(store, job.id, run)
     store.close()
     again = open_store(f"sqlite:///{tmp_path}/store.db", clock=lambda: NOON)
     sync_run(again, job.id, run)
-    assert (count(again, "rollouts"), count(again, "metric_rows"), count(again, "consumed")) == (6, 2, 4)
+    assert count(again, "rollouts") == 103
     again.close()
 
 
 def test_a_server_that_is_killed_between_two_syncs_costs_nothing(postgres: Postgres, run: RunDirectory):
     with postgres.database() as url:
         store = open_store(url, clock=lambda: NOON)
-        job, _ = jobs.create(store, NewJob("a", config="", home="here"))
+        job, _ = jobs.create(store, Job(name="a", config="", home="here"))
         finish(run, 1)
         sync_run(store, job.id, run)
         finish(run, 2)
@@ -327,7 +281,7 @@ def test_a_server_that_is_killed_between_two_syncs_costs_nothing(postgres: Postg
         finally:
             postgres.start()
         assert sync_run(store, job.id, run)
-        assert (count(store, "rollouts"), count(store, "metric_rows"), count(store, "consumed")) == (9, 3, 6)
+        assert (count(store, "rollouts"), count(store, "synced_files")) == (9, 4)
         store.close()
 
 
@@ -336,4 +290,4 @@ def test_an_older_run_without_ledger_or_credit_is_indexed(store: Store, run: Run
     os.utime(run.rollouts_file("warmup"), ns=(0, 0))
     sync_run(store, job, run)
     row = reads_rollouts.rollouts(store, job).items[0]
-    assert (row.stage, row.iteration, row.reward, row.decisions_stored) == ("warmup", 0, None, True)
+    assert (row.stage, row.iteration, row.reward) == ("warmup", 0, None)

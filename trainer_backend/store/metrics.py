@@ -1,0 +1,264 @@
+"""metrics.jsonl of a run: its rows and curves, kept in memory, of which each look reads only what is new."""
+
+import hashlib
+import math
+import os
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer_backend.errors import RunDirectoryError
+from trainer_backend.rundir.files import object_of
+from trainer_backend.store.rows import MetricLine, Series
+
+METRICS_FILE = "metrics.jsonl"
+Row = Mapping[str, Any]
+# A digest of the last bytes before the mark: if it is equal, the file has only grown.
+_TAIL = 256
+# Of all files in memory together. A row of a hundred numbers has some 3 kB, and its points as much again.
+_MOST_BYTES = 128 << 20
+
+
+def numbers_of(row: Row) -> Iterator[tuple[str, float]]:
+    """Yield the finite numbers of a row by name; a number in a dict is `name/key`.
+
+    Lists and texts are skipped.
+    """
+    for name, value in row.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}/{key}", number) for key, number in numbers_of(value))
+        elif isinstance(value, int | float) and name not in ("kind", "iteration") and math.isfinite(value):
+            yield name, float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """How far the store has seen a file of lines, and the numbers of its rows.
+
+    Row i of the file, from 0, has the number `base + i + 1`. The rows of a rewritten file begin above the
+    numbers of all rows before.
+    """
+
+    size: int = 0
+    digest: str | None = None
+    base: int = 0
+    rows: int = 0
+
+
+@dataclass(slots=True)
+class Points:
+    """The points of a curve by ascending iteration."""
+
+    iterations_N: "array[int]" = field(default_factory=lambda: array("q"))
+    values_N: "array[float]" = field(default_factory=lambda: array("d"))
+
+
+@dataclass(slots=True)
+class _Kind:
+    """The rows of a kind by iteration: each one's place in the file, and the curves of their numbers."""
+
+    places: dict[int, int] = field(default_factory=dict)
+    last: int | None = None
+    """The last iteration."""
+    curves: dict[str, Points] = field(default_factory=dict)
+
+    def add(self, iteration: int, row: Row) -> bool:
+        """Add the numbers of a row; return False, and do nothing, where it does not follow the last one."""
+        if self.last is not None and iteration <= self.last:
+            return False
+        self.last = iteration
+        for name, value in numbers_of(row):
+            points = self.curves.get(name)
+            if points is None:
+                points = self.curves[name] = Points()
+            points.iterations_N.append(iteration)
+            points.values_N.append(value)
+        return True
+
+
+_NO_ROWS = _Kind()
+
+
+class MetricsFile:
+    """The rows of one metrics.jsonl, in memory. `MetricsFiles.open` brings it up to the file, and holds it.
+
+    Of two rows of one kind and iteration the later one stands, as for every reader of these files.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.lock = path, threading.Lock()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._seen = (-1, -1)  # size and time of the file
+        self._data = bytearray()  # its whole lines
+        self._spans: list[tuple[int, int]] = []  # where each row begins and ends
+        self._kinds: dict[str, _Kind] = {}
+
+    @property
+    def size(self) -> int:
+        return len(self._data)
+
+    @property
+    def modified_ns(self) -> int:
+        return self._seen[1]
+
+    def read(self) -> None:
+        """Read what is new; all of it where the file was rewritten. A missing file has no rows."""
+        try:
+            facts = self.path.stat()
+            if (facts.st_size, facts.st_mtime_ns) == self._seen:
+                return
+            with self.path.open("rb") as file:  # once: a replacement meanwhile is seen whole or not at all
+                facts, begin = os.fstat(file.fileno()), max(0, self.size - _TAIL)
+                file.seek(begin)
+                data = file.read()
+                if data[: self.size - begin] != self._data[begin:]:
+                    self._clear()
+                    begin = file.seek(0)
+                    data = file.read()
+        except (FileNotFoundError, NotADirectoryError):
+            return self._clear()
+        except OSError as error:
+            raise RunDirectoryError(f"{self.path} cannot be read: {error}") from error
+        self._seen = facts.st_size, facts.st_mtime_ns
+        self._add(data[self.size - begin : data.rfind(b"\n") + 1])
+
+    def _add(self, data: bytes) -> None:
+        """Take in whole lines; what a crash cut short, or is no row, is skipped."""
+        begin = self.size
+        self._data += data
+        disordered: set[str] = set()  # kinds with a row of an iteration that was there
+        for line in data.split(b"\n")[:-1]:
+            end = begin + len(line)
+            row = object_of(line)
+            if row is not None and isinstance(iteration := row.get("iteration", 0), int):
+                name = str(row.get("kind", ""))
+                kind = self._kinds.setdefault(name, _Kind())
+                kind.places[iteration] = len(self._spans)
+                self._spans.append((begin, end))
+                if not kind.add(iteration, row):
+                    disordered.add(name)
+            begin = end + 1
+        for name in disordered:
+            places = dict(sorted(self._kinds[name].places.items()))
+            self._kinds[name] = kind = _Kind(places)
+            for iteration, place in places.items():
+                kind.add(iteration, self._row(place))
+
+    def _row(self, place: int) -> Row:
+        begin, end = self._spans[place]
+        return object_of(bytes(self._data[begin:end])) or {}
+
+    def next_mark(self, mark: Mark) -> Mark:
+        """Return the mark of the file as it is, after an earlier mark of it."""
+        same = mark.size <= self.size and mark.digest == self._digest(mark.size)
+        base = mark.base if same else mark.base + mark.rows
+        return Mark(self.size, self._digest(self.size), base, len(self._spans))
+
+    def _digest(self, size: int) -> str:
+        return hashlib.blake2b(self._data[max(0, size - _TAIL) : size], digest_size=12).hexdigest()
+
+    def lines(
+        self, base: int, *, after: int = 0, kind: str | None = None, limit: int
+    ) -> tuple[MetricLine, ...]:
+        """Return the first `limit` rows with a number above `after`, in the file's order."""
+        kinds = self._kinds.values() if kind is None else (self._kinds.get(kind, _NO_ROWS),)
+        places = sorted(place for of in kinds for place in of.places.values() if base + place + 1 > after)
+        return self._lines(base, places[:limit])
+
+    def newest(self, base: int, kind: str, limit: int) -> tuple[MetricLine, ...]:
+        """Return the rows of the last iterations of a kind, oldest first."""
+        places = self._kinds.get(kind, _NO_ROWS).places
+        return self._lines(base, [places[iteration] for iteration in sorted(places)[-limit:]])
+
+    def above_zero(self, base: int, names: Collection[str], limit: int) -> tuple[MetricLine, ...]:
+        """Return the newest rows, of every kind, in which one of these numbers is above 0; oldest first."""
+        places = {
+            kind.places[iteration]
+            for kind in self._kinds.values()
+            for name in kind.curves.keys() & set(names)
+            for curve in (kind.curves[name],)
+            for iteration, value in zip(curve.iterations_N, curve.values_N, strict=True)
+            if value > 0
+        }
+        return self._lines(base, sorted(places)[-limit:])
+
+    def _lines(self, base: int, places: Iterable[int]) -> tuple[MetricLine, ...]:
+        rows = [(base + place + 1, self._row(place)) for place in places]
+        return tuple(
+            MetricLine(number, str(row.get("kind", "")), row.get("iteration", 0), row) for number, row in rows
+        )
+
+    def last_iteration(self, kind: str) -> int | None:
+        """Return the last iteration of a kind; None without rows."""
+        return self._kinds.get(kind, _NO_ROWS).last
+
+    @property
+    def curves(self) -> set[tuple[str, str]]:
+        """The kind and name of every curve."""
+        return {(name, curve) for name, kind in self._kinds.items() for curve in kind.curves}
+
+    def points(self, kind: str, name: str) -> Points:
+        """Return a copy of a curve that exists."""
+        curve = self._kinds[kind].curves[name]
+        return Points(curve.iterations_N[:], curve.values_N[:])
+
+    def last_numbers(self, kind: str, names: Iterable[str]) -> dict[str, float]:
+        """Return the named numbers of the last row of a kind; those that it lacks are absent."""
+        of = self._kinds.get(kind, _NO_ROWS)
+        curves = {name: of.curves[name] for name in names if name in of.curves}
+        return {name: it.values_N[-1] for name, it in curves.items() if it.iterations_N[-1] == of.last}
+
+    def sums(self, names: Iterable[str]) -> dict[str, float]:
+        """Sum the named numbers over all rows of every kind; those without a row are absent."""
+        found = {
+            name: [kind.curves[name].values_N for kind in self._kinds.values() if name in kind.curves]
+            for name in names
+        }
+        return {name: sum(map(sum, values)) for name, values in found.items() if values}
+
+
+def thin(curve: Points, stride: int) -> Series:
+    """Reduce a curve to the means of every `stride` iterations, with their bounds."""
+    if stride == 1:
+        values = tuple(curve.values_N)
+        return Series(tuple(curve.iterations_N), values, values, values)
+    at_N, of_N = np.array(curve.iterations_N, np.int64), np.array(curve.values_N, np.float64)
+    begins = np.flatnonzero(np.diff(at_N // stride, prepend=-1))
+    counts = np.diff(begins, append=len(at_N))
+    return Series(
+        tuple(at_N[begins + counts - 1].tolist()),
+        tuple((np.add.reduceat(of_N, begins) / counts).tolist()),
+        tuple(np.minimum.reduceat(of_N, begins).tolist()),
+        tuple(np.maximum.reduceat(of_N, begins).tolist()),
+    )
+
+
+class MetricsFiles:
+    """The files that were read last, up to so many bytes together."""
+
+    def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
+        self._files: OrderedDict[Path, MetricsFile] = OrderedDict()
+        self._most_bytes, self._lock = most_bytes, threading.Lock()
+
+    @contextmanager
+    def open(self, run_dir: str | None) -> Iterator[MetricsFile]:
+        """Hold the file of a run directory, read to its end; without a directory it has no rows."""
+        path = Path(run_dir or os.devnull, METRICS_FILE)
+        with self._lock:
+            file = self._files.setdefault(path, MetricsFile(path))
+            self._files.move_to_end(path)
+        with file.lock:
+            file.read()
+            yield file
+        with self._lock:
+            while len(self._files) > 1 and sum(one.size for one in self._files.values()) > self._most_bytes:
+                self._files.popitem(last=False)

@@ -1,0 +1,202 @@
+"""A run is its files: metrics, decisions, checkpoints and the ledger leave the database; jobs get columns."""
+
+import math
+import re
+from typing import Any
+
+import sqlalchemy as sa
+import tomli
+from alembic import op
+
+from trainer_backend.store.tables import UtcDateTime
+
+revision = "0002"
+down_revision = "0001"
+
+_SORTS = ("number", "outcome_reward", "reward", "unique_achievements", "decisions")
+_FACETS = ("job", "stage", "policy", "status", "failure_code", "stop_reason", "iteration")
+# Tables of version 1. What they hold stands in the files of the runs, too.
+_DROPPED = ("consumed", "checkpoints", "iterations", "decisions", "metrics", "curves", "metric_rows")
+
+
+def _job_columns() -> tuple[sa.Column[Any], ...]:
+    return (
+        sa.Column("environment", sa.Text, nullable=False, server_default=""),
+        sa.Column("model", sa.Text, nullable=False, server_default=""),
+        sa.Column("iteration", sa.Integer, nullable=False, server_default="0"),
+        sa.Column("finished", UtcDateTime),
+        sa.Column("numbers", sa.JSON, nullable=False, server_default="{}"),
+        sa.Column("outcome", sa.Double),
+        sa.Column("evaluation", sa.Double),
+    )
+
+
+def _mark_columns() -> tuple[sa.Column[Any], ...]:
+    return (
+        sa.Column("base", sa.BigInteger, nullable=False, server_default="0"),
+        sa.Column("rows", sa.Integer, nullable=False, server_default="0"),
+    )
+
+
+def _place_column() -> sa.Column[int]:
+    return sa.Column("place", sa.Integer, nullable=False, server_default="0")
+
+
+_JOBS = sa.table("jobs", sa.column("number", sa.Integer), sa.column("config", sa.Text), *_job_columns())
+# Keys of [retention] that went with their table. A job that waits to begin must not fail on them.
+_DECISIONS = re.compile(r"^decisions_(?:iterations|days) = .*\n", re.MULTILINE)
+_ROWS = sa.table(
+    "metric_rows",
+    sa.column("job", sa.Integer),
+    sa.column("kind", sa.Text),
+    sa.column("iteration", sa.Integer),
+    sa.column("row", sa.JSON),
+)
+
+
+def upgrade() -> None:
+    if sa.inspect(op.get_bind()).has_table("jobs"):
+        _convert()
+    else:
+        _create()
+
+
+def downgrade() -> None:
+    """Drop all tables: version 1 cannot be filled from these."""
+    for table in ("rollouts", "synced_files", "jobs"):
+        op.drop_table(table)
+
+
+def _refer(column: str, table: str) -> sa.Column[int]:
+    return sa.Column(column, sa.Integer, sa.ForeignKey(f"{table}.number", ondelete="CASCADE"), nullable=False)
+
+
+def _create() -> None:
+    op.create_table(
+        "jobs",
+        sa.Column("number", sa.Integer, primary_key=True),
+        sa.Column("id", sa.Text, nullable=False, unique=True),
+        sa.Column("name", sa.Text, nullable=False),
+        sa.Column("state", sa.Text, nullable=False, index=True),
+        sa.Column("wanted", sa.Text, nullable=False),
+        sa.Column("config", sa.Text, nullable=False),
+        sa.Column("run_dir", sa.Text, unique=True),
+        sa.Column("run_id", sa.Text),
+        sa.Column("origin", sa.Text, nullable=False),
+        sa.Column("home", sa.Text, nullable=False),
+        sa.Column("idempotency_key", sa.Text),
+        sa.Column("body_hash", sa.Text),
+        sa.Column("tags", sa.JSON, nullable=False),
+        sa.Column("attempt", sa.Integer, nullable=False),
+        sa.Column("created", UtcDateTime, nullable=False),
+        sa.Column("started", UtcDateTime),
+        sa.Column("ended", UtcDateTime),
+        sa.Column("code", sa.Text),
+        sa.Column("detail", sa.Text),
+        sa.Column("version", sa.Integer, nullable=False),
+        *_job_columns(),
+        sa.UniqueConstraint("home", "idempotency_key", name="uq_jobs_home_idempotency_key"),
+        sqlite_autoincrement=True,
+    )
+    op.create_table(
+        "synced_files",
+        sa.Column("number", sa.Integer, primary_key=True),
+        _refer("job", "jobs"),
+        sa.Column("name", sa.Text, nullable=False),
+        sa.Column("size", sa.BigInteger, nullable=False),
+        sa.Column("modified_ns", sa.BigInteger, nullable=False),
+        sa.Column("digest", sa.Text),
+        *_mark_columns(),
+        sa.Index(None, "job", "name", unique=True),
+    )
+    op.create_table(
+        "rollouts",
+        sa.Column("number", sa.Integer, primary_key=True),
+        _refer("job", "jobs"),
+        _refer("file", "synced_files"),
+        sa.Column("rollout_id", sa.Text, nullable=False),
+        sa.Column("stage", sa.Text, nullable=False),
+        sa.Column("iteration", sa.Integer, nullable=False),
+        sa.Column("group_id", sa.Text, nullable=False),
+        sa.Column("sibling", sa.Integer, nullable=False),
+        sa.Column("attempt", sa.Integer, nullable=False),
+        sa.Column("policy", sa.Text, nullable=False),
+        sa.Column("status", sa.Text, nullable=False),
+        sa.Column("seed", sa.BigInteger),
+        sa.Column("outcome_reward", sa.Double),
+        sa.Column("reward", sa.Double),
+        sa.Column("unique_achievements", sa.Integer),
+        sa.Column("decisions", sa.Integer, nullable=False),
+        sa.Column("env_steps", sa.Integer),
+        sa.Column("stop_reason", sa.Text),
+        sa.Column("failure_code", sa.Text),
+        _place_column(),
+        sa.Index(None, "file", "rollout_id", unique=True),
+        sa.Index(None, "job", "rollout_id"),
+        sa.Index(None, "job", "stage", "iteration"),
+        sa.Index(None, "job", "group_id"),
+        *(sa.Index(f"ix_rollouts_job_{name}", "job", name) for name in _SORTS),
+        sa.Index("ix_rollouts_facets", *_FACETS),
+    )
+
+
+def _convert() -> None:
+    for column in _job_columns():
+        op.add_column("jobs", column)
+    for column in _mark_columns():
+        op.add_column("synced_files", column)
+    op.drop_column("synced_files", "decisions")
+    op.add_column("rollouts", _place_column())
+    _fill_jobs()
+    op.execute(
+        "UPDATE jobs SET finished = (SELECT MAX(finished) FROM iterations WHERE job = jobs.number), "
+        "iteration = COALESCE((SELECT MAX(iteration) FROM iterations WHERE job = jobs.number), 0)"
+    )
+    # A file's rollouts were stored in its order.
+    op.execute(
+        "UPDATE rollouts SET place = ordered.place FROM (SELECT number, ROW_NUMBER() OVER "
+        "(PARTITION BY file ORDER BY number) - 1 AS place FROM rollouts) AS ordered "
+        "WHERE ordered.number = rollouts.number"
+    )
+    op.execute("DELETE FROM synced_files WHERE name = 'ledger.jsonl'")
+    # The next sync reads the metrics again, and numbers their rows above those that live pages have seen.
+    op.execute(
+        "UPDATE synced_files SET size = 0, modified_ns = -1, digest = NULL, base = "
+        "COALESCE((SELECT MAX(number) FROM metric_rows WHERE job = synced_files.job), 0) "
+        "WHERE name = 'metrics.jsonl'"
+    )
+    for table in _DROPPED:
+        op.drop_table(table)
+
+
+def _fill_jobs() -> None:
+    """Fill what a sync fills, also for jobs whose run directory is gone."""
+    connection = op.get_bind()
+    for number, config in connection.execute(sa.select(_JOBS.c.number, _JOBS.c.config)).all():
+        values = _names(config) | {
+            "config": _DECISIONS.sub("", config),
+            "outcome": _last(connection, number, "iteration", "episode/outcome_reward"),
+            "evaluation": _last(connection, number, "evaluation", "eval/outcome_reward"),
+        }
+        connection.execute(sa.update(_JOBS).where(_JOBS.c.number == number).values(values))
+
+
+def _names(config: str) -> dict[str, Any]:
+    try:
+        tables = tomli.loads(config)
+        rollout, model = tables.get("rollout", {}), tables.get("model", {})
+        named = model.get("preset") or model.get("path") or model.get("name") or ""
+        return {
+            "environment": str(rollout.get("env_name", "")),
+            "model": str(named).rstrip("/").rpartition("/")[2],
+        }
+    except (tomli.TOMLDecodeError, AttributeError):
+        return {}
+
+
+def _last(connection: sa.Connection, job: int, kind: str, name: str) -> float | None:
+    """Return a number of the last row of a kind."""
+    query = sa.select(_ROWS.c.row).where(_ROWS.c.job == job, _ROWS.c.kind == kind)
+    row = connection.scalar(query.order_by(_ROWS.c.iteration.desc()).limit(1)) or {}
+    value = row.get(name)
+    return value if isinstance(value, int | float) and math.isfinite(value) else None

@@ -1,0 +1,78 @@
+"""Pages of a sorted list: after the last row of the previous page come those with the next values.
+
+Rows without the value come last in both directions; among equal values the number decides.
+"""
+
+import base64
+import json
+import math
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import Column, ColumnElement, Integer, Select, and_, or_
+
+from trainer_backend.store.database import UnknownCursor
+from trainer_backend.store.tables import AnyText, UtcDateTime, fits
+
+
+def sort_page(
+    query: Select[Any],
+    by: Column[Any],
+    number: Column[int],
+    *,
+    descending: bool,
+    cursor: str | None,
+    limit: int,
+) -> Select[Any]:
+    """Return the query of a page, with one row more than `limit` where another page follows.
+
+    Args:
+        by: the column to sort by, whose table has `number`, the key.
+        cursor: of the previous page (`cursor_of`), for the same filter and order.
+    """
+    if cursor is not None:
+        query = query.where(_beyond(by, number, *_read_cursor(cursor, by), descending=descending))
+    order = (by.desc(), number.desc()) if descending else (by.asc(), number.asc())
+    return query.order_by(order[0].nulls_last(), order[1]).limit(limit + 1)
+
+
+def cursor_of(value: Any, number: int) -> str:
+    """Return the cursor of a page that ends with this row."""
+    value = value.isoformat() if isinstance(value, datetime) else value
+    return base64.urlsafe_b64encode(json.dumps([value, number]).encode()).decode().rstrip("=")
+
+
+def _beyond(
+    by: Column[Any], numbers: Column[int], value: Any, number: int, *, descending: bool
+) -> ColumnElement[bool]:
+    """Match the rows that follow the row with this value and number."""
+    behind = numbers < number if descending else numbers > number
+    if value is None:
+        return and_(by.is_(None), behind)
+    return or_(by < value if descending else by > value, and_(by == value, behind), by.is_(None))
+
+
+def _read_cursor(cursor: str, by: Column[Any]) -> tuple[Any, int]:
+    """Read the sort value and number of a row; both must fit their columns."""
+    try:
+        value, number = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
+        value, valid = (None, True) if value is None else _read_value(value, by)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise UnknownCursor(cursor) from error
+    if not (valid and _is_whole(number)):
+        raise UnknownCursor(cursor)
+    return value, number
+
+
+def _read_value(value: Any, by: Column[Any]) -> tuple[Any, bool]:
+    """Return a sort value as its column has it, and whether the column can hold it."""
+    if isinstance(by.type, UtcDateTime):
+        moment = datetime.fromisoformat(value)
+        return moment, moment.tzinfo is not None
+    if isinstance(by.type, AnyText):
+        return value, isinstance(value, str)
+    return value, _is_whole(value) if isinstance(by.type, Integer) else math.isfinite(value)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and fits(value)
