@@ -32,6 +32,27 @@ def differing_keys(configs: Sequence[str]) -> list[tuple[str, list[str]]]:
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
+# Keys in which two runs of one setting may differ: their name, their seed and where they lie.
+NO_SETTINGS = frozenset({"job.name", "job.seed", "job.runs_dir", "services.gateway_host"})
+
+
+def group_seeds(configs: Sequence[str]) -> list[list[int]]:
+    """Return jobs, as indices, by setting: those of a group differ in NO_SETTINGS alone, and in their seeds.
+
+    Jobs of one setting that all have one seed are no group: each stays alone.
+    """
+    jobs = [dict(_leaves(_values(config))) for config in configs]
+    groups: dict[frozenset[tuple[str, str]], list[int]] = {}
+    for number, keys in enumerate(jobs):
+        setting = frozenset(leaf for leaf in keys.items() if leaf[0] not in NO_SETTINGS)
+        groups.setdefault(setting, []).append(number)
+    parts: list[list[int]] = []
+    for group in groups.values():
+        several = len({jobs[at].get("job.seed") for at in group}) > 1
+        parts += [group] if several else [[at] for at in group]
+    return sorted(parts)
+
+
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Keys with no table below them, such as rollout.env_config.text, and their values as text."""
     for key, value in values.items():
