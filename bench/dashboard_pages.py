@@ -22,7 +22,7 @@ from bench.run_page import LIMIT_MS, REPEATS, T, long_run, steps
 from shared_schemas.trajectory import PolicyLogprobs, Sampling
 from trainer_backend.pages.app import router
 from trainer_backend.pages.page import Dashboard
-from trainer_backend.pages.panels import PANELS, metrics_of
+from trainer_backend.pages.panels import PANELS
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import Credit, read_rollouts, write_rollouts
 from trainer_backend.rundir.state import append_log
@@ -38,7 +38,7 @@ ENDINGS = ("stop/environment_done", "stop/max_decisions", "stop/invalid_action")
 
 def drawn_metrics(run: RunDirectory, iterations: int) -> None:
     """Replace rows of run_page.py by those of a second run with the panels' own metrics."""
-    names = [name for panel in PANELS for line in panel.lines for name in metrics_of(line)]
+    names = [name for panel in PANELS for line in panel.lines for name in line.metrics]
     plain = [name for name in names if not name.endswith("*") and not name.startswith("eval/")]
     run.metrics_file.unlink()
     for iteration in range(1, iterations + 1):

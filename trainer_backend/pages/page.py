@@ -153,7 +153,7 @@ def _assets() -> tuple[str, str, str]:
     """The styles, uPlot and our modules for charts, which saved pages embed as one."""
     styles = [STATIC / "vendor/uplot/uPlot.min.css", STATIC / "turnwise.css"]
     uplot = (STATIC / "vendor/uplot/uPlot.iife.min.js").read_text(encoding="utf-8")
-    modules = [(STATIC / name).read_text(encoding="utf-8") for name in ("curves.js", "view.js", "charts.js")]
+    modules = [(STATIC / name).read_text(encoding="utf-8") for name in ("curves.js", "charts.js")]
     # A file has no address that another module could be imported from.
     drawing = re.sub(r"(?m)^import .*\n", "", "".join(modules))
     return "\n".join(path.read_text(encoding="utf-8") for path in styles), uplot, drawing

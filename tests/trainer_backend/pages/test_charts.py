@@ -4,7 +4,7 @@ from trainer_backend.pages.panels import PANELS, Line, Panel, merge_outcome, res
 from trainer_backend.pages.series import chart_of, summary, table
 from trainer_backend.store.rows import Series
 
-PLAIN = Panel("p", "Thing", "", (Line("a/x", "x"), Line("a/e", "e", "evaluation", ("a/e_low", "a/e_high"))))
+PLAIN = Panel("p", "", "Thing", "", (Line("a/x", "x"), Line("a/e", "e", "evaluation")))
 
 
 def series(points, low=None, high=None):
@@ -19,9 +19,9 @@ def test_a_panel_without_a_metric_of_the_run_is_left_out_and_a_star_stands_for_a
         ("iteration", "loss/policy"),
     ]
     found = restrict(PANELS, known)
-    assert [panel.key for panel in found] == ["loss", "endings"]
-    assert [line.label for line in found[1].lines] == ["deadline", "max decisions"]
-    assert [line.label for line in found[0].lines] == ["policy"]  # no critic
+    assert [panel.key for panel in found] == ["endings", "loss"]
+    assert [line.label for line in found[0].lines] == ["deadline", "max decisions"]
+    assert [line.label for line in found[1].lines] == ["policy"]  # no critic
 
 
 def test_a_line_that_would_say_nothing_is_left_out():
@@ -58,7 +58,7 @@ def test_unique_achievements_are_a_chart_with_their_band_and_one_where_they_are_
         ("outcome", "Outcome an episode"), ("unique", "Unique achievements an episode"),
     ]  # fmt: skip
     assert [line.label for line in both[1].lines] == ["training", "held-out"]
-    assert both[1].lines[1].band == ("eval/unique_achievements_low", "eval/unique_achievements_high")
+    assert both[1].lines[1].bounds == ("eval/unique_achievements_low", "eval/unique_achievements_high")
     (one,) = merge_outcome(restrict(PANELS, known), "unique achievements")
     assert (one.key, one.title, one.lines) == ("outcome", "Unique achievements an episode", both[0].lines)
 
@@ -76,10 +76,10 @@ def test_the_curves_of_a_chart_share_their_iterations_and_have_gaps_where_they_h
         ("evaluation", "a/e_high"): series([(2, 4.5)]),
     }
     chart = chart_of(PLAIN, [("run", curves)])
-    assert chart.iterations_N == (0, 1, 2)
-    x, e = chart.curves
-    assert (x.values_N, x.low_N) == ((None, 0.5, 0.75), ())
-    assert (e.values_N, e.low_N, e.high_N) == ((3.0, None, 4.0), (None, None, 3.5), (None, None, 4.5))
+    assert chart["x"] == [0, 1, 2]
+    x, e = chart["curves"]
+    assert (x["y"], "low" in x) == ([None, 0.5, 0.75], False)
+    assert (e["y"], e["low"], e["high"]) == ([3.0, None, 4.0], [None, None, 3.5], [None, None, 4.5])
     assert table(chart) == [(2, ["0.75", "4 (3.5 to 4.5)"]), (1, ["0.5", "–"]), (0, ["–", "3"])]  # noqa: RUF001
     assert summary(chart) == (
         "Thing. x: 0.5 at iteration 1, 0.75 at 2, between 0.5 and 0.75; "
@@ -89,8 +89,8 @@ def test_the_curves_of_a_chart_share_their_iterations_and_have_gaps_where_they_h
 
 def test_a_thinned_curve_shows_how_far_its_stretches_reach():
     curves = {("iteration", "a/x"): series([(10, 0.5), (20, 0.5)], low=(0.1, 0.2), high=(0.9, 0.8))}
-    (curve,) = chart_of(PLAIN, [("run", curves)]).curves
-    assert (curve.low_N, curve.high_N) == ((0.1, 0.2), (0.9, 0.8))
+    (curve,) = chart_of(PLAIN, [("run", curves)])["curves"]
+    assert (curve["low"], curve["high"]) == ([0.1, 0.2], [0.9, 0.8])
 
 
 def test_runs_laid_over_one_another_are_told_apart_by_their_names_in_a_chart_for_each_line():
@@ -100,12 +100,12 @@ def test_runs_laid_over_one_another_are_told_apart_by_their_names_in_a_chart_for
         (name, {("iteration", "a/x"): series([(1, value)])}) for name, value in (("one", 1.0), ("two", 2.0))
     ]
     chart = chart_of(first, runs)
-    assert [(curve.label, curve.run, curve.values_N) for curve in chart.curves] == [
-        ("one", 0, (1.0,)), ("two", 1, (2.0,)),
+    assert [(curve["label"], curve["run"], curve["y"]) for curve in chart["curves"]] == [
+        ("one", 0, [1.0]), ("two", 1, [2.0]),
     ]  # fmt: skip
     assert chart_of(second, runs) is None
 
 
 def test_what_goes_to_the_page_is_rounded_and_has_no_bounds_where_there_are_none():
-    told = chart_of(PLAIN, [("run", {("iteration", "a/x"): series([(1, 1 / 3)])})]).as_json()
+    told = chart_of(PLAIN, [("run", {("iteration", "a/x"): series([(1, 1 / 3)])})])
     assert told["curves"] == [{"label": "x", "run": 0, "line": 0, "dots": False, "y": [0.33333333]}]
