@@ -118,9 +118,10 @@ def write_comparison(sides: Sequence[Story], folder: Path) -> Path:
     html = saved_page(
         "compare",
         drawn,
-        **run_data(runs, metrics) | {"sections": sections_of(drawn["charts"])},
+        **run_data(runs, metrics, pin=runs[0].name) | {"sections": sections_of(drawn["charts"])},
         live=False,
         query="",
+        view=None,
         columns=summary_columns(sides),
         summary=summary_rows(sides),
         doubts=doubts(sides),

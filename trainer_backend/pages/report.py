@@ -121,6 +121,8 @@ def _page(directory: RunDirectory, story: Story, frames: FrameSource) -> bytes:
         **run_data([run], curves)
         | {"sections": sections_of([chart for chart in drawn["charts"] if chart["section"]])},
         lines=(),
+        query="",
+        view=None,
         head=head_of(
             run.job, read_state(directory.path), iteration=len(story.iterations), rate_s=None, place="",
             now=run.job.created, can_control=False, losses=story.losses,

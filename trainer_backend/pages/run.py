@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlencode
 
-from fastapi import Query, Request
+from fastapi import Depends, Query, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from trainer_backend.collect.losses import FAILED, FINISHED, sum_losses
@@ -40,7 +41,29 @@ _FIRST_LINES = 12  # shown in place of charts, as long as there are none
 _MOST_EVALUATIONS = 10_000
 _STAGES = ("time/collect_s", "time/credit_s", "time/update_s", "time/publish_s")
 
-With = Annotated[tuple[str, ...], Query(alias="with")]
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the address of a page says of its runs and charts; static/charts.js keeps it there."""
+
+    others: Annotated[tuple[str, ...], Query(alias="with")] = ()
+    x: Literal["", "steps", "tokens", "hours"] = ""
+    """The horizontal axis; empty: iterations."""
+    smooth: Annotated[float, Query(ge=0, le=0.99)] = 0.0
+    """Weight of the past in an exponential moving average."""
+    log: bool = False
+    seeds: Literal["", "apart"] = ""
+    pin: str = ""
+    """The run that a comparison measures the others by."""
+
+    def query(self, others: Sequence[str]) -> str:
+        """The query string of an address with this view and these other runs."""
+        view = {"x": self.x, "smooth": self.smooth, "log": self.log, "seeds": self.seeds, "pin": self.pin}
+        chosen = [(name, str(value)) for name, value in view.items() if value]
+        return urlencode([*(("with", other) for other in others), *chosen])
+
+
+Chosen = Annotated[View, Depends()]
 
 
 def run_frame(request: Request, job_id: str, tab: str) -> dict[str, Any]:
@@ -61,18 +84,19 @@ def run_frame(request: Request, job_id: str, tab: str) -> dict[str, Any]:
 
 
 @router.get("/runs/{job_id}", response_class=HTMLResponse)
-def run(request: Request, job_id: str, others: With = ()) -> Response:
+def run(request: Request, job_id: str, view: Chosen) -> Response:
     """Show the charts of a run, or of several runs laid over one another."""
     store = dashboard_of(request).store
-    runs = _runs(store, job_id, others)
-    data = run_data(runs, reads.known_metrics(store, [one.job.id for one in runs]))
+    runs = _runs(store, job_id, view.others)
+    ids = [one.job.id for one in runs]
+    data = run_data(runs, reads.known_metrics(store, ids), apart=bool(view.seeds), pin=view.pin)
+    data |= {"view": view, "query": view.query(ids[1:])}
     if len(runs) > 1:
-        ids = [one.job.id for one in runs]
         for one in data["runs"]:
             first, *rest = [other for other in ids if other != one["id"]]
-            one["without"] = f"/runs/{first}?{_query(rest)}"
+            one["without"] = f"/runs/{first}?{view.query(rest)}"
         live = any(one.job.state not in ENDED for one in runs)
-        return page("compare", query=_query(ids[1:]), live=live, **data, **frame(request, "runs"))
+        return page("compare", live=live, **data, **frame(request, "runs"))
     lines = () if data["sections"] else _log_of(runs[0].job, _FIRST_LINES)[0]
     return page("run", lines=lines, **data, **run_frame(request, job_id, ""))
 
@@ -84,31 +108,32 @@ def head(request: Request, job_id: str) -> Response:
 
 
 @router.get("/runs/{job_id}/charts")
-def charts(request: Request, job_id: str, others: With = (), rest: bool = False) -> JSONResponse:
+def charts(request: Request, job_id: str, view: Chosen, rest: bool = False) -> JSONResponse:
     """Send the values of every chart, as static/charts.js reads them."""
     store = dashboard_of(request).store
-    runs = _runs(store, job_id, others)
+    runs = _runs(store, job_id, view.others)
     return JSONResponse(_values(store, runs, _panels(store, runs)[int(rest)]), headers=dict(HEADERS))
 
 
 @router.get("/runs/{job_id}/values", response_class=HTMLResponse)
-def values(request: Request, job_id: str, panel: str, others: With = ()) -> Response:
-    """Show one chart as a table."""
+def values(request: Request, job_id: str, panel: str, view: Chosen) -> Response:
+    """Show one chart as a table, of one run with its place on the chosen axis."""
     store = dashboard_of(request).store
-    runs = _runs(store, job_id, others)
+    runs = _runs(store, job_id, view.others)
     panels = [item for part in _panels(store, runs) for item in part if item.key == panel]
-    charts = _values(store, runs, panels)["charts"]
-    if not charts:
+    drawn = _values(store, runs, panels)
+    if not drawn["charts"]:
         raise BadAddress(f"panel is {panel[:80]!r}; this run has no values for it")
-    return page("values", chart=charts[0], rows=table(charts[0]))
+    axis = drawn["axes"].get(view.x) if len(runs) == 1 else None
+    return page("values", chart=drawn["charts"][0], rows=table(drawn["charts"][0]), axis=axis)
 
 
 @router.get("/runs/{job_id}/rest", response_class=HTMLResponse)
-def rest(request: Request, job_id: str, others: With = ()) -> Response:
+def rest(request: Request, job_id: str, view: Chosen) -> Response:
     """Show charts of the metrics that no panel names."""
     store = dashboard_of(request).store
-    runs = _runs(store, job_id, others)
-    return page("rest", panels=_panels(store, runs)[1], query=_query(others), job_id=job_id)
+    runs = _runs(store, job_id, view.others)
+    return page("rest", panels=_panels(store, runs)[1], query=view.query(view.others), job_id=job_id)
 
 
 @router.get("/runs/{job_id}/config", response_class=HTMLResponse)
@@ -186,10 +211,6 @@ def _values(store: Store, runs: Sequence[Run], panels: Sequence[Panel]) -> dict[
     ]
     whole = [{("iteration", name): one for name, one in axes[run_id].items()} for run_id in ids]
     return chart_data(runs, curves, whole, panels)
-
-
-def _query(others: Sequence[str]) -> str:
-    return urlencode([("with", other) for other in others])
 
 
 def names_of(runs: Sequence[JobRow]) -> list[str]:

@@ -6,13 +6,17 @@ give a `Run` for each and its curves, and the templates show the same dict.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from os.path import commonprefix
+from statistics import fmean
 from typing import Any, get_args
 
 from trainer_backend.collect.losses import FAILED
 from trainer_backend.collect.metrics import outcome_name
 from trainer_backend.pages.facts import differing_keys, group_seeds
+from trainer_backend.pages.figures import NONE, number, signed
 from trainer_backend.pages.panels import (
     PANELS,
+    Form,
     Kind,
     Panel,
     Section,
@@ -21,7 +25,14 @@ from trainer_backend.pages.panels import (
     restrict,
     split_by_line,
 )
-from trainer_backend.pages.run_view import RATES, evaluation_table, key_figures, list_losses, success_rates
+from trainer_backend.pages.run_view import (
+    FIGURES,
+    RATES,
+    evaluation_table,
+    key_figures,
+    list_losses,
+    success_rates,
+)
 from trainer_backend.pages.series import Chart, Curves, axes_of, chart_of, place_on_axes
 from trainer_backend.pages.timeline import SHOWN, timeline_of
 from trainer_backend.store.rows import CheckpointRow, JobRow, Series
@@ -60,25 +71,45 @@ def panels_for(runs: Sequence[Run], metrics: Iterable[tuple[str, str]]) -> tuple
         metrics: (kind, metric) pairs that any of the runs has.
     """
     pairs = sorted(pair for pair in metrics if pair[0] in KINDS)
-    last = [{row["kind"]: row for row in run.rows} for run in runs]
-    outcomes = {outcome_name(row) for rows in last for kind, row in rows.items() if kind in KINDS}
-    outcome = outcomes.pop() if len(outcomes) == 1 else outcome_name(None)
-    panels = merge_outcome(restrict(PANELS, pairs), outcome)
+    panels = merge_outcome(restrict(PANELS, pairs), name_outcome(runs))
     return panels if len(runs) == 1 else split_by_line(panels), rest_of(pairs)
 
 
-def run_data(runs: Sequence[Run], metrics: Iterable[tuple[str, str]]) -> dict[str, Any]:
+def name_outcome(runs: Sequence[Run]) -> str:
+    """The name that all runs give to the outcome of an episode, or just "outcome"."""
+    last = [{row["kind"]: row for row in run.rows} for run in runs]
+    names = {outcome_name(row) for rows in last for kind, row in rows.items() if kind in KINDS}
+    return names.pop() if len(names) == 1 else outcome_name(None)
+
+
+def run_data(
+    runs: Sequence[Run], metrics: Iterable[tuple[str, str]], *, apart: bool = False, pin: str = ""
+) -> dict[str, Any]:
     """Return what the page shows but for its charts' values: panels by section, and figures and tables of one
-    run, or the names and different keys of several.
+    run, or the names, last figures and different keys of several.
+
+    Args:
+        apart: runs of one setting with different seeds are not shown as one.
+        pin: the id or the name of the run to which the last figures of the others are compared.
     """
     panels, rest = panels_for(runs, metrics)
     data = {"sections": sections_of(panels), "rest": rest}
     if len(runs) > 1:
-        configs = [run.job.config for run in runs]
+        groups = name_groups(runs)
+        sign = {at: group["runs"][0] for group in groups for at in group["runs"] if not apart}
         return data | {
-            "runs": [{"id": run.job.id, "name": run.name, "state": run.job.state} for run in runs],
-            "differs": differing_keys(configs),
-            "seeds": any(len(group) > 1 for group in group_seeds(configs)),
+            "runs": [
+                {
+                    "id": run.job.id or run.name,
+                    "name": run.name,
+                    "state": run.job.state,
+                    "sign": sign.get(at, at),
+                }
+                for at, run in enumerate(runs)
+            ],
+            "differs": differing_keys([run.job.config for run in runs]),
+            "seeds": len(groups) < len(runs),
+            "last": last_values(runs, groups if not apart else _each_alone(runs), pin),
         }
     (run,) = runs
     iterations, evaluations = (
@@ -120,13 +151,86 @@ def chart_data(
     """
     named = [(run.name, its) for run, its in zip(runs, curves, strict=True)]
     charts = [chart for chart in (chart_of(panel, named) for panel in panels) if chart is not None]
-    groups = group_seeds([run.job.config for run in runs])
     return {
         "charts": charts,
         "runs": [{"id": run.job.id or run.name, "name": run.name} for run in runs],
-        "groups": groups,
+        "groups": name_groups(runs),
         **place_on_axes([axes_of(its) for its in whole], charts),
-    }  # fmt: skip
+    }
+
+
+def name_groups(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return runs of one setting with different seeds as a `name` and `runs`, their indices; others alone."""
+    groups = group_seeds([run.job.config for run in runs])
+    return [{"name": _name_group([runs[at].name for at in group]), "runs": group} for group in groups]
+
+
+def _each_alone(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    return [{"name": run.name, "runs": [at]} for at, run in enumerate(runs)]
+
+
+def _name_group(names: Sequence[str]) -> str:
+    """What the names begin with, and how many they are: `grpo_seed (3 seeds)`."""
+    if len(names) == 1:
+        return names[0]
+    begin = commonprefix(names).rstrip("-_./ ")  # noqa: RUF071 (of names, not of paths)
+    return f"{begin or names[0]} ({len(names)} seeds)"
+
+
+def last_values(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]], pin: str) -> dict[str, Any]:
+    """Return the last figures of runs, or means over seeds, and their differences to those of the pinned run.
+
+    Returns:
+        `figures`: the names; `rows`: for each group its `name`, whether it is `pinned`, and `cells`: a value,
+        of several seeds the lowest and highest in `reach`, and the `difference`; texts, empty if absent.
+    """
+    last = [
+        {
+            name: value
+            for row in run.rows
+            if row["kind"] in ("iteration", "evaluation")
+            for name, value in row.items()
+        }
+        for run in runs
+    ]
+    figures = [figure for figure in FIGURES if any(row.get(figure[1]) is not None for row in last)]
+    values = [
+        [
+            [last[at][metric] for at in group["runs"] if last[at].get(metric) is not None]
+            for _, metric, *_ in figures
+        ]
+        for group in groups
+    ]
+    pinned = next((at for at, run in enumerate(runs) if pin and pin in (run.job.id, run.name)), None)
+    base = next((own for group, own in zip(groups, values, strict=True) if pinned in group["runs"]), None)
+    return {
+        "figures": [name.format(outcome=name_outcome(runs)) for name, *_ in figures],
+        "rows": [
+            {
+                "name": group["name"],
+                "pinned": own is base,
+                "cells": [
+                    _cell(seeds, base[at] if base and own is not base else (), figure)
+                    for at, (seeds, figure) in enumerate(zip(own, figures, strict=True))
+                ],
+            }
+            for group, own in zip(groups, values, strict=True)
+        ],
+    }
+
+
+def _cell(
+    values: Sequence[float], base: Sequence[float], figure: tuple[str, str, Form, str]
+) -> dict[str, str]:
+    _, _, form, unit = figure
+    if not values:
+        return {"value": NONE, "reach": "", "difference": ""}
+    low, high = (number(bound(values), form) for bound in (min, max))
+    return {
+        "value": f"{number(fmean(values), form)}{unit}",
+        "reach": f"{low} to {high}" if len(values) > 1 else "",
+        "difference": f"{signed(fmean(values) - fmean(base), form)}{unit}" if base else "",
+    }
 
 
 def rates_of(curves: Curves) -> dict[str, Series]:

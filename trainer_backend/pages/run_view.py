@@ -97,6 +97,12 @@ def _facts(job: JobRow, state: RunState | None, now: datetime, losses: Losses) -
 
 
 _EVENT = "decision/nonzero_frac"
+# Held-out figures of environments with achievements: name, metric, unit, meaning.
+_ACHIEVEMENT_FIGURES = (
+    ("Crafter score", "eval/crafter_score", " %", "geometric mean of success rates"),
+    ("progress", "eval/progress", " %", "mean share of the achievements"),
+    ("environment's reward", "eval/env_reward", "", "summed over an episode"),
+)
 _FIGURES: tuple[tuple[str, str, Form], ...] = (
     ("training {outcome}", "episode/outcome_reward", "number"),
     ("reward an episode", "reward/mean", "number"),
@@ -104,13 +110,11 @@ _FIGURES: tuple[tuple[str, str, Form], ...] = (
     ("entropy", "loss/entropy", "number"),
     ("decisions a second", "perf/decisions_per_s", "number"),
 )
-
-
-# Held-out figures of environments with achievements: name, metric, unit, meaning.
-_ACHIEVEMENT_FIGURES = (
-    ("Crafter score", "eval/crafter_score", " %", "geometric mean of success rates"),
-    ("progress", "eval/progress", " %", "mean share of the achievements"),
-    ("environment's reward", "eval/env_reward", "", "summed over an episode"),
+# Name, metric, form and unit of a run's last figures.
+FIGURES: tuple[tuple[str, str, Form, str], ...] = (
+    ("held-out {outcome}", "eval/outcome_reward", "number", ""),
+    *((name, metric, "number", unit) for name, metric, unit, _ in _ACHIEVEMENT_FIGURES),
+    *((name, metric, form, "") for name, metric, form in _FIGURES),
 )
 
 

@@ -68,7 +68,9 @@ def test_it_says_which_share_of_the_time_both_worked_and_who_waited():
 def test_evaluations_in_this_time_are_in_the_lane_of_collecting():
     before, across, after = evaluation(0, -9.0, -1.0), evaluation(1, -10.0, 5.0), evaluation(2, 40.0, 50.0)
     view = timeline_of(AHEAD, [before, across, after])
-    held_out = [(bar["label"], bar["start"], bar["width"]) for bar in view["bars"] if bar["work"] == "evaluate"]
+    held_out = [
+        (bar["label"], bar["start"], bar["width"]) for bar in view["bars"] if bar["work"] == "evaluate"
+    ]
     assert held_out == [("E", 0.0, 10.0), ("E", 80.0, 20.0)]  # of 50 s; the first began before the picture
     assert view["evaluates"] and not timeline_of(AHEAD, [before, {"iteration": 1}])["evaluates"]
 
