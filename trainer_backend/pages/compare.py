@@ -14,6 +14,7 @@ from trainer_backend.pages.facts import differing_keys, group_seeds
 from trainer_backend.pages.figures import spaced
 from trainer_backend.pages.page import saved_page
 from trainer_backend.pages.report import save
+from trainer_backend.pages.run import View
 from trainer_backend.pages.run_data import chart_data, panels_for, points_for, run_data, sections_of
 from trainer_backend.pages.series import EVERY_POINT, curves_of
 from trainer_backend.pages.story import Story, read_story
@@ -121,7 +122,7 @@ def write_comparison(sides: Sequence[Story], folder: Path) -> Path:
         **run_data(runs, metrics, pin=runs[0].name) | {"sections": sections_of(drawn["charts"])},
         live=False,
         query="",
-        view=None,
+        view=View(pin=runs[0].name),
         columns=summary_columns(sides),
         summary=summary_rows(sides),
         doubts=doubts(sides),

@@ -21,6 +21,7 @@ from trainer_backend.pages.facts import chosen_keys
 from trainer_backend.pages.figures import clip, duration, interval, name_iterations, number, spaced
 from trainer_backend.pages.page import saved_page
 from trainer_backend.pages.panels import Panel
+from trainer_backend.pages.run import View
 from trainer_backend.pages.run_data import chart_data, panels_for, points_for, run_data, sections_of
 from trainer_backend.pages.run_view import head_of
 from trainer_backend.pages.series import EVERY_POINT, Chart, curves_of, make_chart, make_curve
@@ -122,7 +123,7 @@ def _page(directory: RunDirectory, story: Story, frames: FrameSource) -> bytes:
         | {"sections": sections_of([chart for chart in drawn["charts"] if chart["section"]])},
         lines=(),
         query="",
-        view=None,
+        view=View(),
         head=head_of(
             run.job, read_state(directory.path), iteration=len(story.iterations), rate_s=None, place="",
             now=run.job.created, can_control=False, losses=story.losses,

@@ -209,12 +209,12 @@ const form = document.getElementById("view");
 const said = () => [...new FormData(form ?? undefined)].filter(([, value]) => value && value !== "0");
 function choice() {
   const { x, smooth, log, seeds, pin } = Object.fromEntries(said());
+  if (form) form.querySelector("output").textContent = form.smooth.value;
   return { x, smooth: Number(smooth ?? 0), log: Boolean(log), apart: Boolean(seeds), pin };
 }
 form?.addEventListener("input", () => {
   const address = `${location.pathname}?${new URLSearchParams(said())}`.replace(/\?$/, "");
   history.replaceState(null, "", address + location.hash);
-  form.querySelector("output").textContent = form.smooth.value;
   [...rooms.keys()].forEach(showAll);
   document.dispatchEvent(new CustomEvent("view", { detail: address }));
 });
