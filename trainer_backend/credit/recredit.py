@@ -315,7 +315,7 @@ def agreement_page(
     for name in others:
         points = sorted(zip(advantages[first][::step], advantages[name][::step], strict=True))
         note = notes.get(name, f"Advantage of a decision, over that by {first}.")
-        panel = Panel(name, "", name, note, (), x=first, scatter=True)
+        panel = Panel(name, "", name, note, (), unit=first, scatter=True)
         curve = make_curve(name, [y for _, y in points])
         charts.append(make_chart(panel, [x for x, _ in points], [curve]))
     return saved_page("agreement", {"charts": charts}, first=first, panels=charts, above=above)

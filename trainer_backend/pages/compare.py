@@ -13,10 +13,7 @@ from trainer_backend.evaluation.best import TASKS_DIGEST, paired_difference
 from trainer_backend.pages.facts import differing_keys, group_seeds
 from trainer_backend.pages.figures import spaced
 from trainer_backend.pages.page import saved_page
-from trainer_backend.pages.report import save
-from trainer_backend.pages.run import View
-from trainer_backend.pages.run_data import chart_data, panels_for, points_for, run_data, sections_of
-from trainer_backend.pages.series import EVERY_POINT, curves_of
+from trainer_backend.pages.report import save, saved_data
 from trainer_backend.pages.story import Story, read_story
 from trainer_backend.rundir.data_record import describe_mismatch, find_other_rows
 from trainer_backend.rundir.layout import open_run
@@ -111,18 +108,12 @@ _NONE = "-"
 
 def write_comparison(sides: Sequence[Story], folder: Path) -> Path:
     """Write comparison.html into the folder, and return its path."""
-    curves = [curves_of(side.rows, points=points_for(len(sides))) for side in sides]
-    whole = [curves_of(side.rows, points=EVERY_POINT) for side in sides]
-    runs = [side.as_run(own) for side, own in zip(sides, curves, strict=True)]
-    metrics = {key for own in curves for key in own}
-    drawn = chart_data(runs, curves, whole, panels_for(runs, metrics)[0])
+    drawn, data = saved_data(sides)
     html = saved_page(
         "compare",
         drawn,
-        **run_data(runs, metrics, pin=runs[0].name) | {"sections": sections_of(drawn["charts"])},
+        **data,
         live=False,
-        query="",
-        view=View(pin=runs[0].name),
         columns=summary_columns(sides),
         summary=summary_rows(sides),
         doubts=doubts(sides),

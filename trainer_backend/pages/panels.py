@@ -43,9 +43,9 @@ class Line:
         return (self.metric, *self.bounds)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Panel:
-    """A chart."""
+    """A chart; its fields but `lines` are keys of the chart too (series.make_chart)."""
 
     key: str
     """Its name in addresses."""
@@ -61,7 +61,7 @@ class Panel:
     """Its lines are parts of a whole."""
     wide: bool = False
     """It is wider than other panels."""
-    x: str = "iteration"
+    unit: str = "iteration"
     """The name of the horizontal axis."""
     scatter: bool = False
     """It draws points without a line between them."""

@@ -24,7 +24,7 @@ from trainer_backend.pages.panels import Panel
 from trainer_backend.pages.run import View
 from trainer_backend.pages.run_data import chart_data, panels_for, points_for, run_data, sections_of
 from trainer_backend.pages.run_view import head_of
-from trainer_backend.pages.series import EVERY_POINT, Chart, curves_of, make_chart, make_curve
+from trainer_backend.pages.series import Chart, axes_of, curves_of, make_chart, make_curve
 from trainer_backend.pages.stored import FrameSource, played_frames, why_undrawn
 from trainer_backend.pages.story import EVALUATE_S, Row, Story, read_story
 from trainer_backend.rundir.files import write_errors
@@ -110,30 +110,43 @@ def save(path: Path, html: bytes) -> Path:
 
 
 def _page(directory: RunDirectory, story: Story, frames: FrameSource) -> bytes:
-    curves = curves_of(story.rows, points=points_for(1))
-    run = story.as_run(curves)
-    panels, rest = panels_for([run], curves)
-    drawn = chart_data([run], [curves], [curves_of(story.rows, points=EVERY_POINT)], [*panels, *rest])
-    drawn["charts"] += turn_charts(story)
+    job = story.job_row()
     leaks = "" if story.data is None else story.data.describe_leaks()
+    drawn, data = saved_data([story], turn_charts(story))
     return saved_page(
         "run",
         drawn,
-        **run_data([run], curves)
-        | {"sections": sections_of([chart for chart in drawn["charts"] if chart["section"]])},
+        **data,
         lines=(),
-        query="",
-        view=View(),
         head=head_of(
-            run.job, read_state(directory.path), iteration=len(story.iterations), rate_s=None, place="",
-            now=run.job.created, can_control=False, losses=story.losses,
+            job, read_state(directory.path), iteration=len(story.iterations), rate_s=None, place="",
+            now=job.created, can_control=False, losses=story.losses,
         ),
         figures=[*figure_lines(story), *([("not held out", leaks)] if leaks else [])],
         film=filmstrip(story, frames),
-        differs=chosen_keys(run.job),
-        toml=run.job.config,
-        saved_at=run.job.created,
+        differs=chosen_keys(job),
+        toml=job.config,
+        saved_at=job.created,
     )  # fmt: skip
+
+
+def saved_data(
+    stories: Sequence[Story], charts: Sequence[Chart] = ()
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a saved page of runs draws, as chart_data does, and what else it shows, as run_data does.
+
+    Args:
+        charts: others, drawn in their sections.
+    """
+    curves = [curves_of(story.rows, points=points_for(len(stories))) for story in stories]
+    runs = [story.as_run(own) for story, own in zip(stories, curves, strict=True)]
+    metrics = {key for own in curves for key in own}
+    panels, rest = panels_for(runs, metrics)
+    axes = [axes_of({row["iteration"]: row for row in story.iterations}) for story in stories]
+    drawn = chart_data(runs, curves, axes, [*panels, *rest] if len(runs) == 1 else panels)
+    drawn["charts"] += charts
+    data = run_data(runs, metrics, pin=runs[0].name) | {"sections": sections_of(drawn["charts"])}
+    return drawn, data | {"view": View(pin=runs[0].name), "query": ""}
 
 
 def turn_charts(story: Story) -> list[Chart]:
@@ -161,7 +174,7 @@ def _turn_chart(key: str, title: str, note: str, lines: Lines) -> Chart:
         make_curve(label, [*values, *[None] * (longest - len(values))], line=line)
         for line, (label, values) in enumerate(lines)
     ]
-    panel = Panel(key, "Episodes", title, note, (), x="decision turn")
+    panel = Panel(key, "Episodes", title, note, (), unit="decision turn")
     return make_chart(panel, range(1, longest + 1), curves)
 
 

@@ -1,6 +1,6 @@
 """Pages of one run: its charts, alone or with other runs, its job and its log."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +24,12 @@ from trainer_backend.pages.run_data import (
     run_data,
 )
 from trainer_backend.pages.run_view import RATES, head_of, seconds_an_iteration
-from trainer_backend.pages.series import AXIS_METRICS, EVERY_POINT, Curves, table
+from trainer_backend.pages.series import AXIS_METRICS, EVERY_POINT, Curves, axes_of, table
 from trainer_backend.pages.timeline import SHOWN
 from trainer_backend.rundir.state import LOG_FILE, LogLine, read_log, read_state
 from trainer_backend.store import jobs, reads
 from trainer_backend.store.database import Store
-from trainer_backend.store.rows import ENDED, JobRow
+from trainer_backend.store.rows import ENDED, JobRow, Series
 
 router = page_router()
 
@@ -204,13 +204,20 @@ def _values(store: Store, runs: Sequence[Run], panels: Sequence[Panel]) -> dict[
         for kind in KINDS
         if names[kind]
     }
-    axes = reads.series(store, ids, AXIS_METRICS, points=EVERY_POINT)
+    axes = reads.series(store, ids, AXIS_METRICS, points=EVERY_POINT).values()
     curves: list[Curves] = [
         {(kind, name): one for kind, series in by_kind.items() for name, one in series[run_id].items()}
         for run_id in ids
     ]
-    whole = [{("iteration", name): one for name, one in axes[run_id].items()} for run_id in ids]
-    return chart_data(runs, curves, whole, panels)
+    return chart_data(runs, curves, [axes_of(_by_iteration(own)) for own in axes], panels)
+
+
+def _by_iteration(series: Mapping[str, Series]) -> dict[int, dict[str, float]]:
+    rows: dict[int, dict[str, float]] = {}
+    for name, one in series.items():
+        for at, value in zip(one.iterations_N, one.values_N, strict=True):
+            rows.setdefault(at, {})[name] = value
+    return rows
 
 
 def names_of(runs: Sequence[JobRow]) -> list[str]:

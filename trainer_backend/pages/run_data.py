@@ -27,13 +27,12 @@ from trainer_backend.pages.panels import (
 )
 from trainer_backend.pages.run_view import (
     FIGURES,
-    RATES,
     evaluation_table,
     key_figures,
     list_losses,
     success_rates,
 )
-from trainer_backend.pages.series import Chart, Curves, axes_of, chart_of, place_on_axes
+from trainer_backend.pages.series import Axes, Curves, chart_of, place_on_axes
 from trainer_backend.pages.timeline import SHOWN, timeline_of
 from trainer_backend.store.rows import CheckpointRow, JobRow, Series
 
@@ -93,23 +92,18 @@ def run_data(
         pin: the id or the name of the run to which the last figures of the others are compared.
     """
     panels, rest = panels_for(runs, metrics)
-    data = {"sections": sections_of(panels), "rest": rest}
+    data = {"sections": sections_of([*map(vars, panels)]), "rest": rest}
     if len(runs) > 1:
         groups = name_groups(runs)
-        sign = {at: group["runs"][0] for group in groups for at in group["runs"] if not apart}
+        drawn = [{"name": run.name, "runs": [at]} for at, run in enumerate(runs)] if apart else groups
+        sign = {at: group["runs"][0] for group in drawn for at in group["runs"]}
         return data | {
             "runs": [
-                {
-                    "id": run.job.id or run.name,
-                    "name": run.name,
-                    "state": run.job.state,
-                    "sign": sign.get(at, at),
-                }
-                for at, run in enumerate(runs)
+                name_run(run) | {"state": run.job.state, "sign": sign[at]} for at, run in enumerate(runs)
             ],
             "differs": differing_keys([run.job.config for run in runs]),
             "seeds": len(groups) < len(runs),
-            "last": last_values(runs, groups if not apart else _each_alone(runs), pin),
+            "last": last_values(runs, drawn, pin),
         }
     (run,) = runs
     iterations, evaluations = (
@@ -126,55 +120,57 @@ def run_data(
     }
 
 
-def sections_of(panels: Sequence[Panel] | Sequence[Chart]) -> list[dict[str, Any]]:
-    """Group panels, or charts, by their sections; a section without any is left out."""
-    keyed = [panel if isinstance(panel, dict) else {"section": panel.section} for panel in panels]
-    sections = [
-        {
-            "id": "of-" + title.lower().replace(" ", "-"),
-            "title": title,
-            "panels": [panel for panel, its in zip(panels, keyed, strict=True) if its["section"] == title],
-        }
-        for title in filter(None, get_args(Section))
+def sections_of(panels: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Group panels, as dicts, or charts by their sections; a section without any is left out."""
+    by_title = {
+        title: [panel for panel in panels if panel["section"] == title]
+        for title in get_args(Section)
+        if title
+    }
+    return [
+        {"id": "of-" + title.lower().replace(" ", "-"), "title": title, "panels": own}
+        for title, own in by_title.items()
+        if own
     ]
-    return [section for section in sections if section["panels"]]
 
 
 def chart_data(
-    runs: Sequence[Run], curves: Sequence[Curves], whole: Sequence[Curves], panels: Iterable[Panel]
+    runs: Sequence[Run], curves: Sequence[Curves], axes: Sequence[Axes], panels: Iterable[Panel]
 ) -> dict[str, Any]:
     """Return what static/charts.js draws: charts that have values, the runs, groups of seeds, and the axes.
 
     Args:
         curves: of each run, thinned to `points_for` points.
-        whole: AXIS_METRICS of each run, not thinned.
+        axes: of each run.
     """
     named = [(run.name, its) for run, its in zip(runs, curves, strict=True)]
     charts = [chart for chart in (chart_of(panel, named) for panel in panels) if chart is not None]
     return {
         "charts": charts,
-        "runs": [{"id": run.job.id or run.name, "name": run.name} for run in runs],
+        "runs": [*map(name_run, runs)],
         "groups": name_groups(runs),
-        **place_on_axes([axes_of(its) for its in whole], charts),
+        **place_on_axes(axes, charts),
     }
 
 
+def name_run(run: Run) -> dict[str, Any]:
+    return {"id": run.job.id or run.name, "name": run.name}
+
+
 def name_groups(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return runs of one setting with different seeds as a `name` and `runs`, their indices; others alone."""
-    groups = group_seeds([run.job.config for run in runs])
-    return [{"name": _name_group([runs[at].name for at in group]), "runs": group} for group in groups]
+    """Return runs of one setting with different seeds as a `name` and `runs`, their indices; others alone.
 
-
-def _each_alone(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    return [{"name": run.name, "runs": [at]} for at, run in enumerate(runs)]
-
-
-def _name_group(names: Sequence[str]) -> str:
-    """What the names begin with, and how many they are: `grpo_seed (3 seeds)`."""
-    if len(names) == 1:
-        return names[0]
-    begin = commonprefix(names).rstrip("-_./ ")  # noqa: RUF071 (of names, not of paths)
-    return f"{begin or names[0]} ({len(names)} seeds)"
+    The name is what those of the runs begin with, as far as no other run begins so: `grpo_seed (3 seeds)`.
+    """
+    groups = []
+    for group in group_seeds([run.job.config for run in runs]):
+        name = first = runs[group[0]].name
+        if len(group) > 1:
+            begin = commonprefix([runs[at].name for at in group]).rstrip("-_./ ")  # noqa: RUF071 (no paths)
+            taken = any(run.name.startswith(begin) for at, run in enumerate(runs) if at not in group)
+            name = f"{begin if begin and not taken else first} ({len(group)} seeds)"
+        groups.append({"name": name, "runs": group})
+    return groups
 
 
 def last_values(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]], pin: str) -> dict[str, Any]:
@@ -184,45 +180,33 @@ def last_values(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]], pin: s
         `figures`: the names; `rows`: for each group its `name`, whether it is `pinned`, and `cells`: a value,
         of several seeds the lowest and highest in `reach`, and the `difference`; texts, empty if absent.
     """
-    last = [
-        {
-            name: value
-            for row in run.rows
-            if row["kind"] in ("iteration", "evaluation")
-            for name, value in row.items()
-        }
-        for run in runs
-    ]
+    kinds = [{row["kind"]: row for row in run.rows} for run in runs]
+    last = [{**rows.get("iteration", {}), **rows.get("evaluation", {})} for rows in kinds]
     figures = [figure for figure in FIGURES if any(row.get(figure[1]) is not None for row in last)]
-    values = [
-        [
-            [last[at][metric] for at in group["runs"] if last[at].get(metric) is not None]
-            for _, metric, *_ in figures
-        ]
-        for group in groups
-    ]
-    pinned = next((at for at, run in enumerate(runs) if pin and pin in (run.job.id, run.name)), None)
-    base = next((own for group, own in zip(groups, values, strict=True) if pinned in group["runs"]), None)
+    pinned = next((at for at, run in enumerate(runs) if pin == name_run(run)["id"]), None)
+    base = next((group["runs"] for group in groups if pinned in group["runs"]), [])
+
+    def cell(group: Sequence[int], figure: tuple[str, str, Form, str]) -> dict[str, str]:
+        seeds, others = (
+            [last[at][figure[1]] for at in part if last[at].get(figure[1]) is not None]
+            for part in (group, base)
+        )
+        return _cell(seeds, () if group is base else others, *figure[2:])
+
     return {
         "figures": [name.format(outcome=name_outcome(runs)) for name, *_ in figures],
         "rows": [
             {
                 "name": group["name"],
-                "pinned": own is base,
-                "cells": [
-                    _cell(seeds, base[at] if base and own is not base else (), figure)
-                    for at, (seeds, figure) in enumerate(zip(own, figures, strict=True))
-                ],
+                "pinned": group["runs"] is base,
+                "cells": [cell(group["runs"], figure) for figure in figures],
             }
-            for group, own in zip(groups, values, strict=True)
+            for group in groups
         ],
     }
 
 
-def _cell(
-    values: Sequence[float], base: Sequence[float], figure: tuple[str, str, Form, str]
-) -> dict[str, str]:
-    _, _, form, unit = figure
+def _cell(values: Sequence[float], base: Sequence[float], form: Form, unit: str) -> dict[str, str]:
     if not values:
         return {"value": NONE, "reach": "", "difference": ""}
     low, high = (number(bound(values), form) for bound in (min, max))
@@ -231,7 +215,3 @@ def _cell(
         "reach": f"{low} to {high}" if len(values) > 1 else "",
         "difference": f"{signed(fmean(values) - fmean(base), form)}{unit}" if base else "",
     }
-
-
-def rates_of(curves: Curves) -> dict[str, Series]:
-    return {name: series for (kind, name), series in curves.items() if name.startswith(RATES)}

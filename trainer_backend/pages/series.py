@@ -56,11 +56,8 @@ def chart_of(panel: Panel, runs: Sequence[tuple[str, Curves]]) -> Chart | None:
 
 
 def make_chart(panel: Panel, x_N: Sequence[float], curves: Sequence[dict[str, Any]]) -> Chart:
-    chart: Chart = {
-        "key": panel.key, "section": panel.section, "title": panel.title, "note": panel.note,
-        "wide": panel.wide, "form": panel.form, "stacked": panel.stacked, "unit": panel.x,
-        "scatter": panel.scatter, "x": list(x_N), "curves": list(curves),
-    }  # fmt: skip
+    chart = {name: value for name, value in vars(panel).items() if name != "lines"}
+    chart |= {"x": list(x_N), "curves": list(curves)}
     return {**chart, "summary": summary(chart)}
 
 
@@ -127,22 +124,17 @@ AXES = {
 }
 
 
-def axes_of(curves: Curves) -> Axes:
+def axes_of(rows: Mapping[int, Mapping[str, Any]]) -> Axes:
     """Return the axes that a run has but for the iteration itself.
 
     Args:
-        curves: AXIS_METRICS of every iteration, not thinned.
+        rows: AXIS_METRICS of every iteration, as far as it has them.
 
     Returns:
         steps: env steps of the episodes of the iterations so far; tokens: sampled while these were collected.
         hours: from the first rollout of a start to the end of learning, pauses between starts left out;
         evaluations during a start and the wait for a slow task app are in it, the warm-up is not.
     """
-    rows: dict[int, dict[str, float]] = {}
-    for name in AXIS_METRICS:
-        if (series := curves.get(("iteration", name))) is not None:
-            for at, value in zip(series.iterations_N, series.values_N, strict=True):
-                rows.setdefault(at, {})[name] = value
     each = {
         "steps": {
             at: row[_STEPS] * row[_EPISODES] for at, row in rows.items() if {_STEPS, _EPISODES} <= row.keys()
@@ -157,7 +149,7 @@ def axes_of(curves: Curves) -> Axes:
     }
 
 
-def _hours(rows: Mapping[int, Mapping[str, float]]) -> dict[int, float]:
+def _hours(rows: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
     """The hours of each iteration: since the end of the one before in the same start, or its own begin."""
     added, before = {}, None
     for at in sorted(rows):

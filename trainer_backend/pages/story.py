@@ -14,7 +14,8 @@ from trainer_backend.collect.metrics import outcome_name
 from trainer_backend.evaluation.best import find_best, read_outcomes
 from trainer_backend.job.load import dump_job
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.pages.run_data import Run, rates_of
+from trainer_backend.pages.run_data import Run
+from trainer_backend.pages.run_view import RATES
 from trainer_backend.pages.series import Curves
 from trainer_backend.rundir.data_record import DataRecord, read_record
 from trainer_backend.rundir.layout import RunDirectory
@@ -136,19 +137,22 @@ class Story:
         path = self.directory.rollouts_file(name)
         return path if path.exists() else None
 
-    def as_run(self, curves: Curves) -> Run:
-        """Return the run as its page reads it, with the job as a service's store would have it."""
-        directory, best = self.directory, self.best_evaluation
+    def job_row(self) -> JobRow:
+        """Return the job as a service's store would have it, created now."""
+        directory = self.directory
         state, code, detail = state_of_run(read_status(directory.path))
-        job = JobRow(
+        return JobRow(
             number=0, id="", name=self.name, state=state, wanted="run", config=self.config,
             run_dir=str(directory.path), run_id=directory.run_id, origin="cli", home="", tags={}, attempt=1,
             created=datetime.now(UTC), started=None, ended=None, code=code, detail=detail, version=0,
         )  # fmt: skip
-        return Run(
-            job, self.name, self.rows, rates_of(curves), None if best is None else best["iteration"],
-            checkpoint_rows(directory.checkpoints),
-        )  # fmt: skip
+
+    def as_run(self, curves: Curves) -> Run:
+        """Return the run as its page reads it."""
+        rates = {name: series for (_, name), series in curves.items() if name.startswith(RATES)}
+        best = self.best_evaluation["iteration"] if self.best_evaluation else None
+        checkpoints = checkpoint_rows(self.directory.checkpoints)
+        return Run(self.job_row(), self.name, self.rows, rates, best, checkpoints)
 
     def _rows_of(self, kind: str) -> list[Row]:
         return [row for row in self.rows if row.get("kind") == kind]
