@@ -55,7 +55,8 @@ def test_every_page_fits_its_window_and_complains_of_nothing_and_asks_nobody_els
     run = f"/runs/{ids['trained']}"
     paths = [
         "/", run, f"{run}/rollouts", f"{run}/rollouts/train/1/0/0?turn=2", f"{run}/config", f"{run}/log",
-        f"{run}?with={ids['attacks']}&with={ids['seed_9']}&pin={ids['trained']}", f"{run}?x=hours&smooth=0.9&log=on",
+        f"{run}?with={ids['attacks']}&with={ids['seed_9']}&pin={ids['trained']}",
+        f"{run}?x=hours&smooth=0.9&log=on",
         f"/runs/{ids['long']}", f"/runs/{ids['long']}/config",
         "/new", "/runs/no",
     ]  # fmt: skip
@@ -191,7 +192,7 @@ def test_seeds_are_averaged_and_runs_placed_on_an_axis_as_worked_by_hand(browser
         [
             {
                 "unit": "iteration", "x": [0, 1, 2],
-                "curves": [{"run": run, "y": y, "label": str(run)} for run, y in ((0, [1, 2, None]), (1, [3, 6, 8]))],
+                "curves": [{"run": 0, "y": [1, 2, None], "label": "a"}, {"run": 1, "y": [3, 6, 8], "label": "b"}],
             },
             {
                 "groups": [{"name": "both", "runs": [0, 1]}], "at": [0, 1, 2],

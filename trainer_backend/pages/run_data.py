@@ -122,15 +122,10 @@ def run_data(
 
 def sections_of(panels: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Group panels, as dicts, or charts by their sections; a section without any is left out."""
-    by_title = {
-        title: [panel for panel in panels if panel["section"] == title]
-        for title in get_args(Section)
-        if title
-    }
     return [
         {"id": "of-" + title.lower().replace(" ", "-"), "title": title, "panels": own}
-        for title, own in by_title.items()
-        if own
+        for title in get_args(Section)
+        if title and (own := [panel for panel in panels if panel["section"] == title])
     ]
 
 
@@ -186,12 +181,11 @@ def last_values(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]], pin: s
     pinned = next((at for at, run in enumerate(runs) if pin == name_run(run)["id"]), None)
     base = next((group["runs"] for group in groups if pinned in group["runs"]), [])
 
-    def cell(group: Sequence[int], figure: tuple[str, str, Form, str]) -> dict[str, str]:
+    def cell(group: Sequence[int], figure: tuple[str, str, Form, str, str]) -> dict[str, str]:
         seeds, others = (
-            [last[at][figure[1]] for at in part if last[at].get(figure[1]) is not None]
-            for part in (group, base)
+            [value for at in part if (value := last[at].get(figure[1])) is not None] for part in (group, base)
         )
-        return _cell(seeds, () if group is base else others, *figure[2:])
+        return _cell(seeds, () if group is base else others, *figure[2:4])
 
     return {
         "figures": [name.format(outcome=name_outcome(runs)) for name, *_ in figures],

@@ -96,25 +96,18 @@ def _facts(job: JobRow, state: RunState | None, now: datetime, losses: Losses) -
     return [(name, str(value)) for name, value in facts if value]
 
 
-_EVENT = "decision/nonzero_frac"
-# Held-out figures of environments with achievements: name, metric, unit, meaning.
-_ACHIEVEMENT_FIGURES = (
-    ("Crafter score", "eval/crafter_score", " %", "geometric mean of success rates"),
-    ("progress", "eval/progress", " %", "mean share of the achievements"),
-    ("environment's reward", "eval/env_reward", "", "summed over an episode"),
-)
-_FIGURES: tuple[tuple[str, str, Form], ...] = (
-    ("training {outcome}", "episode/outcome_reward", "number"),
-    ("reward an episode", "reward/mean", "number"),
-    ("decisions with event reward", _EVENT, "percent"),
-    ("entropy", "loss/entropy", "number"),
-    ("decisions a second", "perf/decisions_per_s", "number"),
-)
-# Name, metric, form and unit of a run's last figures.
-FIGURES: tuple[tuple[str, str, Form, str], ...] = (
-    ("held-out {outcome}", "eval/outcome_reward", "number", ""),
-    *((name, metric, "number", unit) for name, metric, unit, _ in _ACHIEVEMENT_FIGURES),
-    *((name, metric, form, "") for name, metric, form in _FIGURES),
+_OUTCOME, _EVENT = "eval/outcome_reward", "decision/nonzero_frac"
+# Name, metric, form, unit and meaning of a run's key figures; those of evaluations come first.
+FIGURES: tuple[tuple[str, str, Form, str, str], ...] = (
+    ("held-out {outcome}", _OUTCOME, "number", "", ""),
+    ("Crafter score", "eval/crafter_score", "number", " %", "geometric mean of success rates"),
+    ("progress", "eval/progress", "number", " %", "mean share of the achievements"),
+    ("environment's reward", "eval/env_reward", "number", "", "summed over an episode"),
+    ("training {outcome}", "episode/outcome_reward", "number", "", ""),
+    ("reward an episode", "reward/mean", "number", "", ""),
+    ("decisions with event reward", _EVENT, "percent", "", ""),
+    ("entropy", "loss/entropy", "number", "", ""),
+    ("decisions a second", "perf/decisions_per_s", "number", "", ""),
 )
 
 
@@ -125,34 +118,19 @@ def key_figures(iterations: Sequence[Row], evaluations: Sequence[Row], outcome: 
         iterations, evaluations: rows of metrics, the oldest first.
         outcome: the environment's name for it.
     """
-    figures = _held_out(evaluations, outcome)
-    if not iterations:
-        return figures
-    last = iterations[-1]
-    achievements = "episode/unique_achievements" in last
-    return figures + [
-        (name.format(outcome=outcome), number(last[metric], form), _before(iterations, metric, form))
-        for name, metric, form in _FIGURES
-        if last.get(metric) is not None and (achievements or metric != _EVENT)
-    ]
-
-
-def _held_out(rows: Sequence[Row], outcome: str) -> list[Figure]:
-    if not rows:
-        return []
-    row = rows[-1]
-    lost = count_worlds(row) if losses_in(row).lost else ""
-    texts = (_percent95(row), lost, _before(rows, "eval/outcome_reward", "number"))
-    value = number(row.get("eval/outcome_reward"))
-    return [(f"held-out {outcome}", value, ", ".join(filter(None, texts)))] + [
-        (name, f"{number(row[metric])}{unit}", ", ".join(filter(None, (_percent95(row, metric), note))))
-        for name, metric, unit, note in _ACHIEVEMENT_FIGURES
-        if metric in row
-    ]
-
-
-def _percent95(row: Row, metric: str = "eval/outcome_reward") -> str:
-    return f"95 % {bounds}" if (bounds := bounds_of(row, metric)) else ""
+    figures = []
+    for name, metric, form, unit, note in FIGURES:
+        held_out = metric.startswith("eval/")
+        rows = evaluations if held_out else iterations
+        last = rows[-1] if rows else {}
+        if metric not in last or (metric == _EVENT and "episode/unique_achievements" not in last):
+            continue
+        bounds = bounds_of(last, metric) if held_out else ""
+        lost = count_worlds(last) if metric == _OUTCOME and losses_in(last).lost else ""
+        texts = (f"95 % {bounds}" if bounds else "", lost, note or _before(rows, metric, form))
+        value = f"{number(last[metric], form)}{unit}"
+        figures.append((name.format(outcome=outcome), value, ", ".join(filter(None, texts))))
+    return figures
 
 
 def _before(rows: Sequence[Row], metric: str, form: Form) -> str:
@@ -163,13 +141,12 @@ def _before(rows: Sequence[Row], metric: str, form: Form) -> str:
     return f"{number(first[metric], form)} at iteration {first['iteration']}"
 
 
-def bounds_of(row: Row, metric: str = "eval/outcome_reward") -> str:
+def bounds_of(row: Row, metric: str = _OUTCOME) -> str:
     """The 95 % interval of a held-out figure; empty if the row has none."""
     low, high = row.get(f"{metric}_low"), row.get(f"{metric}_high")
     return "" if low is None or high is None else f"{number(low)} to {number(high)}"
 
 
-MOST_LOSSES = 50  # stages that the page lists
 _STAGES = NAMES_BEFORE_RL | {"evaluation": "evaluation after iteration {}", "iteration": "iteration {}"}
 
 
@@ -193,14 +170,18 @@ def evaluation_table(rows: Sequence[Row], best: int | None) -> Sequence[Sequence
     """Return a heading and a line per evaluation, the oldest first; empty before the first."""
     if not rows:
         return []
-    figures = [figure for figure in _ACHIEVEMENT_FIGURES if any(figure[1] in row for row in rows)]
+    figures = [
+        figure
+        for figure in FIGURES[1:]
+        if figure[1].startswith("eval/") and any(figure[1] in row for row in rows)
+    ]
     names = [name for name, *_ in figures]
     head = ("iteration", outcome_name(rows[-1]), *names, "decisions", "invalid", "played")
     return [head] + [
         (
             f"{row['iteration']}{' (best)' if row['iteration'] == best else ''}",
             interval(outcome_interval(row)),
-            *[f"{number(row[metric])}{unit}" if metric in row else NONE for _, metric, unit, _ in figures],
+            *[f"{number(row[metric])}{unit}" if metric in row else NONE for _, metric, _, unit, _ in figures],
             number(row.get("eval/decisions")),
             number(row.get("eval/invalid_frac"), "percent"),
             count_worlds(row),
