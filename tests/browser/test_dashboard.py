@@ -122,6 +122,8 @@ def test_what_a_reader_chooses_is_drawn_at_once_and_kept_in_the_address(browser,
     seen.go(f"/runs/{ids['seed_9']}")
     figure = page.locator("[data-chart=reward]")
     figure.locator("canvas").wait_for()
+    words = "Reward an episode. reward: 1 at iteration 1, 2 at 2, between 1 and 2."
+    assert figure.locator(".plot").get_attribute("aria-label") == words
     first = figure.locator("canvas").evaluate("one => one.toDataURL()")
     page.locator("input[name=smooth]").fill("0.5")
     figure.locator(".legend b", has_text="1.67").wait_for()  # of 1 and 2: (1 / 4 + 2 / 2) / (3 / 4)
@@ -192,7 +194,7 @@ def test_seeds_are_averaged_and_runs_placed_on_an_axis_as_worked_by_hand(browser
         [
             {
                 "unit": "iteration", "x": [0, 1, 2],
-                "curves": [{"run": 0, "y": [1, 2, None], "label": "a"}, {"run": 1, "y": [3, 6, 8], "label": "b"}],
+                "curves": [{"run": run, "y": y} for run, y in ((0, [1, 2, None]), (1, [3, 6, 8]))],
             },
             {
                 "groups": [{"name": "both", "runs": [0, 1]}], "at": [0, 1, 2],

@@ -24,7 +24,7 @@ from trainer_backend.pages.run_data import (
     run_data,
 )
 from trainer_backend.pages.run_view import RATES, head_of, seconds_an_iteration
-from trainer_backend.pages.series import AXIS_METRICS, EVERY_POINT, Curves, axes_of, table
+from trainer_backend.pages.series import AXIS_METRICS, EVERY_POINT, axes_of, table
 from trainer_backend.pages.timeline import SHOWN
 from trainer_backend.rundir.state import LOG_FILE, LogLine, read_log, read_state
 from trainer_backend.store import jobs, reads
@@ -88,6 +88,8 @@ def run(request: Request, job_id: str, view: Chosen) -> Response:
     """Show the charts of a run, or of several runs laid over one another."""
     store = dashboard_of(request).store
     runs = _runs(store, job_id, view.others)
+    if len(runs) == 1:
+        runs = [_whole_run(store, runs[0].job)]
     ids = [one.job.id for one in runs]
     data = run_data(runs, reads.known_metrics(store, ids), apart=bool(view.seeds), pin=view.pin)
     data |= {"view": view, "query": view.query(ids[1:])}
@@ -155,13 +157,11 @@ def _log_of(job: JobRow, last: int) -> tuple[list[LogLine], int]:
 
 
 def _runs(store: Store, job_id: str, others: Sequence[str]) -> list[Run]:
-    """Read what a page shows of each run but for its curves; of several runs, the last rows alone."""
+    """Read the jobs, names and last rows of runs."""
     ids = list(dict.fromkeys((job_id, *others)))
     if len(ids) > MOST_RUNS:
         raise BadAddress(f"{len(ids)} runs are laid over one another; at most {MOST_RUNS} can be told apart")
     rows = [jobs.get(store, one) for one in ids]
-    if len(rows) == 1:
-        return [_run(store, rows[0])]
     last = reads.last_lines(store, ids, KINDS)
     return [
         Run(job, name, [_row(line) for line in last[job.id].values()])
@@ -169,7 +169,8 @@ def _runs(store: Store, job_id: str, others: Sequence[str]) -> list[Run]:
     ]
 
 
-def _run(store: Store, job: JobRow) -> Run:
+def _whole_run(store: Store, job: JobRow) -> Run:
+    """Read what the page of one run shows but for its curves."""
     lines = {
         line.number: line
         for lines in (
@@ -195,20 +196,14 @@ def _panels(store: Store, runs: Sequence[Run]) -> tuple[list[Panel], list[Panel]
 def _values(store: Store, runs: Sequence[Run], panels: Sequence[Panel]) -> dict[str, Any]:
     """Read the values of panels, with a query for each kind of rows, and those of the axes."""
     ids = [run.job.id for run in runs]
-    lines = [line for panel in panels for line in panel.lines]
-    names = {
-        kind: sorted({name for one in lines if one.kind == kind for name in one.metrics}) for kind in KINDS
-    }
-    by_kind = {
-        kind: reads.series(store, ids, names[kind], kind=kind, points=points_for(len(runs)))
-        for kind in KINDS
-        if names[kind]
-    }
+    curves: list[dict[tuple[str, str], Series]] = [{} for _ in ids]
+    for kind in KINDS:
+        lines = [line for panel in panels for line in panel.lines if line.kind == kind]
+        names = sorted({name for line in lines for name in line.metrics})
+        found = reads.series(store, ids, names, kind=kind, points=points_for(len(runs))) if names else {}
+        for own, series in zip(curves, found.values(), strict=bool(found)):
+            own |= {(kind, name): one for name, one in series.items()}
     axes = reads.series(store, ids, AXIS_METRICS, points=EVERY_POINT).values()
-    curves: list[Curves] = [
-        {(kind, name): one for kind, series in by_kind.items() for name, one in series[run_id].items()}
-        for run_id in ids
-    ]
     return chart_data(runs, curves, [axes_of(_by_iteration(own)) for own in axes], panels)
 
 

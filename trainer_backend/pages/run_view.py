@@ -123,12 +123,14 @@ def key_figures(iterations: Sequence[Row], evaluations: Sequence[Row], outcome: 
         held_out = metric.startswith("eval/")
         rows = evaluations if held_out else iterations
         last = rows[-1] if rows else {}
-        if metric not in last or (metric == _EVENT and "episode/unique_achievements" not in last):
+        if last.get(metric) is None and not (rows and metric == _OUTCOME):
+            continue  # an evaluation that lost all its episodes says so in its figure
+        if metric == _EVENT and "episode/unique_achievements" not in last:
             continue
         bounds = bounds_of(last, metric) if held_out else ""
         lost = count_worlds(last) if metric == _OUTCOME and losses_in(last).lost else ""
         texts = (f"95 % {bounds}" if bounds else "", lost, note or _before(rows, metric, form))
-        value = f"{number(last[metric], form)}{unit}"
+        value = f"{number(last.get(metric), form)}{unit}"
         figures.append((name.format(outcome=outcome), value, ", ".join(filter(None, texts))))
     return figures
 
@@ -170,11 +172,8 @@ def evaluation_table(rows: Sequence[Row], best: int | None) -> Sequence[Sequence
     """Return a heading and a line per evaluation, the oldest first; empty before the first."""
     if not rows:
         return []
-    figures = [
-        figure
-        for figure in FIGURES[1:]
-        if figure[1].startswith("eval/") and any(figure[1] in row for row in rows)
-    ]
+    of_achievements = [figure for figure in FIGURES[1:] if figure[1].startswith("eval/")]
+    figures = [figure for figure in of_achievements if any(figure[1] in row for row in rows)]
     names = [name for name, *_ in figures]
     head = ("iteration", outcome_name(rows[-1]), *names, "decisions", "invalid", "played")
     return [head] + [

@@ -1,4 +1,4 @@
-"""Pure: series as charts, tables, one-sentence summaries and small curves; the horizontal axes of a run.
+"""Pure: series as charts, tables and small curves; the horizontal axes of a run.
 
 A chart is a dict, as static/charts.js reads it: `x` holds its iterations or other values of the panel's x,
 and each of `curves` a value or None (`y`) for each of them, with `low` and `high` if it has a band. `run` is
@@ -56,9 +56,8 @@ def chart_of(panel: Panel, runs: Sequence[tuple[str, Curves]]) -> Chart | None:
 
 
 def make_chart(panel: Panel, x_N: Sequence[float], curves: Sequence[dict[str, Any]]) -> Chart:
-    chart = {name: value for name, value in vars(panel).items() if name != "lines"}
-    chart |= {"x": list(x_N), "curves": list(curves)}
-    return {**chart, "summary": summary(chart)}
+    shown = {name: value for name, value in vars(panel).items() if name != "lines"}
+    return shown | {"x": list(x_N), "curves": list(curves)}
 
 
 def make_curve(
@@ -184,35 +183,12 @@ def _place(axis: Mapping[int, float], at: Sequence[float]) -> list[float]:
     return [float(f"{values[bisect_right(iterations, x)]:.9g}") for x in at]
 
 
-def summary(chart: Chart) -> str:
-    """Describe a chart for a screen reader: the first and last value of each curve, and its range."""
-    parts = [text for curve in chart["curves"] if (text := _curve_summary(chart, curve))]
-    return f"{chart['title']}. {'; '.join(parts)}."
-
-
 def table(chart: Chart) -> list[tuple[float, list[str]]]:
     """The values of a chart, one row per iteration, the newest first."""
     return [
         (at, [_cell(curve, index, chart["form"]) for curve in chart["curves"]])
         for index, at in reversed(list(enumerate(chart["x"])))
     ]
-
-
-def _curve_summary(chart: Chart, curve: Mapping[str, Any]) -> str:
-    form, unit, label = chart["form"], chart["unit"], curve["label"]
-    points = [(at, value) for at, value in zip(chart["x"], curve["y"], strict=True) if value is not None]
-    if not points:
-        return ""
-    (begin, first), (end, last) = points[0], points[-1]
-    if chart["scatter"]:
-        return f"{label}: {len(points):,} points"
-    if begin == end:
-        return f"{label}: {number(first, form)} at {unit} {begin}"
-    low, high = (number(bound([value for _, value in points]), form) for bound in (min, max))
-    return (
-        f"{label}: {number(first, form)} at {unit} {begin}, {number(last, form)} at {end}, "
-        f"between {low} and {high}"
-    )
 
 
 def _cell(curve: Mapping[str, Any], index: int, form: Form) -> str:

@@ -1,7 +1,7 @@
 """Which metrics are drawn together, and what a chart says of them."""
 
 from trainer_backend.pages.panels import PANELS, Line, Panel, merge_outcome, rest_of, restrict, split_by_line
-from trainer_backend.pages.series import chart_of, summary, table
+from trainer_backend.pages.series import chart_of, table
 from trainer_backend.store.rows import Series
 
 PLAIN = Panel("p", "", "Thing", "", (Line("a/x", "x"), Line("a/e", "e", "evaluation")))
@@ -81,10 +81,6 @@ def test_the_curves_of_a_chart_share_their_iterations_and_have_gaps_where_they_h
     assert (x["y"], "low" in x) == ([None, 0.5, 0.75], False)
     assert (e["y"], e["low"], e["high"]) == ([3.0, None, 4.0], [None, None, 3.5], [None, None, 4.5])
     assert table(chart) == [(2, ["0.75", "4 (3.5 to 4.5)"]), (1, ["0.5", "–"]), (0, ["–", "3"])]  # noqa: RUF001
-    assert summary(chart) == (
-        "Thing. x: 0.5 at iteration 1, 0.75 at 2, between 0.5 and 0.75; "
-        "e: 3 at iteration 0, 4 at 2, between 3 and 4."
-    )
 
 
 def test_a_thinned_curve_shows_how_far_its_stretches_reach():

@@ -130,6 +130,18 @@ function legend(figure, chart) {
   list.replaceChildren(...(chart.scatter ? [] : items), where); // a point has its name in the title
 }
 
+// For a screen reader: the first and the last value of each curve, and its range.
+function describe(chart) {
+  const parts = chart.curves.map(({ label, y }) => {
+    const at = y.flatMap((value, index) => (value === null ? [] : [index])), values = at.map((index) => y[index]);
+    if (chart.scatter) return `${label}: ${at.length} points`;
+    const [first, last, low, high] = [values[0], values.at(-1), Math.min(...values), Math.max(...values)].map((value) => number(value, chart.form));
+    const begin = `${label}: ${first} at ${chart.unit} ${atOf(chart, at[0])}`;
+    return at.length < 2 ? begin : `${begin}, ${last} at ${atOf(chart, at.at(-1))}, between ${low} and ${high}`;
+  });
+  return `${chart.title}. ${parts.join("; ")}.`;
+}
+
 function draw(figure, chart) {
   const place = figure.querySelector(".plot");
   plots.get(figure)?.plot.destroy();
@@ -138,7 +150,7 @@ function draw(figure, chart) {
   legend(figure, chart);
   const plot = new window.uPlot(options(figure, chart, series, bands, place.clientWidth, place.clientHeight), data, place);
   plots.set(figure, { plot, chart });
-  place.setAttribute("aria-label", chart.summary);
+  place.setAttribute("aria-label", describe(chart));
   tell(figure, null);
 }
 
@@ -152,7 +164,7 @@ function goOn(figure, chart) {
   known.chart = chart;
   known.plot.setData(columns(chart).data, !closer);
   if (closer) known.plot.setScale("x", { min, max }); // draws
-  figure.querySelector(".plot").setAttribute("aria-label", chart.summary);
+  figure.querySelector(".plot").setAttribute("aria-label", describe(chart));
   tell(figure, known.plot.cursor.idx);
 }
 
