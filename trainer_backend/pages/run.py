@@ -200,8 +200,10 @@ def _values(store: Store, runs: Sequence[Run], panels: Sequence[Panel]) -> dict[
     for kind in KINDS:
         lines = [line for panel in panels for line in panel.lines if line.kind == kind]
         names = sorted({name for line in lines for name in line.metrics})
-        found = reads.series(store, ids, names, kind=kind, points=points_for(len(runs))) if names else {}
-        for own, series in zip(curves, found.values(), strict=bool(found)):
+        if not names:
+            continue
+        found = reads.series(store, ids, names, kind=kind, points=points_for(len(runs)))
+        for own, series in zip(curves, found.values(), strict=True):
             own |= {(kind, name): one for name, one in series.items()}
     axes = reads.series(store, ids, AXIS_METRICS, points=EVERY_POINT).values()
     return chart_data(runs, curves, [axes_of(_by_iteration(own)) for own in axes], panels)
