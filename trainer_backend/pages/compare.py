@@ -142,7 +142,7 @@ def summary_rows(sides: Sequence[Story]) -> list[Sequence[str]]:
 
 
 def doubts(sides: Sequence[Story]) -> list[str]:
-    """Return a sentence for each reason to doubt that the two policies cause the differences."""
+    """Return a sentence for each reason to doubt that the policies cause the differences."""
     first = sides[0].name
     iterations = {side.last["iteration"] for side in sides if side.last is not None}
     uneven = "the last evaluations are after different numbers of iterations"

@@ -27,9 +27,8 @@ def chosen_keys(job: JobRow) -> list[tuple[str, str, str]]:
 def differing_keys(configs: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Return every key that differs between jobs, given as TOML, with its value in each."""
     jobs = [dict(_leaves(_values(config))) for config in configs]
-    keys = dict.fromkeys(key for job in jobs for key in job)
-    rows = [(key, [job.get(key, ABSENT) for job in jobs]) for key in keys]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
+    rows = {key: [job.get(key, ABSENT) for job in jobs] for job in jobs for key in job}
+    return [(key, values) for key, values in rows.items() if len(set(values)) > 1]
 
 
 # Keys in which two runs of one setting may differ: their name, their seed and where they lie.
@@ -84,19 +83,14 @@ def to_begin_from(job: JobRow) -> str:
 def _values(config: str) -> dict[str, Any]:
     """The values of a job by `table.key`; tables that this version does not know are left out."""
     return {
-        f"{table}.{name}{key}": value
+        # Of several tables, such as [[rollout_only]], the name stands before the keys.
+        f"{table}.{key}" if keys is content else f"{table}.{keys.get('name')}.{key}": value
         for table, content in tables_of(config).items()
         if table in JobConfig.model_fields
-        for name, keys in _by_name(content)
+        for keys in (content if isinstance(content, list) else [content])
+        if isinstance(keys, dict)
         for key, value in keys.items()
     }
-
-
-def _by_name(content: Any) -> list[tuple[str, dict[str, Any]]]:
-    """A table, or each of several such as [[rollout_only]] with its name before its keys."""
-    if isinstance(content, dict):
-        return [("", content)]
-    return [(f"{keys.get('name')}.", keys) for keys in content] if isinstance(content, list) else []
 
 
 def _text(value: Any) -> str:

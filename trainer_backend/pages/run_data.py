@@ -4,7 +4,7 @@ The runs come from a service's store (pages/run.py) or from folders (pages/repor
 give a `Run` for each and its curves, and the templates show the same dict.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os.path import commonprefix
 from statistics import fmean
@@ -172,31 +172,25 @@ def last_values(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]], pin: s
     """Return the last figures of runs, or means over seeds, and their differences to those of the pinned run.
 
     Returns:
-        `figures`: the names; `rows`: for each group its `name`, whether it is `pinned`, and `cells`: a value,
-        of several seeds the lowest and highest in `reach`, and the `difference`; texts, empty if absent.
+        `figures`: the names; `rows`: each group, whether it is `pinned`, and its `cells`: a value, of several
+        seeds the lowest and highest in `reach`, and the `difference`; texts, empty if absent.
     """
     kinds = [{row["kind"]: row for row in run.rows} for run in runs]
     last = [{**rows.get("iteration", {}), **rows.get("evaluation", {})} for rows in kinds]
     figures = [figure for figure in FIGURES if any(row.get(figure[1]) is not None for row in last)]
-    pinned = next((at for at, run in enumerate(runs) if pin == name_run(run)["id"]), None)
-    base = next((group["runs"] for group in groups if pinned in group["runs"]), [])
+    base = next((own for own in groups if any(name_run(runs[at])["id"] == pin for at in own["runs"])), None)
 
-    def cell(group: Sequence[int], figure: tuple[str, str, Form, str, str]) -> dict[str, str]:
-        seeds, others = (
-            [value for at in part if (value := last[at].get(figure[1])) is not None] for part in (group, base)
-        )
-        return _cell(seeds, () if group is base else others, *figure[2:4])
+    def values(group: Mapping[str, Any], metric: str) -> list[float]:
+        return [value for at in group["runs"] if (value := last[at].get(metric)) is not None]
+
+    def cells(group: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+        for _, metric, form, unit, _ in figures:
+            others = values(base, metric) if base not in (None, group) else []
+            yield _cell(values(group, metric), others, form, unit)
 
     return {
         "figures": [name.format(outcome=name_outcome(runs)) for name, *_ in figures],
-        "rows": [
-            {
-                "name": group["name"],
-                "pinned": group["runs"] is base,
-                "cells": [cell(group["runs"], figure) for figure in figures],
-            }
-            for group in groups
-        ],
+        "rows": [{**group, "pinned": group is base, "cells": [*cells(group)]} for group in groups],
     }
 
 

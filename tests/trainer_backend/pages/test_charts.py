@@ -1,7 +1,11 @@
 """Which metrics are drawn together, and what a chart says of them."""
 
+from dataclasses import replace
+
+from tests.trainer_backend.pages.test_run_views import JOB
 from trainer_backend.pages.panels import PANELS, Line, Panel, merge_outcome, rest_of, restrict, split_by_line
-from trainer_backend.pages.series import chart_of, table
+from trainer_backend.pages.run_data import Run, run_data
+from trainer_backend.pages.series import axes_of, chart_of, place_on_axes, table
 from trainer_backend.store.rows import Series
 
 PLAIN = Panel("p", "", "Thing", "", (Line("a/x", "x"), Line("a/e", "e", "evaluation")))
@@ -105,3 +109,48 @@ def test_runs_laid_over_one_another_are_told_apart_by_their_names_in_a_chart_for
 def test_what_goes_to_the_page_is_rounded_and_has_no_bounds_where_there_are_none():
     told = chart_of(PLAIN, [("run", {("iteration", "a/x"): series([(1, 1 / 3)])})])
     assert told["curves"] == [{"label": "x", "run": 0, "line": 0, "dots": False, "y": [0.33333333]}]
+
+
+def test_an_axis_adds_up_what_each_iteration_did_and_leaves_out_pauses_between_starts():
+    def row(begin_s, end_s, start, **more):
+        times = {"timeline/collect_start": begin_s, "timeline/learn_end": end_s, "recovery/resumes": start}
+        return {**times, "episode/env_steps": 10.0, "episode/count": 4.0, **more}
+
+    rows = {1: row(0.0, 3600.0, 0.0), 2: row(1800.0, 7200.0, 0.0), 3: row(90_000.0, 91_800.0, 1.0)}
+    axes = axes_of(rows)
+    assert axes == {"steps": {1: 40.0, 2: 80.0, 3: 120.0}, "hours": {1: 1.0, 2: 2.0, 3: 2.5}}
+    chart = chart_of(PLAIN, [("run", {("evaluation", "a/e"): series([(0, 1.0), (3, 2.0)])})])
+    assert place_on_axes([axes], [chart]) == {
+        "at": [0, 3],
+        "axes": {
+            "steps": {"name": "env steps", "x": [[0.0, 120.0]]},
+            "hours": {"name": "hours of training", "x": [[0.0, 2.5]]},
+        },
+    }
+
+
+def test_the_last_figures_of_seeds_are_their_mean_and_those_of_others_are_told_from_the_pinned_run():
+    def run(name, seed, gamma, outcome):
+        text = f"[job]\nseed = {seed}\n[algorithm]\ngamma = {gamma}\n"
+        row = {"kind": "iteration", "iteration": 1, "episode/outcome_reward": outcome}
+        row["episode/outcome_definition"] = "score: how well"
+        return Run(replace(JOB, id=name, name=name, config=text), name, [row])
+
+    runs = [run("a_1", 1, 0.5, 1.0), run("b", 1, 0.9, 4.0), run("a_2", 2, 0.5, 2.0)]
+    metrics = {("iteration", "episode/outcome_reward")}
+    data = run_data(runs, metrics, pin="b")
+    assert [(row["name"], row["pinned"]) for row in data["last"]["rows"]] == [
+        ("a (2 seeds)", False),
+        ("b", True),
+    ]
+    assert data["last"]["figures"] == ["training score"]
+    assert [row["cells"] for row in data["last"]["rows"]] == [
+        [{"value": "1.5", "reach": "1 to 2", "difference": "\N{MINUS SIGN}2.5"}],
+        [{"value": "4", "reach": "", "difference": ""}],
+    ]
+    apart = run_data(runs, metrics, apart=True)
+    assert [row["name"] for row in apart["last"]["rows"]] == ["a_1", "b", "a_2"]
+    assert ([one["sign"] for one in data["runs"]], [one["sign"] for one in apart["runs"]]) == (
+        [0, 1, 0],
+        [0, 1, 2],
+    )
