@@ -6,12 +6,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from trainer_backend.collect.metrics import outcome_interval
-from trainer_backend.core.intervals import wilson_interval
 from trainer_backend.core.statistics import Interval
 from trainer_backend.errors import JobError
 from trainer_backend.evaluation.best import TASKS_DIGEST, paired_difference
 from trainer_backend.pages.facts import differing_keys, group_seeds
-from trainer_backend.pages.figures import spaced
 from trainer_backend.pages.page import saved_page
 from trainer_backend.pages.report import save, saved_data
 from trainer_backend.pages.story import Story, read_story
@@ -56,13 +54,6 @@ def setting_differences(sides: Sequence[Story]) -> list[tuple[str, list[str]]]:
 def outcomes_of(sides: Sequence[Story]) -> list[str]:
     """Return the names of the runs' outcomes; a run without episodes has none yet."""
     return list(dict.fromkeys(side.outcome for side in sides if side.last_episodes is not None))
-
-
-def achievements(sides: Sequence[Story]) -> list[str]:
-    """Return all names in the last evaluations, sorted by their rates in the runs, the rarest first."""
-    rates = [side.last.get("eval/success_rates", {}) for side in sides if side.last is not None]
-    names = {name for row in rates for name in row}
-    return sorted(names, key=lambda name: (*(row.get(name, 0.0) for row in rates), name))
 
 
 def differences_to_first(sides: Sequence[Story]) -> list[Difference | None]:
@@ -117,9 +108,6 @@ def write_comparison(sides: Sequence[Story], folder: Path) -> Path:
         columns=summary_columns(sides),
         summary=summary_rows(sides),
         doubts=doubts(sides),
-        rates=[
-            (spaced(name), [_rate(side, name) for side in sides]) for name in reversed(achievements(sides))
-        ],
         saved_at=datetime.now(UTC),
     )
     return save(folder / "comparison.html", html)
@@ -206,11 +194,3 @@ def _interval_text(mean: Interval, form: str) -> str:
     if mean.low is None or mean.high is None:
         return form.format(mean.mean)
     return f"{form.format(mean.mean)} ({form.format(mean.low)} to {form.format(mean.high)})"
-
-
-def _rate(side: Story, name: str) -> str:
-    if side.last is None:
-        return _NONE
-    count = int(side.last["eval/episodes"])
-    rate = side.last.get("eval/success_rates", {}).get(name, 0.0)
-    return _interval_text(wilson_interval(round(rate * count), count), "{:.0%}")

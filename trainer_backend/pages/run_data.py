@@ -104,6 +104,7 @@ def run_data(
             "differs": differing_keys([run.job.config for run in runs]),
             "seeds": len(groups) < len(runs),
             "last": last_values(runs, drawn, pin),
+            "rates": last_rates(runs),
         }
     (run,) = runs
     iterations, evaluations = (
@@ -192,6 +193,17 @@ def last_values(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]], pin: s
         "figures": [name.format(outcome=name_outcome(runs)) for name, *_ in figures],
         "rows": [{**group, "pinned": group is base, "cells": [*cells(group)]} for group in groups],
     }
+
+
+def last_rates(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Return achievements with their success rates in the last evaluation of each run, as texts."""
+    rates = []
+    for run in runs:
+        last = [row for row in run.rows if row["kind"] == "evaluation"][-1:]
+        rows = success_rates(last, {}).get("rows", ())
+        rates.append({row["name"]: f"{row['after']} ({row['interval']})" for row in rows})
+    names = dict.fromkeys(name for own in rates for name in own)
+    return [(name, [own.get(name, NONE) for own in rates]) for name in names]
 
 
 def _cell(values: Sequence[float], base: Sequence[float], form: Form, unit: str) -> dict[str, str]:
