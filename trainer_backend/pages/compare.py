@@ -51,7 +51,7 @@ def setting_differences(sides: Sequence[Story]) -> list[tuple[str, list[str]]]:
     return differing_keys([side.config for side in sides])
 
 
-def outcomes_of(sides: Sequence[Story]) -> list[str]:
+def name_outcomes(sides: Sequence[Story]) -> list[str]:
     """Return the names of the runs' outcomes; a run without episodes has none yet."""
     return list(dict.fromkeys(side.outcome for side in sides if side.last_episodes is not None))
 
@@ -115,7 +115,7 @@ def write_comparison(sides: Sequence[Story], folder: Path) -> Path:
 
 def summary_columns(sides: Sequence[Story]) -> list[str]:
     """The headings of `summary_rows`."""
-    score, names = ["score"] if _have_score(sides) else [], outcomes_of(sides)
+    score, names = ["score"] if _have_score(sides) else [], name_outcomes(sides)
     outcome = names[0] if len(names) == 1 else "outcome"
     return ["run", "done", "at", f"{outcome} (95 %)", *score, "minus the first (95 %)", "episodes"]
 
@@ -134,7 +134,7 @@ def doubts(sides: Sequence[Story]) -> list[str]:
     first = sides[0].name
     iterations = {side.last["iteration"] for side in sides if side.last is not None}
     uneven = "the last evaluations are after different numbers of iterations"
-    measures = outcomes_of(sides)
+    measures = name_outcomes(sides)
     other = f"the figures are not of one kind: {'; '.join(measures)}"
     sentences = [uneven] * (len(iterations) > 1) + [other] * (len(measures) > 1)
     digests = {side.last.get(TASKS_DIGEST) for side in sides if side.last is not None} - {None}

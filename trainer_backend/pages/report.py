@@ -22,9 +22,9 @@ from trainer_backend.pages.figures import clip, duration, interval, name_iterati
 from trainer_backend.pages.page import saved_page
 from trainer_backend.pages.panels import Panel
 from trainer_backend.pages.run import View
-from trainer_backend.pages.run_data import chart_data, panels_for, points_for, run_data, sections_of
+from trainer_backend.pages.run_data import chart_data, group_by_section, panels_for, points_for, run_data
 from trainer_backend.pages.run_view import head_of
-from trainer_backend.pages.series import Chart, axes_of, curves_of, make_chart, make_curve
+from trainer_backend.pages.series import Chart, add_up_axes, curves_of, make_chart, make_curve
 from trainer_backend.pages.stored import FrameSource, played_frames, why_undrawn
 from trainer_backend.pages.story import EVALUATE_S, Row, Story, read_story
 from trainer_backend.rundir.files import write_errors
@@ -142,10 +142,10 @@ def saved_data(
     runs = [story.as_run(own) for story, own in zip(stories, curves, strict=True)]
     metrics = {key for own in curves for key in own}
     panels, rest = panels_for(runs, metrics)
-    axes = [axes_of({row["iteration"]: row for row in story.iterations}) for story in stories]
+    axes = [add_up_axes({row["iteration"]: row for row in story.iterations}) for story in stories]
     drawn = chart_data(runs, curves, axes, [*panels, *rest] if len(runs) == 1 else panels)
     drawn["charts"] += charts
-    data = run_data(runs, metrics, pin=runs[0].name) | {"sections": sections_of(drawn["charts"])}
+    data = run_data(runs, metrics, pin=runs[0].name) | {"sections": group_by_section(drawn["charts"])}
     return drawn, data | {"view": View(pin=runs[0].name), "query": ""}
 
 

@@ -24,7 +24,7 @@ from trainer_backend.pages.run_data import (
     run_data,
 )
 from trainer_backend.pages.run_view import RATES, head_of, seconds_an_iteration
-from trainer_backend.pages.series import AXIS_METRICS, EVERY_POINT, axes_of, table
+from trainer_backend.pages.series import AXIS_METRICS, EVERY_POINT, add_up_axes, table
 from trainer_backend.pages.timeline import SHOWN
 from trainer_backend.rundir.state import LOG_FILE, LogLine, read_log, read_state
 from trainer_backend.store import jobs, reads
@@ -206,7 +206,7 @@ def _values(store: Store, runs: Sequence[Run], panels: Sequence[Panel]) -> dict[
         for own, series in zip(curves, found.values(), strict=True):
             own |= {(kind, name): one for name, one in series.items()}
     axes = reads.series(store, ids, AXIS_METRICS, points=EVERY_POINT).values()
-    return chart_data(runs, curves, [axes_of(_by_iteration(own)) for own in axes], panels)
+    return chart_data(runs, curves, [add_up_axes(_by_iteration(own)) for own in axes], panels)
 
 
 def _by_iteration(series: Mapping[str, Series]) -> dict[int, dict[str, float]]:

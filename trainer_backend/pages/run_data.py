@@ -92,7 +92,7 @@ def run_data(
         pin: the id or the name of the run to which the last figures of the others are compared.
     """
     panels, rest = panels_for(runs, metrics)
-    data = {"sections": sections_of([*map(vars, panels)]), "rest": rest}
+    data = {"sections": group_by_section([*map(vars, panels)]), "rest": rest}
     if len(runs) > 1:
         groups = name_groups(runs)
         drawn = [{"name": run.name, "runs": [at]} for at, run in enumerate(runs)] if apart else groups
@@ -121,7 +121,7 @@ def run_data(
     }
 
 
-def sections_of(panels: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def group_by_section(panels: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Group panels, as dicts, or charts by their sections; a section without any is left out."""
     return [
         {"id": "of-" + title.lower().replace(" ", "-"), "title": title, "panels": own}

@@ -123,7 +123,7 @@ AXES = {
 }
 
 
-def axes_of(rows: Mapping[int, Mapping[str, Any]]) -> Axes:
+def add_up_axes(rows: Mapping[int, Mapping[str, Any]]) -> Axes:
     """Return the axes that a run has but for the iteration itself.
 
     Args:

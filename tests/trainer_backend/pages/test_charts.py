@@ -5,7 +5,7 @@ from dataclasses import replace
 from tests.trainer_backend.pages.test_run_views import JOB
 from trainer_backend.pages.panels import PANELS, Line, Panel, merge_outcome, rest_of, restrict, split_by_line
 from trainer_backend.pages.run_data import Run, run_data
-from trainer_backend.pages.series import axes_of, chart_of, place_on_axes, table
+from trainer_backend.pages.series import add_up_axes, chart_of, place_on_axes, table
 from trainer_backend.store.rows import Series
 
 PLAIN = Panel("p", "", "Thing", "", (Line("a/x", "x"), Line("a/e", "e", "evaluation")))
@@ -117,7 +117,7 @@ def test_an_axis_adds_up_what_each_iteration_did_and_leaves_out_pauses_between_s
         return {**times, "episode/env_steps": 10.0, "episode/count": 4.0, **more}
 
     rows = {1: row(0.0, 3600.0, 0.0), 2: row(1800.0, 7200.0, 0.0), 3: row(90_000.0, 91_800.0, 1.0)}
-    axes = axes_of(rows)
+    axes = add_up_axes(rows)
     assert axes == {"steps": {1: 40.0, 2: 80.0, 3: 120.0}, "hours": {1: 1.0, 2: 2.0, 3: 2.5}}
     chart = chart_of(PLAIN, [("run", {("evaluation", "a/e"): series([(0, 1.0), (3, 2.0)])})])
     assert place_on_axes([axes], [chart]) == {
