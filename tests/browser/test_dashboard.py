@@ -135,6 +135,8 @@ def test_what_a_reader_chooses_is_drawn_at_once_and_kept_in_the_address(browser,
     steps = page.locator("[data-chart=outcome] [aria-live]", has_text="env steps")
     steps.wait_for(state="attached")
     assert page.locator("select[name=x]").input_value() == "steps"
+    page.locator("[data-chart=outcome] summary").click()
+    page.locator("[data-chart=outcome] thead", has_text="env steps").wait_for()
     assert (page.locator("output").inner_text(), seen.complaints) == ("0.5", [])
 
 

@@ -186,7 +186,7 @@ def last_values(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]], pin: s
 
     def cells(group: Mapping[str, Any]) -> Iterator[dict[str, str]]:
         for _, metric, form, unit, _ in figures:
-            others = values(base, metric) if base not in (None, group) else []
+            others = [] if base is None or base is group else values(base, metric)
             yield _cell(values(group, metric), others, form, unit)
 
     return {

@@ -132,7 +132,7 @@ function legend(figure, chart) {
 
 // For a screen reader: the first and the last value of each curve, and its range.
 function describe(chart) {
-  const parts = chart.curves.map(({ label, y }) => {
+  const parts = chart.curves.filter(({ y }) => y.some((value) => value !== null)).map(({ label, y }) => {
     const at = y.flatMap((value, index) => (value === null ? [] : [index])), values = at.map((index) => y[index]);
     if (chart.scatter) return `${label}: ${at.length} points`;
     const [first, last, low, high] = [values[0], values.at(-1), Math.min(...values), Math.max(...values)].map((value) => number(value, chart.form));
