@@ -112,7 +112,7 @@ def run_data(
     )
     lossy = [row for row in run.rows if any(row.get(name) for name in FAILED)]
     return data | {
-        "key": key_figures(iterations, evaluations, outcome_name((evaluations or iterations or [None])[-1])),
+        "key": key_figures(iterations, evaluations, name_outcome(runs)),
         "rates": success_rates(evaluations, run.rates),
         "evaluations": evaluation_table(evaluations, run.best),
         "timeline": timeline_of(iterations[-SHOWN:], evaluations),

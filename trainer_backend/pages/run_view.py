@@ -156,7 +156,7 @@ def list_losses(rows: Sequence[Row]) -> Sequence[tuple[str, str, str]]:
     """Return stage, `180 of 200` and the causes of each loss that these rows tell, the oldest first."""
     lines = []
     for row in rows:
-        stage = row.get("stage") or _STAGES.get(row["kind"], row["kind"]).format(row["iteration"])
+        stage = row.get("stage") or _STAGES.get(row["kind"], str(row["kind"])).format(row["iteration"])
         of_branches = losses_in(row, branches=True), f"branches of {stage}"
         for losses, name in ((losses_in(row), stage), of_branches):
             if losses.lost:
