@@ -110,9 +110,10 @@ def run_data(
     iterations, evaluations = (
         [row for row in run.rows if row["kind"] == kind] for kind in ("iteration", "evaluation")
     )
+    last = next(iter((evaluations or iterations)[-1:]), None)
     lossy = [row for row in run.rows if any(row.get(name) for name in FAILED)]
     return data | {
-        "key": key_figures(iterations, evaluations, name_outcome(runs)),
+        "key": key_figures(iterations, evaluations, outcome_name(last)),
         "rates": success_rates(evaluations, run.rates),
         "evaluations": evaluation_table(evaluations, run.best),
         "timeline": timeline_of(iterations[-SHOWN:], evaluations),
