@@ -131,6 +131,7 @@ def test_what_a_reader_chooses_is_drawn_at_once_and_kept_in_the_address(browser,
     assert page.url.endswith(f"/runs/{ids['seed_9']}?smooth=0.5&log=on")
     assert figure.locator("canvas").evaluate("one => one.toDataURL()") != first
     seen.go(f"/runs/{ids['trained']}?x=steps&smooth=0.5")
+    page.locator("[data-chart=outcome] canvas").wait_for()
     page.locator("[data-chart=outcome] .plot").press("End")
     steps = page.locator("[data-chart=outcome] [aria-live]", has_text="env steps")
     steps.wait_for(state="attached")
