@@ -87,9 +87,8 @@ def run_frame(request: Request, job_id: str, tab: str) -> dict[str, Any]:
 def run(request: Request, job_id: str, view: Chosen) -> Response:
     """Show the charts of a run, or of several runs laid over one another."""
     store = dashboard_of(request).store
-    runs = _runs(store, job_id, view.others)
-    if len(runs) == 1:
-        runs = [_whole_run(store, runs[0].job)]
+    alone = {job_id, *view.others} == {job_id}
+    runs = [_whole_run(store, jobs.get(store, job_id))] if alone else _runs(store, job_id, view.others)
     ids = [one.job.id for one in runs]
     data = run_data(runs, reads.known_metrics(store, ids), apart=bool(view.seeds), pin=view.pin)
     data |= {"view": view, "query": view.query(ids[1:])}
@@ -123,7 +122,7 @@ def values(request: Request, job_id: str, panel: str, view: Chosen) -> Response:
     store = dashboard_of(request).store
     runs = _runs(store, job_id, view.others)
     panels = [item for part in _panels(store, runs) for item in part if item.key == panel]
-    drawn = _values(store, runs, panels)
+    drawn = _values(store, runs, panels, AXIS_METRICS if view.x else ())
     if not drawn["charts"]:
         raise BadAddress(f"panel is {panel[:80]!r}; this run has no values for it")
     axis = drawn["axes"].get(view.x) if len(runs) == 1 else None
@@ -193,7 +192,9 @@ def _panels(store: Store, runs: Sequence[Run]) -> tuple[list[Panel], list[Panel]
     return panels_for(runs, reads.known_metrics(store, [run.job.id for run in runs]))
 
 
-def _values(store: Store, runs: Sequence[Run], panels: Sequence[Panel]) -> dict[str, Any]:
+def _values(
+    store: Store, runs: Sequence[Run], panels: Sequence[Panel], axis_metrics: Sequence[str] = AXIS_METRICS
+) -> dict[str, Any]:
     """Read the values of panels, with a query for each kind of rows, and those of the axes."""
     ids = [run.job.id for run in runs]
     curves: list[dict[tuple[str, str], Series]] = [{} for _ in ids]
@@ -205,7 +206,7 @@ def _values(store: Store, runs: Sequence[Run], panels: Sequence[Panel]) -> dict[
         found = reads.series(store, ids, names, kind=kind, points=points_for(len(runs)))
         for own, series in zip(curves, found.values(), strict=True):
             own |= {(kind, name): one for name, one in series.items()}
-    axes = reads.series(store, ids, AXIS_METRICS, points=EVERY_POINT).values()
+    axes = reads.series(store, ids, axis_metrics, points=EVERY_POINT).values()
     return chart_data(runs, curves, [add_up_axes(_by_iteration(own)) for own in axes], panels)
 
 

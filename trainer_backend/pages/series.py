@@ -78,13 +78,15 @@ def _band(line: Line, curves: Curves, *, alone: bool) -> Sequence[tuple[Sequence
 
 
 def _values_at(x_N: Sequence[float], iterations: Sequence[int], values: Sequence[float]) -> Values:
+    if len(iterations) == len(x_N):  # which are those of all curves, so they are the same
+        return values
     by_iteration = dict(zip(iterations, values, strict=True))
     return [by_iteration.get(int(at)) for at in x_N]
 
 
 def _rounded(values: Values) -> list[float | None]:
     """Round to 1e-8 of the largest value: finer than a picture shows, in a third of the bytes."""
-    largest = max((abs(value) for value in values if value is not None), default=0.0)
+    largest = max(map(abs, filter(None, values)), default=0.0)
     digits = 8 - math.ceil(math.log10(largest)) if largest and math.isfinite(largest) else 0
     return [None if value is None else round(value, digits) for value in values]
 
