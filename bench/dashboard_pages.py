@@ -39,7 +39,9 @@ ENDINGS = ("stop/environment_done", "stop/max_decisions", "stop/invalid_action")
 
 def drawn_metrics(run: RunDirectory, iterations: int) -> None:
     """Replace rows of run_page.py by those of a second run with the panels' own metrics."""
-    names = [name for panel in PANELS for line in panel.lines for name in line.metrics]
+    # Of a run outcomes and ratios have bands.
+    lines = [(line, panel.section == "Outcome" or line.band) for panel in PANELS for line in panel.lines]
+    names = [name for line, banded in lines for name in (line.metrics if banded else [line.metric])]
     plain = [name for name in names if not name.endswith("*") and not name.startswith("eval/")]
     run.metrics_file.unlink()
     for iteration in range(1, iterations + 1):

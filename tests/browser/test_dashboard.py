@@ -10,7 +10,7 @@ from tests.browser.watched import CHROMIUM, DESKTOP, PHONE, Watched
 from tests.conftest import tiny_job
 from tests.trainer_backend.jobs.on_a_port import on_a_port
 from tests.trainer_backend.jobs.served import settings_for
-from tests.trainer_backend.pages.hand_made import empty_run
+from tests.trainer_backend.pages.hand_made import empty_run, small_run
 from tests.trainer_backend.pages.shown import numbered_run
 from trainer_backend.rundir.state import RunState, write_state
 from trainer_backend.store import jobs
@@ -36,6 +36,7 @@ def service(tmp_path_factory, trained):
     folder = tmp_path_factory.mktemp("data")
     shutil.copytree(trained[0].path, folder / "trained")
     numbered_run(folder / "attacks")
+    small_run(tiny_job(job={"name": "tiny", "seed": 9}), folder / "seed_9")
     word = "a_word_without_a_blank" * 6
     empty_run(tiny_job(job__name=word[:50], services__task_plugins=[f"/{word}.py"]), folder / "long")
     write_state(folder / "long", RunState("failed", 17, code="advantage_undefined", detail=f"{word}: {word}"))
@@ -54,7 +55,9 @@ def test_every_page_fits_its_window_and_complains_of_nothing_and_asks_nobody_els
     run = f"/runs/{ids['trained']}"
     paths = [
         "/", run, f"{run}/rollouts", f"{run}/rollouts/train/1/0/0?turn=2", f"{run}/config", f"{run}/log",
-        f"{run}?with={ids['attacks']}", f"/runs/{ids['long']}", f"/runs/{ids['long']}/config",
+        f"{run}?with={ids['attacks']}&with={ids['seed_9']}&pin={ids['trained']}",
+        f"{run}?x=hours&smooth=0.9&log=on",
+        f"/runs/{ids['long']}", f"/runs/{ids['long']}/config",
         "/new", "/runs/no",
     ]  # fmt: skip
     for viewport, scheme in ((DESKTOP, "light"), (PHONE, "dark")):
@@ -111,6 +114,102 @@ def test_charts_are_drawn_and_can_be_read_with_the_keyboard_and_as_tables(browse
     figure.locator("summary").click()
     assert figure.locator("tbody tr").first.inner_text().startswith("2")
     assert seen.complaints == []
+
+
+def test_what_a_reader_chooses_is_drawn_at_once_and_kept_in_the_address(browser, service, ids):
+    seen = Watched(browser, service[0])
+    page = seen.page
+    seen.go(f"/runs/{ids['seed_9']}")
+    figure = page.locator("[data-chart=reward]")
+    figure.locator("canvas").wait_for()
+    words = "Reward an episode. reward: 1 at iteration 1, 2 at 2, between 1 and 2."
+    assert figure.locator(".plot").get_attribute("aria-label") == words
+    first = figure.locator("canvas").evaluate("one => one.toDataURL()")
+    page.locator("input[name=smooth]").fill("0.5")
+    figure.locator(".legend b", has_text="1.67").wait_for()  # of 1 and 2: (1 / 4 + 2 / 2) / (3 / 4)
+    page.locator("input[name=log]").check()
+    assert page.url.endswith(f"/runs/{ids['seed_9']}?smooth=0.5&log=on")
+    assert figure.locator("canvas").evaluate("one => one.toDataURL()") != first
+    seen.go(f"/runs/{ids['trained']}?x=steps&smooth=0.5")
+    page.locator("[data-chart=outcome] canvas").wait_for()
+    page.locator("[data-chart=outcome] .plot").press("End")
+    steps = page.locator("[data-chart=outcome] [aria-live]", has_text="env steps")
+    steps.wait_for(state="attached")
+    assert page.locator("select[name=x]").input_value() == "steps"
+    page.locator("[data-chart=outcome] summary").click()
+    page.locator("[data-chart=outcome] thead", has_text="env steps").wait_for()
+    assert (page.locator("output").inner_text(), seen.complaints) == ("0.5", [])
+
+
+def test_without_scripts_the_form_of_the_charts_sends_itself(browser, service, ids):
+    seen = Watched(browser, service[0], java_script_enabled=False)
+    seen.go(f"/runs/{ids['trained']}?with={ids['seed_9']}")
+    seen.page.locator("select[name=x]").select_option("steps")
+    seen.page.locator("select[name=pin]").select_option(ids["seed_9"])
+    seen.page.get_by_role("button", name="Draw").click()
+    assert f"with={ids['seed_9']}" in seen.page.url and "x=steps" in seen.page.url
+    assert seen.page.locator("select[name=x]").input_value() == "steps"
+    assert "pinned" in seen.page.locator("#last tr[aria-current]").inner_text()
+    seen.go(f"/runs/{ids['trained']}/values?panel=reward&x=steps")
+    assert "env steps" in seen.page.locator("thead").inner_text()
+
+
+def test_seeds_of_one_setting_are_one_line_or_several_and_the_others_are_told_from_the_pinned_run(
+    browser, service, ids
+):
+    seen = Watched(browser, service[0])
+    page = seen.page
+    seen.go(f"/runs/{ids['attacks']}?with={ids['seed_9']}")
+    names = page.locator("[data-chart=reward] .legend li:not(.where)")
+    names.first.wait_for()
+    assert [text.startswith("attacks (2 seeds)") for text in names.all_inner_texts()] == [True]
+    assert page.locator("#last tbody tr").count() == 1
+    page.locator("input[name=seeds]").check()
+    names.nth(1).wait_for()
+    page.locator("#last tbody tr").nth(1).wait_for()
+    page.locator("select[name=pin]").select_option(ids["attacks"])
+    page.locator("#last tr[aria-current]", has_text="pinned").wait_for()
+    assert page.url.endswith(f"&seeds=apart&pin={ids['attacks']}")
+    assert seen.complaints == []
+
+
+def test_links_to_the_parts_of_a_page_stay_in_view_and_lead_to_them(browser, service, ids):
+    for viewport in (DESKTOP, PHONE):
+        seen = Watched(browser, service[0], viewport=viewport)
+        seen.go(f"/runs/{ids['trained']}")
+        seen.page.locator("canvas").first.wait_for()
+        seen.page.locator(".contents a", has_text="Speed").click()
+        place = "one => one.getBoundingClientRect().top"
+        bar, heading = (
+            seen.page.locator(one).evaluate(place) for one in (".contents", "summary:has-text('Speed')")
+        )
+        assert bar == 0 and 0 < heading < viewport["height"] / 2
+
+
+def test_seeds_are_averaged_and_runs_placed_on_an_axis_as_worked_by_hand(browser, service):
+    seen = Watched(browser, service[0])
+    seen.go("/")
+    shown = seen.page.evaluate(
+        """async ([chart, data, choice]) => {
+          const base = document.querySelector("script[type=module]").src.replace("turnwise.js", "curves.js");
+          return (await import(base)).shown(chart, data, choice);
+        }""",
+        [
+            {
+                "unit": "iteration", "x": [0, 1, 2],
+                "curves": [{"run": run, "y": y} for run, y in ((0, [1, 2, None]), (1, [3, 6, 8]))],
+            },
+            {
+                "groups": [{"name": "both", "runs": [0, 1]}], "at": [0, 1, 2],
+                "axes": {"hours": {"name": "hours", "x": [[0, 1, 1], [0, 2, 5]]}},
+            },
+            {"x": "hours", "smooth": 0, "log": True},
+        ],
+    )  # fmt: skip
+    (curve,) = shown["curves"]
+    # the second seed alone has a third value, 5 hours after its start
+    assert (shown["unit"], shown["x"], shown["log"]) == ("hours", [0, 1.5, 5], True)
+    assert [curve[key] for key in ("label", "y", "low", "high")] == ["both", [2, 4, 8], [1, 2, 8], [3, 6, 8]]
 
 
 def test_an_episode_is_paged_through_with_its_pictures_and_tokens(browser, service, ids):
@@ -269,6 +368,8 @@ def test_runs_that_are_laid_over_one_another_go_on_while_one_of_them_does(browse
             ".map(one => one.textContent).join() === last"
         )
         page.wait_for_function(last, arg="2.5,1.5")
+        page.locator("input[name=log]").check()
+        page.locator("select[name=pin]").select_option(waiting)
         (run_dir / "iterate").touch()
         page.wait_for_function(
             "async id => (await (await fetch(`/jobs/${id}/metrics?names=episode/*`)).text()).includes('2.5')",
@@ -276,6 +377,9 @@ def test_runs_that_are_laid_over_one_another_go_on_while_one_of_them_does(browse
         )
         page.clock.fast_forward(10_000)
         page.wait_for_function(last, arg="2.5,2.5")
+        assert page.url.endswith(f"?with={waiting}&log=on&pin={waiting}")
+        assert page.locator("input[name=log]").is_checked()  # what is new comes into the chosen view
+        assert "pinned" in page.locator("#last tr[aria-current]").inner_text()
         assert seen.complaints == []
 
 

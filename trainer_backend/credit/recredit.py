@@ -26,7 +26,7 @@ from trainer_backend.job.training_table import TrainingTable
 from trainer_backend.pages.figures import interval
 from trainer_backend.pages.page import saved_page
 from trainer_backend.pages.panels import Panel
-from trainer_backend.pages.series import Chart, Curve
+from trainer_backend.pages.series import make_chart, make_curve
 from trainer_backend.plugins import ESTIMATORS, estimator
 from trainer_backend.protocols import CreditedEpisode, Reporter
 from trainer_backend.rundir.checkpoint_paths import model_in
@@ -315,11 +315,10 @@ def agreement_page(
     for name in others:
         points = sorted(zip(advantages[first][::step], advantages[name][::step], strict=True))
         note = notes.get(name, f"Advantage of a decision, over that by {first}.")
-        panel = Panel(name, name, note, (), x=first, scatter=True)
-        y_N = tuple(y for _, y in points)
-        charts.append(Chart(panel, tuple(x for x, _ in points), (Curve(name, 0, 0, False, y_N),)))
-    panels = [chart.panel for chart in charts]
-    return saved_page("agreement", charts, first=first, panels=panels, above=above)
+        panel = Panel(name, "", name, note, (), unit=first, scatter=True)
+        curve = make_curve(name, [y for _, y in points])
+        charts.append(make_chart(panel, [x for x, _ in points], [curve]))
+    return saved_page("agreement", {"charts": charts}, first=first, panels=charts, above=above)
 
 
 def figures(credited: Recredited, cosines: Cosines | None = None) -> dict[str, object]:

@@ -5,24 +5,16 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from trainer_backend.collect.metrics import outcome_interval, outcome_name
-from trainer_backend.core.intervals import wilson_interval
+from trainer_backend.collect.metrics import outcome_interval
 from trainer_backend.core.statistics import Interval
 from trainer_backend.errors import JobError
 from trainer_backend.evaluation.best import TASKS_DIGEST, paired_difference
-from trainer_backend.job.load import dump_job
-from trainer_backend.pages.facts import differing_keys
-from trainer_backend.pages.figures import spaced
+from trainer_backend.pages.facts import differing_keys, group_seeds
 from trainer_backend.pages.page import saved_page
-from trainer_backend.pages.report import save
-from trainer_backend.pages.run import DASHES, POINTS, charts_of, panels_for
-from trainer_backend.pages.series import curves_of
-from trainer_backend.pages.story import Row, Story, read_story
-from trainer_backend.rundir.data_record import DataRecord, describe_mismatch, find_other_rows, read_record
+from trainer_backend.pages.report import save, saved_data
+from trainer_backend.pages.story import Story, read_story
+from trainer_backend.rundir.data_record import describe_mismatch, find_other_rows
 from trainer_backend.rundir.layout import open_run
-from trainer_backend.rundir.state import read_status
-from trainer_backend.store.jobs import state_of_run
-from trainer_backend.store.rows import JobState
 
 # With a difference in one of these keys the same seed is another task, so the policy is not the only cause.
 _TASK = (
@@ -30,28 +22,6 @@ _TASK = (
     "rollout.termination_regex", "rollout.termination_target", "multi_turn.", "data.interaction",
 )  # fmt: skip
 _ROWS = ("data.path", "data.split", "data.evaluation_", "data.held_out_")
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """A run of the comparison; no two have the same name."""
-
-    name: str
-    story: Story
-    state: JobState
-    data: DataRecord | None = None
-    """Its rows, where it recorded them."""
-
-    @property
-    def last(self) -> Row | None:
-        """The row of the last evaluation, or None."""
-        return self.story.evaluations[-1] if self.story.evaluations else None
-
-    @property
-    def outcome(self) -> str | None:
-        """The name of the run's outcome, or None before its first episodes."""
-        row = self.story.last_episodes
-        return outcome_name(row) if row is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +36,7 @@ class Difference:
     """Why rows that both played cannot be compared."""
 
 
-def read_sides(paths: Sequence[Path]) -> list[Side]:
+def read_sides(paths: Sequence[Path]) -> list[Story]:
     """Read the runs in these folders, and name each by the shortest end of its path that is unique."""
     folders = [path.resolve() for path in paths]
     if len(folders) < 2:
@@ -74,38 +44,27 @@ def read_sides(paths: Sequence[Path]) -> list[Side]:
     twice = next((path for path in folders if folders.count(path) > 1), None)
     if twice is not None:
         raise JobError(f"{twice} is given twice; a run compared with itself tells nothing")
-    return [
-        Side(name, read_story(run), state_of_run(read_status(run.path))[0], read_record(run))
-        for name, run in zip(_names(folders), map(open_run, paths), strict=True)
-    ]
+    return [read_story(open_run(path), name) for name, path in zip(_names(folders), paths, strict=True)]
 
 
-def setting_differences(sides: Sequence[Side]) -> list[tuple[str, list[str]]]:
-    return differing_keys([dump_job(side.story.job) for side in sides])
+def setting_differences(sides: Sequence[Story]) -> list[tuple[str, list[str]]]:
+    return differing_keys([side.config for side in sides])
 
 
-def outcome_of(sides: Sequence[Side]) -> str:
-    """Return the name of the runs' outcome, or "outcome" if they differ."""
-    names = {side.outcome for side in sides} - {None}
-    return str(names.pop()) if len(names) == 1 else "outcome"
+def name_outcomes(sides: Sequence[Story]) -> list[str]:
+    """Return the names of the runs' outcomes; a run without episodes has none yet."""
+    return list(dict.fromkeys(side.outcome for side in sides if side.last_episodes is not None))
 
 
-def achievements(sides: Sequence[Side]) -> list[str]:
-    """Return all names in the last evaluations, sorted by their rates in the runs, the rarest first."""
-    rates = [side.last.get("eval/success_rates", {}) for side in sides if side.last is not None]
-    names = {name for row in rates for name in row}
-    return sorted(names, key=lambda name: (*(row.get(name, 0.0) for row in rates), name))
-
-
-def differences_to_first(sides: Sequence[Side]) -> list[Difference | None]:
+def differences_to_first(sides: Sequence[Story]) -> list[Difference | None]:
     """Return the difference of every run to the first one; None for the first itself."""
     first = sides[0]
     return [None if side is first else _difference(first, side) for side in sides]
 
 
-def _difference(first: Side, other: Side) -> Difference:
+def _difference(first: Story, other: Story) -> Difference:
     before, after = (
-        (side.story.rollouts_file(f"evaluation_{side.last['iteration']}") if side.last else None)
+        (side.rollouts_file(f"evaluation_{side.last['iteration']}") if side.last else None)
         for side in (first, other)
     )
     other_rows = find_other_rows(first.data, other.data) if first.data and other.data else frozenset()
@@ -114,7 +73,7 @@ def _difference(first: Side, other: Side) -> Difference:
     by_content = all(side.data is not None and not side.data.by_position for side in (first, other))
     task = _TASK if by_content else (*_TASK, *_ROWS)
     doubt = [key for key, _ in setting_differences([first, other]) if key.startswith(task)]
-    if first.story.job.evaluation_temperature != other.story.job.evaluation_temperature:
+    if first.job.evaluation_temperature != other.job.evaluation_temperature:
         doubt.append("evaluation.temperature")
     mismatch = describe_mismatch(first.data, other.data) if first.data and other.data else ()
     return Difference(outcome, tuple(doubt), tuple(mismatch))
@@ -135,43 +94,33 @@ ONE_SEED = (
     "each setting is trained with one seed; the intervals are over the held-out worlds alone and do not "
     "include how much another training seed changes the outcome"
 )
-_NO_SETTINGS = ("job.name", "job.seed", "job.runs_dir")
 _NONE = "-"
 
 
-def write_comparison(sides: Sequence[Side], folder: Path) -> Path:
+def write_comparison(sides: Sequence[Story], folder: Path) -> Path:
     """Write comparison.html into the folder, and return its path."""
-    runs = [(side.name, curves_of(side.story.rows, points=POINTS // len(sides))) for side in sides]
-    shown, _ = panels_for({key for _, curves in runs for key in curves}, {outcome_of(sides)}, runs=len(sides))
-    charts = charts_of(runs, shown)
+    drawn, data = saved_data(sides)
     html = saved_page(
         "compare",
-        charts,
-        panels=[chart.panel for chart in charts],
-        overlaid=[
-            {"name": side.name, "state": side.state, "dashes": DASHES[(at + at // 6) % 6], "without": ""}
-            for at, side in enumerate(sides)
-        ],
+        drawn,
+        **data,
         live=False,
         columns=summary_columns(sides),
         summary=summary_rows(sides),
         doubts=doubts(sides),
-        differs=setting_differences(sides),
-        rates=[
-            (spaced(name), [_rate(side, name) for side in sides]) for name in reversed(achievements(sides))
-        ],
         saved_at=datetime.now(UTC),
     )
     return save(folder / "comparison.html", html)
 
 
-def summary_columns(sides: Sequence[Side]) -> list[str]:
+def summary_columns(sides: Sequence[Story]) -> list[str]:
     """The headings of `summary_rows`."""
-    score = ["score"] if _have_score(sides) else []
-    return ["run", "done", "at", f"{outcome_of(sides)} (95 %)", *score, "minus the first (95 %)", "episodes"]
+    score, names = ["score"] if _have_score(sides) else [], name_outcomes(sides)
+    outcome = names[0] if len(names) == 1 else "outcome"
+    return ["run", "done", "at", f"{outcome} (95 %)", *score, "minus the first (95 %)", "episodes"]
 
 
-def summary_rows(sides: Sequence[Side]) -> list[Sequence[str]]:
+def summary_rows(sides: Sequence[Story]) -> list[Sequence[str]]:
     """Return a row per run: its progress, its last evaluation, and the difference to the first run."""
     has_score = _have_score(sides)
     return [
@@ -180,12 +129,12 @@ def summary_rows(sides: Sequence[Side]) -> list[Sequence[str]]:
     ]
 
 
-def doubts(sides: Sequence[Side]) -> list[str]:
-    """Return a sentence for each reason to doubt that the two policies cause the differences."""
+def doubts(sides: Sequence[Story]) -> list[str]:
+    """Return a sentence for each reason to doubt that the policies cause the differences."""
     first = sides[0].name
     iterations = {side.last["iteration"] for side in sides if side.last is not None}
     uneven = "the last evaluations are after different numbers of iterations"
-    measures = dict.fromkeys(side.outcome for side in sides if side.outcome is not None)
+    measures = name_outcomes(sides)
     other = f"the figures are not of one kind: {'; '.join(measures)}"
     sentences = [uneven] * (len(iterations) > 1) + [other] * (len(measures) > 1)
     digests = {side.last.get(TASKS_DIGEST) for side in sides if side.last is not None} - {None}
@@ -206,28 +155,21 @@ def doubts(sides: Sequence[Side]) -> list[str]:
     return [*sentences, *_seed_sentences([side for side in sides if side.last is not None])]
 
 
-def _seed_sentences(sides: Sequence[Side]) -> list[str]:
+def _seed_sentences(sides: Sequence[Story]) -> list[str]:
     """Say that no interval includes training seeds, and which runs show how much these change."""
-    groups: list[list[Side]] = []
-    for side in sides:
-        for group in groups:
-            if all(key.startswith(_NO_SETTINGS) for key, _ in setting_differences([group[0], side])):
-                group.append(side)
-                break
-        else:
-            groups.append([side])
-    several = [group for group in groups if len({side.story.job.job.seed for side in group}) > 1]
-    if not several:
+    groups = [[sides[at].name for at in group] for group in group_seeds([side.config for side in sides])]
+    groups = [names for names in groups if len(names) > 1]
+    if not groups:
         return [ONE_SEED] if len(sides) > 1 else []
     return [
-        f"{', '.join(side.name for side in group)} are of one setting with different seeds: they are as far "
-        "apart as training seeds make them; the intervals, over the held-out worlds alone, include none of it"
-        for group in several
+        f"{', '.join(names)} are of one setting with different seeds: they are as far apart as training "
+        "seeds make them; the intervals, over the held-out worlds alone, include none of it"
+        for names in groups
     ]
 
 
-def _summary(side: Side, difference: Difference | None, *, has_score: bool) -> Sequence[str]:
-    done = f"{len(side.story.iterations)} of {side.story.job.training.iterations}"
+def _summary(side: Story, difference: Difference | None, *, has_score: bool) -> Sequence[str]:
+    done = f"{len(side.iterations)} of {side.job.training.iterations}"
     row = side.last
     if row is None:
         return (side.name, done, *[_NONE] * (5 if has_score else 4))
@@ -244,7 +186,7 @@ def _summary(side: Side, difference: Difference | None, *, has_score: bool) -> S
     )
 
 
-def _have_score(sides: Sequence[Side]) -> bool:
+def _have_score(sides: Sequence[Story]) -> bool:
     return any(side.last is not None and "eval/crafter_score" in side.last for side in sides)
 
 
@@ -252,11 +194,3 @@ def _interval_text(mean: Interval, form: str) -> str:
     if mean.low is None or mean.high is None:
         return form.format(mean.mean)
     return f"{form.format(mean.mean)} ({form.format(mean.low)} to {form.format(mean.high)})"
-
-
-def _rate(side: Side, name: str) -> str:
-    if side.last is None:
-        return _NONE
-    count = int(side.last["eval/episodes"])
-    rate = side.last.get("eval/success_rates", {}).get(name, 0.0)
-    return _interval_text(wilson_interval(round(rate * count), count), "{:.0%}")

@@ -27,9 +27,29 @@ def chosen_keys(job: JobRow) -> list[tuple[str, str, str]]:
 def differing_keys(configs: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Return every key that differs between jobs, given as TOML, with its value in each."""
     jobs = [dict(_leaves(_values(config))) for config in configs]
-    keys = dict.fromkeys(key for job in jobs for key in job)
-    rows = [(key, [job.get(key, ABSENT) for job in jobs]) for key in keys]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
+    rows = {key: [job.get(key, ABSENT) for job in jobs] for job in jobs for key in job}
+    return [(key, values) for key, values in rows.items() if len(set(values)) > 1]
+
+
+# Keys in which two runs of one setting may differ: their name, their seed and where they lie.
+NO_SETTINGS = frozenset({"job.name", "job.seed", "job.runs_dir", "services.gateway_host"})
+
+
+def group_seeds(configs: Sequence[str]) -> list[list[int]]:
+    """Return jobs, as indices, by setting: those of a group differ in NO_SETTINGS alone, and in their seeds.
+
+    Jobs of one setting that all have one seed are no group: each stays alone.
+    """
+    jobs = [dict(_leaves(_values(config))) for config in configs]
+    groups: dict[frozenset[tuple[str, str]], list[int]] = {}
+    for number, keys in enumerate(jobs):
+        setting = frozenset(leaf for leaf in keys.items() if leaf[0] not in NO_SETTINGS)
+        groups.setdefault(setting, []).append(number)
+    parts: list[list[int]] = []
+    for group in groups.values():
+        several = len({jobs[at].get("job.seed") for at in group}) > 1
+        parts += [group] if several else [[at] for at in group]
+    return sorted(parts)
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -63,19 +83,14 @@ def to_begin_from(job: JobRow) -> str:
 def _values(config: str) -> dict[str, Any]:
     """The values of a job by `table.key`; tables that this version does not know are left out."""
     return {
-        f"{table}.{name}{key}": value
+        # Of several tables, such as [[rollout_only]], the name stands before the keys.
+        f"{table}.{key}" if keys is content else f"{table}.{keys.get('name')}.{key}": value
         for table, content in tables_of(config).items()
         if table in JobConfig.model_fields
-        for name, keys in _by_name(content)
+        for keys in (content if isinstance(content, list) else [content])
+        if isinstance(keys, dict)
         for key, value in keys.items()
     }
-
-
-def _by_name(content: Any) -> list[tuple[str, dict[str, Any]]]:
-    """A table, or each of several such as [[rollout_only]] with its name before its keys."""
-    if isinstance(content, dict):
-        return [("", content)]
-    return [(f"{keys.get('name')}.", keys) for keys in content] if isinstance(content, list) else []
 
 
 def _text(value: Any) -> str:

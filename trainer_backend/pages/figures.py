@@ -41,14 +41,11 @@ def number(value: float | None, form: Form = "number") -> str:
     return f"{_digits(value)} s" if form == "seconds" else _digits(value)
 
 
-def signed(value: float | None) -> str:
-    """A value with its sign, for rewards and advantages, which readers compare with 0."""
-    if value is None:
-        return NONE
-    digits = _digits(abs(value))
-    if float(digits.replace(",", "")) == 0.0:
-        return "0"
-    return ("+" if value > 0 else MINUS) + digits
+def signed(value: float | None, form: Form = "number") -> str:
+    """A value with its sign, for rewards, advantages and differences, which readers compare with 0."""
+    if value is None or not value:
+        return NONE if value is None else number(0, form)
+    return ("+" if value > 0 else MINUS) + number(abs(value), form)
 
 
 def interval(mean: Interval, sign: str = "") -> str:

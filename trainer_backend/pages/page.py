@@ -3,7 +3,8 @@
 import base64
 import hashlib
 import json
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import re
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache
@@ -19,7 +20,7 @@ from starlette.responses import HTMLResponse
 
 from trainer_backend.errors import TrainerError
 from trainer_backend.pages import figures
-from trainer_backend.pages.series import Chart, table
+from trainer_backend.pages.series import table
 from trainer_backend.pages.stored import Cache, Frames, StoredRollouts
 from trainer_backend.pages.token_view import token_texts
 from trainer_backend.store.database import Store
@@ -117,10 +118,13 @@ def page(template: str, *, status: int = 200, **values: Any) -> HTMLResponse:
     return HTMLResponse(_render(template, values), status_code=status, headers=dict(HEADERS))
 
 
-def saved_page(template: str, charts: Sequence[Chart], **values: Any) -> bytes:
+def saved_page(template: str, drawn: Mapping[str, Any], **values: Any) -> bytes:
     """Render a template as one HTML file that needs no other file, no service and no network.
 
-    It contains styles, scripts and the values of `charts`, and its policy allows no other script.
+    It contains styles, scripts and the values of charts, and its policy allows no other script.
+
+    Args:
+        drawn: `charts`, and what run_data.chart_data returns beside them.
     """
     style, uplot, drawing = _assets()
     policy = (
@@ -128,12 +132,11 @@ def saved_page(template: str, charts: Sequence[Chart], **values: Any) -> bytes:
         f"script-src '{_digest(uplot)}' '{_digest(drawing)}'; base-uri 'none'; form-action 'none'"
     )
     # Without "<" no text of a run can end the script element.
-    chart_json = json.dumps([chart.as_json() for chart in charts], separators=(",", ":")).replace(
-        "<", "\\u003c"
-    )
+    chart_json = json.dumps(drawn, separators=(",", ":")).replace("<", "\\u003c")
     saved = {
         "policy": policy, "style": Markup(style), "uplot": Markup(uplot), "drawing": Markup(drawing),
-        "charts": Markup(chart_json), "tables": {chart.panel.key: (chart, table(chart)) for chart in charts},
+        "charts": Markup(chart_json),
+        "tables": {chart["key"]: (chart, table(chart)) for chart in drawn["charts"]},
     }  # fmt: skip
     return _render(template, {"saved": saved} | values)
 
@@ -147,10 +150,12 @@ def _render(template: str, values: Mapping[str, Any]) -> bytes:
 
 @cache
 def _assets() -> tuple[str, str, str]:
-    """The styles, uPlot and our charts.js, which saved pages embed."""
+    """The styles, uPlot and our modules for charts, which saved pages embed as one."""
     styles = [STATIC / "vendor/uplot/uPlot.min.css", STATIC / "turnwise.css"]
-    scripts = [STATIC / "vendor/uplot/uPlot.iife.min.js", STATIC / "charts.js"]
-    uplot, drawing = (path.read_text(encoding="utf-8") for path in scripts)
+    uplot = (STATIC / "vendor/uplot/uPlot.iife.min.js").read_text(encoding="utf-8")
+    modules = [(STATIC / name).read_text(encoding="utf-8") for name in ("curves.js", "charts.js")]
+    # A file has no address that another module could be imported from.
+    drawing = re.sub(r"(?m)^import .*\n", "", "".join(modules))
     return "\n".join(path.read_text(encoding="utf-8") for path in styles), uplot, drawing
 
 

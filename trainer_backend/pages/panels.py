@@ -1,7 +1,8 @@
-"""The charts of a run: which metrics each one draws, its title, and their order.
+"""The charts of a run: which metrics each one draws, its section and title, and their order.
 
-A `*` in the name of a metric stands for any text, such as every stop reason. A run shows the panels that it
-has metrics for, and one generated panel for each metric that no panel names (`rest_of`).
+A metric gets a chart by a row of `PANELS`. A `*` in the name of a metric stands for any text, such as every
+stop reason. A run shows the panels that it has metrics for, and one generated panel for each metric that no
+panel names (`rest_of`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,35 +13,44 @@ from trainer_backend.run.timeline import PREFIX
 
 Kind = Literal["iteration", "evaluation", "teacher", "prompts"]
 Form = Literal["number", "percent", "seconds"]
+Section = Literal[
+    "Outcome", "Rewards and credit", "Episodes", "Losses and policy", "Mixture", "Speed", "System", ""
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One metric of a panel."""
+    """One metric of a panel. Metrics of the same name with `_low` and `_high` are its band."""
 
     metric: str
     """Its name; may contain a `*`."""
-    label: str
-    """Its name in the legend; for a metric with a `*`, the text in place of the `*`."""
+    label: str = ""
+    """Its name in the legend; absent: the text in place of the `*`."""
     kind: Kind = "iteration"
     """The kind of row that has it."""
     band: tuple[str, str] | None = None
-    """Metrics of its lower and upper bound."""
+    """Metrics of its bounds, if they have other names."""
     needs: str | None = None
     """A metric of an iteration; a run without it does not show this line."""
 
     @property
+    def bounds(self) -> tuple[str, str]:
+        return self.band or (f"{self.metric}_low", f"{self.metric}_high")
+
+    @property
     def metrics(self) -> tuple[str, ...]:
         """The metrics that it draws: its own and those of its band."""
-        return (self.metric, *(self.band or ()))
+        return (self.metric, *self.bounds)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Panel:
-    """A chart."""
+    """A chart; its fields but `lines` are keys of the chart too (series.make_chart)."""
 
     key: str
     """Its name in addresses."""
+    section: Section
+    """Its part of the page."""
     title: str
     note: str
     """A sentence with the unit."""
@@ -51,7 +61,7 @@ class Panel:
     """Its lines are parts of a whole."""
     wide: bool = False
     """It is wider than other panels."""
-    x: str = "iteration"
+    unit: str = "iteration"
     """The name of the horizontal axis."""
     scatter: bool = False
     """It draws points without a line between them."""
@@ -59,196 +69,114 @@ class Panel:
 
 _ACHIEVEMENTS = "episode/unique_achievements"  # only of an environment with achievements
 _UNIQUE_TITLE = "Unique achievements an episode"
-_HELD_OUT = Line(
-    "eval/outcome_reward",
-    "held-out",
-    "evaluation",
-    ("eval/outcome_reward_low", "eval/outcome_reward_high"),
-)
 
 PANELS: tuple[Panel, ...] = (
-    Panel(
-        "outcome", "Outcome an episode",
-        "Means of training and of held-out episodes. Bands: 95 %, over groups and episodes.",
-        (
-            Line(
-                "episode/outcome_reward", "training",
-                band=("episode/outcome_reward_low", "episode/outcome_reward_high"),
-            ),
-            _HELD_OUT,
-        ),
-        wide=True,
-    ),
-    Panel(
-        "unique", _UNIQUE_TITLE, "Means of training and of held-out episodes. Band: 95 %, over episodes.",
-        (
-            Line(_ACHIEVEMENTS, "training"),
-            Line(
-                "eval/unique_achievements", "held-out", "evaluation",
-                ("eval/unique_achievements_low", "eval/unique_achievements_high"),
-            ),
-        ),
-        wide=True,
-    ),
-    Panel(
-        "score", "Crafter score and progress",
-        "In percent: geometric mean of the success rates, and their mean. Bands: 95 %, over episodes.",
-        (
-            Line(
-                "eval/crafter_score", "score", "evaluation",
-                ("eval/crafter_score_low", "eval/crafter_score_high"),
-            ),
-            Line("eval/progress", "progress", "evaluation", ("eval/progress_low", "eval/progress_high")),
-        ),
-    ),
-    Panel(
-        "reward", "Reward an episode", "Sum of r_t, mean over the batch's episodes.",
-        (Line("reward/mean", "reward"), Line("reward/kl", "paid for KL")),
-    ),
-    Panel("reward_sum", "Sum of r_t", "Of all decisions of the batch.", (Line("reward/sum", "sum of r_t"),)),
-    Panel(
-        "event_reward", "Decisions with event reward",
-        "Share of decisions that unlocked something; share of episodes with any reward.",
-        (
-            Line("decision/nonzero_frac", "decisions", needs=_ACHIEVEMENTS),
-            Line("reward/nonzero_episode_frac", "episodes"),
-        ),
-        form="percent",
-    ),
-    Panel(
-        "achieved", "Achievement deltas", "Sums over the batch: first unlocks, and counters that rose.",
-        (
-            Line("decision/unique_sum", "unique", needs=_ACHIEVEMENTS),
-            Line("decision/ach_sum", "all", needs=_ACHIEVEMENTS),
-        ),
-    ),
-    Panel(
-        "answers", "Score of an answer", "Mean over the answers that an interaction scored.",
-        (
-            Line("interaction/score", "training"),
-            Line("interaction/score", "held-out", "evaluation"),
-        ),
-    ),
-    Panel("loss", "Loss", "Mean over the iteration's steps.", (
-        Line("loss/policy", "policy"), Line("value/loss", "value"),
-    )),
-    Panel("entropy", "Entropy", "Of the policy, nats a token.", (Line("loss/entropy", "entropy"),)),
-    Panel(
-        "kl", "KL", "How far the updates moved the policy, and how far it is from others; nats a token.",
-        (
-            Line("loss/approx_kl", "of an update"),
-            Line("loss/kl_to_proximal", "to the proximal policy"),
-            Line("loss/kl", "in the loss"),
-            Line("kl/reference", "to the reference"),
-        ),
-    ),
-    Panel("ratio", "Probability ratio", "Of new to proximal policy, over the sampled tokens.", (
-        Line("loss/ratio_mean", "mean", band=("loss/ratio_min", "loss/ratio_max")),
-    )),
-    Panel(
-        "clip", "Tokens held by the clip", "Share of tokens whose ratio was held at a bound.",
-        (Line("loss/clip_low_share", "lower"), Line("loss/clip_high_share", "upper")),
-        form="percent",
-    ),
-    Panel("critic", "Critic", "Share of the spread of returns that V foretold; means of V and of returns.", (
-        Line("value/explained_variance", "explained"), Line("value/mean", "mean V"),
-        Line("value/return_mean", "mean return"),
-    )),
-    Panel("gradient", "Gradient norm", "Mean norm before clipping.", (Line("optim/grad_norm", "norm"),)),
-    Panel("rate", "Learning rate", "Of the iteration's last step.", (Line("optim/lr", "rate"),)),
-    Panel("ranks", "Ranks of the learner", "Most tokens of a rank over the mean; the others wait for it.", (
-        Line("learner/tokens_imbalance", "most over mean"),
-    )),
-    Panel(
-        "staleness", "Staleness", "Versions that the samplers lay behind the policy that learns from them.",
-        (Line("policy/staleness_max", "largest"), Line("policy/staleness_mean", "mean")),
-    ),
-    Panel(
-        "mix", "Policies that played", "Finished rollouts of each policy.",
-        (Line("mixture/*/episodes", ""),),
-        stacked=True,
-    ),
-    Panel(
-        "alpha", "Share of the actor", "P(actor) of the schedule, and the share that was planned.",
-        (Line("mixture/alpha", "schedule"), Line("rollout/policy_choice", "planned")),
-        form="percent",
-    ),
-    Panel(
-        "by_policy", "Outcome by policy", "Mean of an episode of each.",
-        (Line("mixture/*/outcome_reward", ""),),
-    ),
-    Panel(
-        "ess", "Effective samples", "Of each policy's truncated weights, as a share of its samples.",
-        (Line("mixture/*/ess", ""),),
-        form="percent",
-    ),
-    Panel(
-        "counted", "How much they counted", "A fixed policy's samples, as a share of as many of the actor's.",
-        (Line("mixture/*/counted_share", ""),),
-        form="percent",
-    ),
-    Panel(
-        "weights", "Weights held at the cap", "Share of each policy's importance weights.",
-        (Line("mixture/*/truncated_share", ""),),
-        form="percent",
-    ),
-    Panel(
-        "mismatch", "Sampler against learner", "Log-probs of the same tokens under the same weights, nats.",
-        (Line("mismatch/logprob_max", "largest"), Line("mismatch/logprob_mean", "mean")),
-    ),
-    Panel(
-        "anchors", "Anchor groups", "States that several decisions met, of estimators that compare states.",
-        (Line("anchors/mean_size", "mean size"), Line("anchors/singleton_frac", "share alone")),
-    ),
-    Panel(
-        "context", "Context of an episode", "Means of an episode.",
-        (Line("statelm/deletes", "messages deleted"), Line("statelm/segments", "segments")),
-    ),
-    Panel(
-        "peak", "Longest context", "Tokens of an episode's longest prompt and answer, mean.",
-        (Line("statelm/peak_context", "training"), Line("statelm/peak_context", "held-out", "evaluation")),
-    ),
-    Panel(
-        "endings", "How episodes ended", "Share of each stop reason.", (Line("stop/*", ""),),
-        form="percent", stacked=True,
-    ),
-    Panel(
-        "length", "Length of an episode", "Means of the batch.",
-        (Line("episode/decisions", "decisions"), Line("episode/env_steps", "env steps")),
-    ),
-    Panel("invalid", "Refused decisions", "Share of decisions whose call could not be carried out.", (
-        Line("episode/invalid_frac", "training"), Line("eval/invalid_frac", "held-out", "evaluation"),
-    ), form="percent"),
-    Panel(
-        "time", "Time of an iteration", "Seconds of each stage.",
-        (
-            Line("time/collect_s", "collect"),
-            Line("time/update_s", "update"),
-            Line("time/credit_s", "credit, store"),
-            Line("time/publish_s", "publish"),
-        ),
-        form="seconds", stacked=True,
-    ),
-    Panel(
-        "waits", "Who waited", "Seconds in which only one of the two worked.",
-        (Line("time/wait_collect_s", "the learner"), Line("time/wait_learner_s", "the collectors")),
-        form="seconds",
-    ),
-    Panel("speed", "Decisions a second", "While collecting, and over the whole iteration.", (
-        Line("perf/collect_decisions_per_s", "collecting"), Line("perf/decisions_per_s", "all in all"),
-    )),
-    Panel(
-        "failures", "Failed rollouts",
-        "By cause, those that were planned again too; and those that were lost for good, by stage.",
-        (
-            Line("rollout/failure/*", ""),
-            Line("rollout/failed", "lost for good"),
-            Line("branch/failed", "branches, lost"),
-            Line("rollout/failed", "held-out, lost", "evaluation"),
-            Line("rollout/failed", "warm-up, lost", "teacher"),
-            Line("rollout/failed", "prompts, lost", "prompts"),
-        ),
-    ),
+    Panel("outcome", "Outcome", "Outcome an episode",
+          "Means of training and of held-out episodes. Bands: 95 %, over groups and episodes.",
+          (Line("episode/outcome_reward", "training"), Line("eval/outcome_reward", "held-out", "evaluation")),
+          wide=True),
+    Panel("unique", "Outcome", _UNIQUE_TITLE,
+          "Means of training and of held-out episodes. Band: 95 %, over episodes.",
+          (Line(_ACHIEVEMENTS, "training"), Line("eval/unique_achievements", "held-out", "evaluation")),
+          wide=True),
+    Panel("score", "Outcome", "Crafter score and progress",
+          "In percent: geometric mean of the success rates, and their mean. Bands: 95 %, over episodes.",
+          (Line("eval/crafter_score", "score", "evaluation"),
+          Line("eval/progress", "progress", "evaluation"))),
+    Panel("answers", "Outcome", "Score of an answer", "Mean over the answers that an interaction scored.",
+          (Line("interaction/score", "training"), Line("interaction/score", "held-out", "evaluation"))),
+    Panel("reward", "Rewards and credit", "Reward an episode", "Sum of r_t, mean over the batch's episodes.",
+          (Line("reward/mean", "reward"), Line("reward/kl", "paid for KL"))),
+    Panel("reward_sum", "Rewards and credit", "Sum of r_t", "Of all decisions of the batch.",
+          (Line("reward/sum", "sum of r_t"),)),
+    Panel("event_reward", "Rewards and credit", "Decisions with event reward",
+          "Share of decisions that unlocked something; share of episodes with any reward.",
+          (Line("decision/nonzero_frac", "decisions", needs=_ACHIEVEMENTS),
+          Line("reward/nonzero_episode_frac", "episodes")), form="percent"),
+    Panel("achieved", "Rewards and credit", "Achievement deltas",
+          "Sums over the batch: first unlocks, and counters that rose.",
+          (Line("decision/unique_sum", "unique", needs=_ACHIEVEMENTS),
+          Line("decision/ach_sum", "all", needs=_ACHIEVEMENTS))),
+    Panel("anchors", "Rewards and credit", "Anchor groups",
+          "States that several decisions met, of estimators that compare states.",
+          (Line("anchors/mean_size", "mean size"), Line("anchors/singleton_frac", "share alone"))),
+    Panel("length", "Episodes", "Length of an episode", "Means of the batch.",
+          (Line("episode/decisions", "decisions"), Line("episode/env_steps", "env steps"))),
+    Panel("endings", "Episodes", "How episodes ended", "Share of each stop reason.", (Line("stop/*"),),
+          form="percent", stacked=True),
+    Panel("invalid", "Episodes", "Refused decisions",
+          "Share of decisions whose call could not be carried out.",
+          (Line("episode/invalid_frac", "training"), Line("eval/invalid_frac", "held-out", "evaluation")),
+          form="percent"),
+    Panel("context", "Episodes", "Context of an episode", "Means of an episode.",
+          (Line("statelm/deletes", "messages deleted"), Line("statelm/segments", "segments"))),
+    Panel("peak", "Episodes", "Longest context", "Tokens of an episode's longest prompt and answer, mean.",
+          (Line("statelm/peak_context", "training"), Line("statelm/peak_context", "held-out", "evaluation"))),
+    Panel("loss", "Losses and policy", "Loss", "Mean over the iteration's steps.",
+          (Line("loss/policy", "policy"), Line("value/loss", "value"))),
+    Panel("entropy", "Losses and policy", "Entropy", "Of the policy, nats a token.",
+          (Line("loss/entropy", "entropy"),)),
+    Panel("kl", "Losses and policy", "KL",
+          "How far the updates moved the policy, and how far it is from others; nats a token.",
+          (Line("loss/approx_kl", "of an update"), Line("loss/kl_to_proximal", "to the proximal policy"),
+          Line("loss/kl", "in the loss"), Line("kl/reference", "to the reference"))),
+    Panel("ratio", "Losses and policy", "Probability ratio",
+          "Of new to proximal policy, over the sampled tokens.",
+          (Line("loss/ratio_mean", "mean", band=("loss/ratio_min", "loss/ratio_max")),)),
+    Panel("clip", "Losses and policy", "Tokens held by the clip",
+          "Share of tokens whose ratio was held at a bound.", (Line("loss/clip_low_share", "lower"),
+          Line("loss/clip_high_share", "upper")), form="percent"),
+    Panel("critic", "Losses and policy", "Critic",
+          "Share of the spread of returns that V foretold; means of V and of returns.",
+          (Line("value/explained_variance", "explained"), Line("value/mean", "mean V"),
+          Line("value/return_mean", "mean return"))),
+    Panel("gradient", "Losses and policy", "Gradient norm", "Mean norm before clipping.",
+          (Line("optim/grad_norm", "norm"),)),
+    Panel("rate", "Losses and policy", "Learning rate", "Of the iteration's last step.",
+          (Line("optim/lr", "rate"),)),
+    Panel("staleness", "Losses and policy", "Staleness",
+          "Versions that the samplers lay behind the policy that learns from them.",
+          (Line("policy/staleness_max", "largest"), Line("policy/staleness_mean", "mean"))),
+    Panel("mismatch", "Losses and policy", "Sampler against learner",
+          "Log-probs of the same tokens under the same weights, nats.",
+          (Line("mismatch/logprob_max", "largest"), Line("mismatch/logprob_mean", "mean"))),
+    Panel("mix", "Mixture", "Policies that played", "Finished rollouts of each policy.",
+          (Line("mixture/*/episodes"),), stacked=True),
+    Panel("alpha", "Mixture", "Share of the actor",
+          "P(actor) of the schedule, and the share that was planned.", (Line("mixture/alpha", "schedule"),
+          Line("rollout/policy_choice", "planned")), form="percent"),
+    Panel("by_policy", "Mixture", "Outcome by policy", "Mean of an episode of each.",
+          (Line("mixture/*/outcome_reward"),)),
+    Panel("ess", "Mixture", "Effective samples",
+          "Of each policy's truncated weights, as a share of its samples.", (Line("mixture/*/ess"),),
+          form="percent"),
+    Panel("counted", "Mixture", "How much they counted",
+          "A fixed policy's samples, as a share of as many of the actor's.",
+          (Line("mixture/*/counted_share"),), form="percent"),
+    Panel("weights", "Mixture", "Weights held at the cap", "Share of each policy's importance weights.",
+          (Line("mixture/*/truncated_share"),), form="percent"),
+    Panel("time", "Speed", "Time of an iteration", "Seconds of each stage.",
+          (Line("time/collect_s", "collect"), Line("time/update_s", "update"),
+          Line("time/credit_s", "credit, store"), Line("time/publish_s", "publish")), form="seconds",
+          stacked=True),
+    Panel("waits", "Speed", "Who waited", "Seconds in which only one of the two worked.",
+          (Line("time/wait_collect_s", "the learner"), Line("time/wait_learner_s", "the collectors")),
+          form="seconds"),
+    Panel("speed", "Speed", "Decisions a second", "While collecting, and over the whole iteration.",
+          (Line("perf/collect_decisions_per_s", "collecting"), Line("perf/decisions_per_s", "all in all"))),
+    Panel("failures", "System", "Failed rollouts",
+          "By cause, those that were planned again too; and those that were lost for good, by stage.",
+          (Line("rollout/failure/*"), Line("rollout/failed", "lost for good"),
+          Line("branch/failed", "branches, lost"), Line("rollout/failed", "held-out, lost", "evaluation"),
+          Line("rollout/failed", "warm-up, lost", "teacher"),
+          Line("rollout/failed", "prompts, lost", "prompts"))),
+    Panel("apps", "System", "Seconds a decision", "Of each task app, with its model calls; mean.",
+          (Line("app/seconds_per_decision/*"),), form="seconds"),
+    Panel("engine", "System", "Requests at once", "That the sampler worked on, mean over its steps.",
+          (Line("inference/mean_running", "running"),)),
+    Panel("ranks", "System", "Ranks of the learner",
+          "Most tokens of a rank over the mean; the others wait for it.",
+          (Line("learner/tokens_imbalance", "most over mean"),)),
 )  # fmt: skip
 
 
@@ -282,7 +210,7 @@ def rest_of(metrics: Iterable[tuple[str, str]]) -> list[Panel]:
         for kind, name in pairs
         if kind == "iteration" and name not in drawn and not name.startswith(PREFIX)
     ]
-    return [Panel(f"rest:{name}", name, "", (Line(name, name.rpartition("/")[2]),)) for name in names]
+    return [Panel(f"rest:{name}", "", name, "", (Line(name, name.rpartition("/")[2]),)) for name in names]
 
 
 def split_by_line(panels: Iterable[Panel]) -> list[Panel]:
@@ -290,6 +218,7 @@ def split_by_line(panels: Iterable[Panel]) -> list[Panel]:
     return [
         Panel(
             panel.key if len(panel.lines) == 1 else f"{panel.key}:{number}",
+            panel.section,
             panel.title if len(panel.lines) == 1 else f"{panel.title}: {line.label}",
             panel.note, (line,), panel.form,
         )

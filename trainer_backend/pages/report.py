@@ -4,12 +4,10 @@ import base64
 import os
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from shared_schemas.rollouts import Rollout
-from trainer_backend.collect.losses import FAILED
 from trainer_backend.collect.metrics import count_worlds, outcome_interval, outcome_meaning, outcome_name
 from trainer_backend.collect.sources import row_of
 from trainer_backend.core.mixture_history import COUNTED, OUTCOME, mean_over, past_of
@@ -18,54 +16,32 @@ from trainer_backend.core.seeds import evaluation_worlds
 from trainer_backend.core.statistics import Interval
 from trainer_backend.errors import TrainerError
 from trainer_backend.evaluation.best import describe_others, find_comparable, paired_difference
-from trainer_backend.job.load import dump_job
-from trainer_backend.pages.episode_view import DecisionLine, decision_lines, last_message, new_messages
+from trainer_backend.pages.episode_view import decision_lines, last_message, new_messages
 from trainer_backend.pages.facts import chosen_keys
 from trainer_backend.pages.figures import clip, duration, interval, name_iterations, number, spaced
 from trainer_backend.pages.page import saved_page
 from trainer_backend.pages.panels import Panel
-from trainer_backend.pages.run import POINTS, charts_of, figures_of, panels_for
-from trainer_backend.pages.run_view import MOST_LOSSES, RATES, ends_of, head_of
-from trainer_backend.pages.series import Chart, Curve, curves_of
+from trainer_backend.pages.run import View
+from trainer_backend.pages.run_data import chart_data, group_by_section, panels_for, points_for, run_data
+from trainer_backend.pages.run_view import head_of
+from trainer_backend.pages.series import Chart, add_up_axes, curves_of, make_chart, make_curve
 from trainer_backend.pages.stored import FrameSource, played_frames, why_undrawn
 from trainer_backend.pages.story import EVALUATE_S, Row, Story, read_story
-from trainer_backend.rundir.data_record import read_record
 from trainer_backend.rundir.files import write_errors
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import finished_rows, read_rollout
-from trainer_backend.rundir.state import read_state, read_status
-from trainer_backend.store.jobs import state_of_run
-from trainer_backend.store.reads import checkpoint_rows
-from trainer_backend.store.rows import JobRow
+from trainer_backend.rundir.state import read_state
 
 _CLIP = 700
 
 
-@dataclass(frozen=True, slots=True)
-class Shot:
-    """A frame of the strip, ready for an <img>."""
+def filmstrip(story: Story, frames: FrameSource) -> dict[str, Any] | None:
+    """Return the best episode of the best evaluation; None before an evaluation has stored one.
 
-    caption: str
-    alt: str
-    uri: str
-
-
-@dataclass(frozen=True, slots=True)
-class Filmstrip:
-    """The best episode of the best evaluation."""
-
-    headline: str
-    """Its world, its outcome and its end."""
-    lines: Sequence[tuple[DecisionLine, str]]
-    """Its decisions, each with the text of its prompt."""
-    shots: Sequence[Shot] = ()
-    """Its pictures."""
-    missing: str = ""
-    """The reason if it has no pictures."""
-
-
-def filmstrip(story: Story, frames: FrameSource) -> Filmstrip | None:
-    """Return the filmstrip, or None before an evaluation has stored an episode."""
+    Returns:
+        `headline`: its world, its outcome and its end; `lines`: its decisions, each with the text of its
+        prompt; `shots`: its pictures; `missing`: the reason if it has none.
+    """
     best = story.best_evaluation
     path = story.rollouts_file(f"evaluation_{best['iteration']}") if best else None
     rollout = best_episode(path) if path else None
@@ -83,20 +59,22 @@ def filmstrip(story: Story, frames: FrameSource) -> Filmstrip | None:
         f"decision{'s' * (count > 1)} ({episode.env_steps} env steps); ended by "
         f"{spaced(episode.stop_reason)}."
     )
+    film = {"headline": headline, "lines": lines, "shots": [], "missing": ""}
     if reason := why_undrawn(rollout):
-        return Filmstrip(headline, lines, missing=f"No pictures: {reason}")
+        return film | {"missing": f"No pictures: {reason}"}
     unlocks = {line.turn: ", ".join(line.unlocked) for line, _ in lines if line.unlocked}
     job = story.job
     try:
         pictures = frames(job.services, job.rollout.env_config, episode, {0, count, *unlocks})
     except TrainerError as error:
-        return Filmstrip(headline, lines, missing=f"No pictures: {error}")
+        return film | {"missing": f"No pictures: {error}"}
     shots = []
     for frame in pictures:
         event = unlocks.get(frame.turn, "the end" if frame.turn == count else "the start")
         uri = "data:image/png;base64," + base64.b64encode(frame.png).decode("ascii")
-        shots.append(Shot(f"{frame.turn}: {event}", f"The game after decision {frame.turn}: {event}.", uri))
-    return Filmstrip(headline, lines, shots)
+        alt = f"The game after decision {frame.turn}: {event}."
+        shots.append({"caption": f"{frame.turn}: {event}", "alt": alt, "uri": uri})
+    return film | {"shots": shots}
 
 
 _WINDOW = 3  # iterations averaged at each end of the run: a single one is too noisy to compare
@@ -132,21 +110,14 @@ def save(path: Path, html: bytes) -> Path:
 
 
 def _page(directory: RunDirectory, story: Story, frames: FrameSource) -> bytes:
-    curves = curves_of(story.rows, points=POINTS)
-    shown, rest = panels_for(curves, {story.outcome}, runs=1)
-    by_turn = turn_charts(story)
-    charts, others = (charts_of([(story.job.job.name, curves)], panels) for panels in (shown, rest))
-    job, best = _job_row(directory, story), story.best_evaluation
-    record = read_record(directory)
-    leaks = "" if record is None else record.describe_leaks()
+    job = story.job_row()
+    leaks = "" if story.data is None else story.data.describe_leaks()
+    drawn, data = saved_data([story], turn_charts(story))
     return saved_page(
         "run",
-        [*charts, *by_turn, *others],
-        panels=[*shown, *(chart.panel for chart in by_turn)],
-        rest=len(rest),
-        rest_panels=rest,
+        drawn,
+        **data,
         lines=(),
-        checkpoints=checkpoint_rows(directory.checkpoints),
         head=head_of(
             job, read_state(directory.path), iteration=len(story.iterations), rate_s=None, place="",
             now=job.created, can_control=False, losses=story.losses,
@@ -156,25 +127,26 @@ def _page(directory: RunDirectory, story: Story, frames: FrameSource) -> bytes:
         differs=chosen_keys(job),
         toml=job.config,
         saved_at=job.created,
-        **figures_of(
-            ends_of(story.iterations),
-            story.evaluations,
-            {name: series for (_, name), series in curves.items() if name.startswith(RATES)},
-            newest=story.iterations,
-            best=None if best is None else best["iteration"],
-            lossy=[row for row in story.rows if any(row.get(name) for name in FAILED)][-MOST_LOSSES:],
-        ),
     )  # fmt: skip
 
 
-def _job_row(directory: RunDirectory, story: Story) -> JobRow:
-    """The run as a row of a service's store."""
-    state, code, detail = state_of_run(read_status(directory.path))
-    return JobRow(
-        number=0, id="", name=story.job.job.name, state=state, wanted="run", config=dump_job(story.job),
-        run_dir=str(directory.path), run_id=directory.run_id, origin="cli", home="", tags={}, attempt=1,
-        created=datetime.now(UTC), started=None, ended=None, code=code, detail=detail, version=0,
-    )  # fmt: skip
+def saved_data(
+    stories: Sequence[Story], charts: Sequence[Chart] = ()
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a saved page of runs draws, as chart_data does, and what else it shows, as run_data does.
+
+    Args:
+        charts: others, drawn in their sections.
+    """
+    curves = [curves_of(story.rows, points=points_for(len(stories))) for story in stories]
+    runs = [story.as_run(own) for story, own in zip(stories, curves, strict=True)]
+    metrics = {key for own in curves for key in own}
+    panels, rest = panels_for(runs, metrics)
+    axes = [add_up_axes({row["iteration"]: row for row in story.iterations}) for story in stories]
+    drawn = chart_data(runs, curves, axes, [*panels, *rest] if len(runs) == 1 else panels)
+    drawn["charts"] += charts
+    data = run_data(runs, metrics, pin=runs[0].name) | {"sections": group_by_section(drawn["charts"])}
+    return drawn, data | {"view": View(pin=runs[0].name), "query": ""}
 
 
 def turn_charts(story: Story) -> list[Chart]:
@@ -198,11 +170,12 @@ def turn_charts(story: Story) -> list[Chart]:
 
 def _turn_chart(key: str, title: str, note: str, lines: Lines) -> Chart:
     longest = max(len(values) for _, values in lines)
-    curves = tuple(
-        Curve(label, 0, line, False, (*values, *[None] * (longest - len(values))))
+    curves = [
+        make_curve(label, [*values, *[None] * (longest - len(values))], line=line)
         for line, (label, values) in enumerate(lines)
-    )
-    return Chart(Panel(key, title, note, (), x="decision turn"), tuple(range(1, longest + 1)), curves)
+    ]
+    panel = Panel(key, "Episodes", title, note, (), unit="decision turn")
+    return make_chart(panel, range(1, longest + 1), curves)
 
 
 def _achieved_by_turn(windows: Sequence[tuple[str, Sequence[Row]]]) -> tuple[str, str, Lines] | None:

@@ -1,7 +1,6 @@
 """Pure: the contents of a run's pages: state, progress, key figures, evaluations and log lines."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, get_args
 
@@ -11,36 +10,12 @@ from trainer_backend.core.intervals import wilson_interval
 from trainer_backend.pages.facts import end_of, time_taken
 from trainer_backend.pages.figures import NONE, ago, interval, number, roughly, spaced
 from trainer_backend.pages.panels import Form
-from trainer_backend.pages.series import Spark, spark_of
-from trainer_backend.rundir.state import ProcessRecord, ProcessRole, RunState
+from trainer_backend.pages.series import spark_of
+from trainer_backend.rundir.state import ProcessRole, RunState
 from trainer_backend.store.rows import ACTIVE, JobRow, Series, iterations_of, tables_of
 
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The head of every page of a run."""
-
-    id: str
-    name: str
-    state: str
-    live: bool
-    """The run may still change."""
-    place: str
-    """The id of the last event that this page shows."""
-    done: int
-    total: int
-    progress: str
-    """The current stage, in words."""
-    actions: tuple[str, ...]
-    """The verbs that are allowed now."""
-    facts: tuple[tuple[str, str], ...]
-    code: str
-    detail: str
-    processes: tuple[ProcessRecord, ...] = ()
-    """Processes of a live run, by role."""
-    notes: tuple[str, ...] = ()
-    """What its last start does, or did, more slowly than it could."""
-
+Row = Mapping[str, Any]
+Figure = tuple[str, str, str]
 
 _ACTIONS = {
     **dict.fromkeys(("queued", "running"), ("pause", "cancel")),
@@ -60,27 +35,32 @@ def head_of(
     now: datetime,
     can_control: bool,
     losses: Losses = NO_LOSSES,
-) -> Head:
+) -> dict[str, Any]:
     """Make the head of a job's pages from its row and, if there is one, the state in its run directory.
 
     Args:
         iteration: the last one that has ended.
         rate_s: seconds that a recent iteration took, or None.
+        place: the id of the last event that the page shows.
         losses: of all stages.
+
+    Returns:
+        What head_part.html.jinja shows. `live`: the run may still change; `progress`: its stage, in words;
+        `actions`: the verbs that are allowed now; `processes`: those of a live run, by role; `notes`: what
+        its last start does, or did, more slowly than it could.
     """
     total, live = iterations_of(job.config) or 0, job.state in ACTIVE or job.state == "queued"
     done = max(iteration, state.iteration if state is not None and live else 0)
-    return Head(
-        id=job.id, name=job.name, state=job.state, live=live, place=place, done=done, total=total,
-        progress=_progress(job, state, done, total, rate_s),
-        actions=_ACTIONS.get(job.state, ()) if can_control and job.origin != "cli" else (),
-        facts=tuple(_facts(job, state, now, losses)),
-        code=job.code or "", detail=job.detail or "",
-        processes=tuple(sorted(state.processes, key=lambda one: get_args(ProcessRole).index(one.role)))
+    return {
+        "id": job.id, "name": job.name, "state": job.state, "live": live, "place": place, "done": done,
+        "total": total, "progress": _progress(job, state, done, total, rate_s),
+        "actions": _ACTIONS.get(job.state, ()) if can_control and job.origin != "cli" else (),
+        "facts": _facts(job, state, now, losses), "code": job.code or "", "detail": job.detail or "",
+        "processes": sorted(state.processes, key=lambda one: get_args(ProcessRole).index(one.role))
         if state is not None and job.state in ACTIVE
-        else (),
-        notes=() if state is None else state.notes,
-    )  # fmt: skip
+        else [],
+        "notes": () if state is None else state.notes,
+    }  # fmt: skip
 
 
 def seconds_an_iteration(times: Mapping[str, Series]) -> float | None:
@@ -116,99 +96,67 @@ def _facts(job: JobRow, state: RunState | None, now: datetime, losses: Losses) -
     return [(name, str(value)) for name, value in facts if value]
 
 
-_EVENT = "decision/nonzero_frac"
-_FIGURES: tuple[tuple[str, str, Form], ...] = (
-    ("training {outcome}", "episode/outcome_reward", "number"),
-    ("reward an episode", "reward/mean", "number"),
-    ("decisions with event reward", _EVENT, "percent"),
-    ("entropy", "loss/entropy", "number"),
-    ("decisions a second", "perf/decisions_per_s", "number"),
+_OUTCOME, _EVENT = "eval/outcome_reward", "decision/nonzero_frac"
+# Name, metric, form, unit and meaning of a run's key figures; those of evaluations come first.
+FIGURES: tuple[tuple[str, str, Form, str, str], ...] = (
+    ("held-out {outcome}", _OUTCOME, "number", "", ""),
+    ("Crafter score", "eval/crafter_score", "number", " %", "geometric mean of success rates"),
+    ("progress", "eval/progress", "number", " %", "mean share of the achievements"),
+    ("environment's reward", "eval/env_reward", "number", "", "summed over an episode"),
+    ("training {outcome}", "episode/outcome_reward", "number", "", ""),
+    ("reward an episode", "reward/mean", "number", "", ""),
+    ("decisions with event reward", _EVENT, "percent", "", ""),
+    ("entropy", "loss/entropy", "number", "", ""),
+    ("decisions a second", "perf/decisions_per_s", "number", "", ""),
 )
 
 
-# Held-out figures of environments with achievements: name, metric, unit, meaning.
-_ACHIEVEMENT_FIGURES = (
-    ("Crafter score", "eval/crafter_score", " %", "geometric mean of success rates"),
-    ("progress", "eval/progress", " %", "mean share of the achievements"),
-    ("environment's reward", "eval/env_reward", "", "summed over an episode"),
-)
+def key_figures(iterations: Sequence[Row], evaluations: Sequence[Row], outcome: str) -> list[Figure]:
+    """Return (name, value, what to compare it with) of each key figure that the rows have values for.
 
-
-@dataclass(frozen=True, slots=True)
-class Ends:
-    """The first and the last row of a kind; None before there is one."""
-
-    first: Mapping[str, Any] | None
-    last: Mapping[str, Any] | None
-
-
-def ends_of(rows: Sequence[Mapping[str, Any]]) -> Ends:
-    return Ends(rows[0], rows[-1]) if rows else Ends(None, None)
-
-
-@dataclass(frozen=True, slots=True)
-class KeyFigure:
-    """A figure at the top of the page; `beside` is the value to compare it with."""
-
-    name: str
-    value: str
-    beside: str = ""
-
-
-def key_figures(iterations: Ends, held_out: Ends, outcome: str) -> list[KeyFigure]:
-    """Return the key figures that the rows have values for; `outcome` is the environment's name for it."""
-    figures = _held_out(held_out, outcome)
-    last = iterations.last
-    if last is None:
-        return figures
-    achievements = "episode/unique_achievements" in last
-    return figures + [
-        KeyFigure(name.format(outcome=outcome), number(last[metric], form), _before(iterations, metric, form))
-        for name, metric, form in _FIGURES
-        if last.get(metric) is not None and (achievements or metric != _EVENT)
-    ]
-
-
-def _held_out(ends: Ends, outcome: str) -> list[KeyFigure]:
-    row = ends.last
-    if row is None:
-        return []
-    bounds = bounds_of(row)
-    lost = count_worlds(row) if losses_in(row).lost else ""
-    texts = [f"95 % {bounds}" if bounds else "", lost, _before(ends, "eval/outcome_reward", "number")]
-    value = number(row.get("eval/outcome_reward"))
-    figures = [KeyFigure(f"held-out {outcome}", value, ", ".join(filter(None, texts)))]
-    for name, metric, unit, note in _ACHIEVEMENT_FIGURES:
-        if metric in row:
-            bounds = bounds_of(row, metric)
-            beside = ", ".join(filter(None, (f"95 % {bounds}" if bounds else "", note)))
-            figures.append(KeyFigure(name, f"{number(row[metric])}{unit}", beside))
+    Args:
+        iterations, evaluations: rows of metrics, the oldest first.
+        outcome: the environment's name for it.
+    """
+    figures = []
+    for name, metric, form, unit, note in FIGURES:
+        held_out = metric.startswith("eval/")
+        rows = evaluations if held_out else iterations
+        last = rows[-1] if rows else {}
+        if last.get(metric) is None and not (rows and metric == _OUTCOME):
+            continue  # an evaluation that lost all its episodes says so in its figure
+        if metric == _EVENT and "episode/unique_achievements" not in last:
+            continue
+        bounds = bounds_of(last, metric) if held_out else ""
+        lost = count_worlds(last) if metric == _OUTCOME and losses_in(last).lost else ""
+        texts = (f"95 % {bounds}" if bounds else "", lost, note or _before(rows, metric, form))
+        value = f"{number(last.get(metric), form)}{unit}"
+        figures.append((name.format(outcome=outcome), value, ", ".join(filter(None, texts))))
     return figures
 
 
-def _before(ends: Ends, metric: str, form: Form) -> str:
+def _before(rows: Sequence[Row], metric: str, form: Form) -> str:
     """Return the value in the first row; empty if the first row is also the last."""
-    first, last = ends.first, ends.last
-    if first is None or last is None or first["iteration"] == last["iteration"] or first.get(metric) is None:
+    first = rows[0]
+    if first["iteration"] == rows[-1]["iteration"] or first.get(metric) is None:
         return ""
     return f"{number(first[metric], form)} at iteration {first['iteration']}"
 
 
-def bounds_of(row: Mapping[str, Any], metric: str = "eval/outcome_reward") -> str:
+def bounds_of(row: Row, metric: str = _OUTCOME) -> str:
     """The 95 % interval of a held-out figure; empty if the row has none."""
     low, high = row.get(f"{metric}_low"), row.get(f"{metric}_high")
     return "" if low is None or high is None else f"{number(low)} to {number(high)}"
 
 
-MOST_LOSSES = 50  # stages that the page lists
 _STAGES = NAMES_BEFORE_RL | {"evaluation": "evaluation after iteration {}", "iteration": "iteration {}"}
 
 
-def list_losses(rows: Sequence[Mapping[str, Any]]) -> Sequence[tuple[str, str, str]]:
+def list_losses(rows: Sequence[Row]) -> Sequence[tuple[str, str, str]]:
     """Return stage, `180 of 200` and the causes of each loss that these rows tell, the oldest first."""
     lines = []
     for row in rows:
-        stage = row.get("stage") or _STAGES.get(row["kind"], row["kind"]).format(row["iteration"])
+        stage = row.get("stage") or _STAGES.get(row["kind"], str(row["kind"])).format(row["iteration"])
         of_branches = losses_in(row, branches=True), f"branches of {stage}"
         for losses, name in ((losses_in(row), stage), of_branches):
             if losses.lost:
@@ -220,18 +168,19 @@ def list_losses(rows: Sequence[Mapping[str, Any]]) -> Sequence[tuple[str, str, s
 RATES = "eval/success_rates/"
 
 
-def evaluation_table(rows: Sequence[Mapping[str, Any]], best: int | None) -> Sequence[Sequence[str]]:
+def evaluation_table(rows: Sequence[Row], best: int | None) -> Sequence[Sequence[str]]:
     """Return a heading and a line per evaluation, the oldest first; empty before the first."""
     if not rows:
         return []
-    figures = [figure for figure in _ACHIEVEMENT_FIGURES if any(figure[1] in row for row in rows)]
+    of_achievements = [figure for figure in FIGURES[1:] if figure[1].startswith("eval/")]
+    figures = [figure for figure in of_achievements if any(figure[1] in row for row in rows)]
     names = [name for name, *_ in figures]
     head = ("iteration", outcome_name(rows[-1]), *names, "decisions", "invalid", "played")
     return [head] + [
         (
             f"{row['iteration']}{' (best)' if row['iteration'] == best else ''}",
             interval(outcome_interval(row)),
-            *[f"{number(row[metric])}{unit}" if metric in row else NONE for _, metric, unit, _ in figures],
+            *[f"{number(row[metric])}{unit}" if metric in row else NONE for _, metric, _, unit, _ in figures],
             number(row.get("eval/decisions")),
             number(row.get("eval/invalid_frac"), "percent"),
             count_worlds(row),
@@ -240,64 +189,47 @@ def evaluation_table(rows: Sequence[Mapping[str, Any]], best: int | None) -> Seq
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class RateRow:
-    """Success rate of an achievement: as text, on a scale of 100, and as a curve over the evaluations."""
-
-    name: str
-    before: str
-    after: str
-    interval: str
-    first: float | None
-    last: float
-    low: float
-    high: float
-    spark: Spark
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Success rates of the last evaluation, and of the first if there are two."""
-
-    before: str
-    after: str
-    rows: tuple[RateRow, ...]
-
-
-def success_rates(held_out: Ends, curves: Mapping[str, Series]) -> Rates:
-    """Return the rates of the last evaluation, the highest first; empty without achievements.
+def success_rates(evaluations: Sequence[Row], curves: Mapping[str, Series]) -> dict[str, Any]:
+    """Return the rates of the last evaluation beside the first, the highest first; empty without any.
 
     Args:
         curves: the rates over the evaluations, by metric (`RATES` and the achievement's name).
+
+    Returns:
+        `before` and `after`: the names of the two evaluations, the first empty if there is but one; `rows`:
+        each achievement, as text, on a scale of 100, and as a curve over the evaluations.
     """
-    first, last = held_out.first, held_out.last
-    if last is None or not last.get("eval/success_rates"):
-        return Rates("", "", ())
-    before = first if first is not None and first["iteration"] != last["iteration"] else None
-    old: Mapping[str, float] = before.get("eval/success_rates", {}) if before else {}
+    if not evaluations or not evaluations[-1].get("eval/success_rates"):
+        return {}
+    first, last = evaluations[0], evaluations[-1]
+    two = first["iteration"] != last["iteration"]
+    old: Mapping[str, float] = first.get("eval/success_rates", {}) if two else {}
     rates: Mapping[str, float] = last["eval/success_rates"]
     names = sorted(rates, key=lambda name: (-rates[name], -old.get(name, 0.0), name))
-    rows = tuple(
-        _rate(
-            name, old.get(name) if before else None, rates[name], int(last["eval/episodes"]),
-            curves.get(RATES + name),
-        )
-        for name in names
-    )  # fmt: skip
-    return Rates(f"iteration {before['iteration']}" if before else "", f"iteration {last['iteration']}", rows)
+    episodes = int(last["eval/episodes"])
+    return {
+        "before": f"iteration {first['iteration']}" if two else "",
+        "after": f"iteration {last['iteration']}",
+        "rows": [
+            _rate(name, old.get(name) if two else None, rates[name], episodes, curves.get(RATES + name))
+            for name in names
+        ],
+    }
 
 
-def _rate(name: str, before: float | None, rate: float, episodes: int, curve: Series | None) -> RateRow:
+def _rate(
+    name: str, before: float | None, rate: float, episodes: int, curve: Series | None
+) -> dict[str, Any]:
     bounds = wilson_interval(round(rate * episodes), episodes)
     low, high = (rate if bound is None else bound for bound in (bounds.low, bounds.high))
-    return RateRow(
-        name=spaced(name),
-        before=NONE if before is None else f"{before:.0%}",
-        after=f"{rate:.0%}",
-        interval=f"{low:.0%} to {high:.0%}",
-        first=None if before is None else round(100 * before, 1),
-        last=round(100 * rate, 1),
-        low=round(100 * low, 1),
-        high=round(100 * high, 1),
-        spark=spark_of(curve, "success rate", "percent", between=(0.0, 1.0)),
-    )
+    return {
+        "name": spaced(name),
+        "before": NONE if before is None else f"{before:.0%}",
+        "after": f"{rate:.0%}",
+        "interval": f"{low:.0%} to {high:.0%}",
+        "first": None if before is None else round(100 * before, 1),
+        "last": round(100 * rate, 1),
+        "low": round(100 * low, 1),
+        "high": round(100 * high, 1),
+        "spark": spark_of(curve, "success rate", "percent", between=(0.0, 1.0)),
+    }

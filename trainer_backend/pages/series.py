@@ -1,96 +1,99 @@
-"""Pure: series as charts, tables, one-sentence summaries and small curves."""
+"""Pure: series as charts, tables and small curves; the horizontal axes of a run.
+
+A chart is a dict, as static/charts.js reads it: `x` holds its iterations or other values of the panel's x,
+and each of `curves` a value or None (`y`) for each of them, with `low` and `high` if it has a band. `run` is
+the index of the curve's run and `line` that of its line in the panel; `dots` says that its points lie far
+apart.
+"""
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any
 
 from trainer_backend.pages.figures import number
 from trainer_backend.pages.panels import Form, Line, Panel
 from trainer_backend.store.metrics import numbers_of
 from trainer_backend.store.rows import Series
 
-# By (kind, metric).
-Curves = Mapping[tuple[str, str], Series]
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """A line of a chart, with a value or None for each of the chart's iterations."""
-
-    label: str
-    """Its name in the legend."""
-    run: int
-    """Index of its run, which is its colour."""
-    line: int
-    """Index of its line in the panel; with several runs a panel has one line."""
-    dots: bool
-    """Its points are marked, since they lie far apart."""
-    values_N: tuple[float | None, ...]
-    low_N: tuple[float | None, ...] = ()
-    """The band; both of its bounds are empty if the line has none."""
-    high_N: tuple[float | None, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """A panel with its values. All curves have the same iterations, or other values of the panel's x."""
-
-    panel: Panel
-    iterations_N: tuple[float, ...]
-    curves: tuple[Curve, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the chart as static/charts.js reads it; absent bounds are left out."""
-        panel = self.panel
-        return {
-            "key": panel.key, "title": panel.title, "form": panel.form, "stacked": panel.stacked,
-            "unit": panel.x, "scatter": panel.scatter, "summary": summary(self), "x": self.iterations_N,
-            "curves": [_curve_json(curve) for curve in self.curves],
-        }  # fmt: skip
+Key = tuple[str, str]  # (kind, metric)
+Curves = Mapping[Key, Series]
+Chart = dict[str, Any]
+Spark = dict[str, str]
+Axes = Mapping[str, Mapping[int, float]]  # by axis, its value after each iteration
+Values = Sequence[float | None]
+EVERY_POINT = 10**9  # as a number of points: no curve is thinned
 
 
 def chart_of(panel: Panel, runs: Sequence[tuple[str, Curves]]) -> Chart | None:
     """Draw a panel for runs given as (name, curves); None if no run has a value of it."""
     lines = [
-        _RunLine(number, name, place, line, curves)
+        (number, name, place, line, curves)
         for number, (name, curves) in enumerate(runs)
         for place, line in enumerate(panel.lines)
         if (line.kind, line.metric) in curves
     ]
-    iterations_N = tuple(sorted({at for line in lines for at in line.series.iterations_N}))
-    if not iterations_N:
+    x_N = sorted({at for *_, line, curves in lines for at in curves[line.kind, line.metric].iterations_N})
+    if not x_N:
         return None
     alone = len(runs) == 1
-    return Chart(panel, iterations_N, tuple(_curve(line, iterations_N, alone=alone) for line in lines))
+    return make_chart(
+        panel,
+        x_N,
+        [
+            make_curve(
+                line.label if alone else name,
+                _values_at(x_N, (own := curves[line.kind, line.metric]).iterations_N, own.values_N),
+                run=run,
+                line=place,
+                dots=line.kind != "iteration",
+                band=[_values_at(x_N, *bound) for bound in _band(line, curves, alone=alone)],
+            )
+            for run, name, place, line, curves in lines
+        ],
+    )
 
 
-class _RunLine(NamedTuple):
-    """A line of a panel with the curves of a run that has values for it."""
+def make_chart(panel: Panel, x_N: Sequence[float], curves: Sequence[dict[str, Any]]) -> Chart:
+    shown = {name: value for name, value in vars(panel).items() if name != "lines"}
+    return shown | {"x": list(x_N), "curves": list(curves)}
 
-    run: int
-    name: str
-    place: int
-    line: Line
-    curves: Curves
 
-    @property
-    def series(self) -> Series:
-        return self.curves[self.line.kind, self.line.metric]
+def make_curve(
+    label: str, y_N: Values, *, run: int = 0, line: int = 0, dots: bool = False, band: Sequence[Values] = ()
+) -> dict[str, Any]:
+    bounds = {name: _rounded(values) for name, values in zip(("low", "high"), band, strict=bool(band))}
+    return {"label": label, "run": run, "line": line, "dots": dots, "y": _rounded(y_N), **bounds}
 
-    def bounds(self, *, alone: bool) -> tuple[tuple[Series, Sequence[float]], ...]:
-        """The line's band; of a thinned line without a band, the extremes between its points."""
-        band = [self.curves.get((self.line.kind, name)) for name in self.line.band or ()]
-        if band and all(band):
-            return tuple((one, one.values_N) for one in band if one is not None)
-        series = self.series
-        thinned = alone and series.low_N != series.high_N  # the bands of several runs would hide each other
-        return ((series, series.low_N), (series, series.high_N)) if thinned else ()
+
+def _band(line: Line, curves: Curves, *, alone: bool) -> Sequence[tuple[Sequence[int], Sequence[float]]]:
+    """The line's band; of a thinned line without a band, the extremes between its points."""
+    bounds = [curves[line.kind, name] for name in line.bounds if (line.kind, name) in curves]
+    if len(bounds) == 2:
+        return [(bound.iterations_N, bound.values_N) for bound in bounds]
+    own = curves[line.kind, line.metric]
+    thinned = alone and own.low_N != own.high_N  # the bands of several runs would hide each other
+    return [(own.iterations_N, own.low_N), (own.iterations_N, own.high_N)] if thinned else ()
+
+
+def _values_at(x_N: Sequence[float], iterations: Sequence[int], values: Sequence[float]) -> Values:
+    if len(iterations) == len(x_N):  # which are those of all curves, so they are the same
+        return values
+    by_iteration = dict(zip(iterations, values, strict=True))
+    return [by_iteration.get(int(at)) for at in x_N]
+
+
+def _rounded(values: Values) -> list[float | None]:
+    """Round to 1e-8 of the largest value: finer than a picture shows, in a third of the bytes."""
+    largest = max(map(abs, filter(None, values)), default=0.0)
+    digits = 8 - math.ceil(math.log10(largest)) if largest and math.isfinite(largest) else 0
+    return [None if value is None else round(value, digits) for value in values]
 
 
 def curves_of(rows: Iterable[Mapping[str, Any]], *, points: int) -> Curves:
     """Make the curves of a run from its rows of metrics, thinned in the same way as in the store."""
-    values: dict[tuple[str, str], dict[int, float]] = {}
+    values: dict[Key, dict[int, float]] = {}
     for row in rows:
         for name, value in numbers_of(row):
             values.setdefault((row["kind"], name), {})[row["iteration"]] = value
@@ -110,107 +113,107 @@ def _thinned(values: Mapping[int, float], stride: int) -> Series:
     )  # fmt: skip
 
 
-def summary(chart: Chart) -> str:
-    """Describe a chart for a screen reader: the first and last value of each curve, and its range."""
-    parts = [text for curve in chart.curves if (text := _curve_summary(chart, curve))]
-    return f"{chart.panel.title}. {'; '.join(parts)}."
+# Metrics of an iteration that the horizontal axes are made of.
+_STEPS, _EPISODES, _TOKENS = "episode/env_steps", "episode/count", "inference/sampled_tokens"
+_BEGIN, _END, _STARTS = "timeline/collect_start", "timeline/learn_end", "recovery/resumes"
+AXIS_METRICS = (_STEPS, _EPISODES, _TOKENS, _BEGIN, _END, _STARTS)
+AXES = {
+    "iteration": "iterations",
+    "steps": "env steps",
+    "tokens": "sampled tokens",
+    "hours": "hours of training",
+}
+
+
+def add_up_axes(rows: Mapping[int, Mapping[str, Any]]) -> Axes:
+    """Return the axes that a run has but for the iteration itself.
+
+    Args:
+        rows: AXIS_METRICS of every iteration, as far as it has them.
+
+    Returns:
+        steps: env steps of the episodes of the iterations so far; tokens: sampled while these were collected.
+        hours: from the first rollout of a start to the end of learning, pauses between starts left out;
+        evaluations during a start and the wait for a slow task app are in it, the warm-up is not.
+    """
+    each = {
+        "steps": {
+            at: row[_STEPS] * row[_EPISODES] for at, row in rows.items() if {_STEPS, _EPISODES} <= row.keys()
+        },
+        "tokens": {at: row[_TOKENS] for at, row in rows.items() if _TOKENS in row},
+        "hours": _hours(rows),
+    }
+    return {
+        axis: dict(zip(sorted(values), accumulate(values[at] for at in sorted(values)), strict=True))
+        for axis, values in each.items()
+        if any(values.values())
+    }
+
+
+def _hours(rows: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
+    """The hours of each iteration: since the end of the one before in the same start, or its own begin."""
+    added, before = {}, None
+    for at in sorted(rows):
+        row = rows[at]
+        if _BEGIN not in row or _END not in row:
+            continue
+        start = row.get(_STARTS, 0.0)
+        since = before[1] if before is not None and before[0] == start else row[_BEGIN]
+        added[at] = max(0.0, row[_END] - since) / 3600
+        before = start, row[_END]
+    return added
+
+
+def place_on_axes(axes: Sequence[Axes], charts: Iterable[Chart]) -> dict[str, Any]:
+    """Return the iterations that charts draw, and where each run lies there on each axis that all runs have.
+
+    Before the first iteration an axis is 0, and between two iterations it has the value of the earlier one.
+
+    Returns:
+        `at`: the iterations; `axes`: by axis its `name`, and `x`, for each run its values there.
+    """
+    at = sorted({x for chart in charts if chart["unit"] == "iteration" for x in chart["x"]})
+    shared = [axis for axis in AXES if axes and all(axis in own for own in axes)]
+    return {
+        "at": at,
+        "axes": {axis: {"name": AXES[axis], "x": [_place(own[axis], at) for own in axes]} for axis in shared},
+    }  # fmt: skip
+
+
+def _place(axis: Mapping[int, float], at: Sequence[float]) -> list[float]:
+    iterations, values = [*axis], [0.0, *axis.values()]
+    return [float(f"{values[bisect_right(iterations, x)]:.9g}") for x in at]
 
 
 def table(chart: Chart) -> list[tuple[float, list[str]]]:
     """The values of a chart, one row per iteration, the newest first."""
-    form = chart.panel.form
     return [
-        (at, [_cell(curve, index, form) for curve in chart.curves])
-        for index, at in reversed(list(enumerate(chart.iterations_N)))
+        (at, [_cell(curve, index, chart["form"]) for curve in chart["curves"]])
+        for index, at in reversed(list(enumerate(chart["x"])))
     ]
 
 
-def _curve(source: _RunLine, iterations_N: Sequence[int], *, alone: bool) -> Curve:
-    line = source.line
-    return Curve(
-        (line.label or line.metric) if alone else source.name,
-        source.run,
-        source.place,
-        line.kind == "evaluation",
-        _on(iterations_N, source.series, source.series.values_N),
-        *(_on(iterations_N, series, values) for series, values in source.bounds(alone=alone)),
-    )
-
-
-def _on(iterations_N: Sequence[int], series: Series, values: Sequence[float]) -> tuple[float | None, ...]:
-    """Values on the chart's iterations; None where the series has no point."""
-    if len(series.iterations_N) == len(iterations_N):  # a series has a subset of them: they are equal
-        return tuple(values)
-    by_iteration = dict(zip(series.iterations_N, values, strict=True))
-    return tuple(map(by_iteration.get, iterations_N))
-
-
-def _curve_summary(chart: Chart, curve: Curve) -> str:
-    form = chart.panel.form
-    points = [
-        (at, value) for at, value in zip(chart.iterations_N, curve.values_N, strict=True) if value is not None
-    ]
-    if not points:
-        return ""
-    (begin, first), (end, last) = points[0], points[-1]
-    if chart.panel.scatter:
-        return f"{curve.label}: {len(points):,} points"
-    if begin == end:
-        return f"{curve.label}: {number(first, form)} at {chart.panel.x} {begin}"
-    low, high = (number(bound([value for _, value in points]), form) for bound in (min, max))
-    return (
-        f"{curve.label}: {number(first, form)} at {chart.panel.x} {begin}, {number(last, form)} at {end}, "
-        f"between {low} and {high}"
-    )
-
-
-def _cell(curve: Curve, index: int, form: Any) -> str:
-    value = number(curve.values_N[index], form)
-    low = curve.low_N[index] if curve.low_N else None
-    high = curve.high_N[index] if curve.high_N else None
+def _cell(curve: Mapping[str, Any], index: int, form: Form) -> str:
+    value = number(curve["y"][index], form)
+    low, high = (curve[name][index] if name in curve else None for name in ("low", "high"))
     return value if low is None or high is None else f"{value} ({number(low, form)} to {number(high, form)})"
-
-
-def _curve_json(curve: Curve) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "label": curve.label, "run": curve.run, "line": curve.line, "dots": curve.dots,
-        "y": _rounded(curve.values_N),
-    }  # fmt: skip
-    if curve.low_N:
-        fields |= {"low": _rounded(curve.low_N), "high": _rounded(curve.high_N)}
-    return fields
-
-
-def _rounded(values: Sequence[float | None]) -> list[float | None]:
-    """Round to 1e-8 of the largest value: finer than a picture shows, in a third of the bytes."""
-    largest = max((abs(value) for value in values if value is not None), default=0.0)
-    digits = 8 - math.ceil(math.log10(largest)) if largest and math.isfinite(largest) else 0
-    return [None if value is None else round(value, digits) for value in values]
 
 
 # The size of a spark, in units of its SVG.
 WIDTH, HEIGHT = 100.0, 24.0
 
 
-@dataclass(frozen=True, slots=True)
-class Spark:
-    """A small curve beside a number: its points in SVG, and in words; both empty without a curve."""
-
-    points: str
-    words: str
-
-
 def spark_of(
     series: Series | None, what: str, form: Form = "number", *, between: tuple[float, float] | None = None
 ) -> Spark:
-    """Draw a series of at least two points.
+    """Draw a series of two points or more as a small curve, in SVG and in words; else both are empty.
 
     Args:
         what: the name of its values.
         between: values at the bottom and the top; by default the least and the greatest of the series.
     """
     if series is None or len(series.values_N) < 2:
-        return Spark("", "")
+        return {"points": "", "words": ""}
     values = series.values_N
     low, high = between or (min(values), max(values))
     reach, step = high - low or 1.0, WIDTH / (len(values) - 1)
@@ -218,4 +221,4 @@ def spark_of(
         f"{at * step:.1f},{HEIGHT - 1 - (value - low) / reach * (HEIGHT - 2):.1f}"
         for at, value in enumerate(values)
     )
-    return Spark(points, f"{what} from {number(values[0], form)} to {number(values[-1], form)}")
+    return {"points": points, "words": f"{what} from {number(values[0], form)} to {number(values[-1], form)}"}

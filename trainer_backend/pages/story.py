@@ -1,8 +1,10 @@
-"""The rows of a run's files, sorted for the report."""
+"""The files of a run, sorted for the report, for comparisons and for the terminal."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -10,30 +12,48 @@ from typing import Any
 from trainer_backend.collect.losses import FAILED, FINISHED, Losses, sum_losses
 from trainer_backend.collect.metrics import outcome_name
 from trainer_backend.evaluation.best import find_best, read_outcomes
+from trainer_backend.job.load import dump_job
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.pages.run_data import Run
+from trainer_backend.pages.run_view import RATES
+from trainer_backend.pages.series import Curves
+from trainer_backend.rundir.data_record import DataRecord, read_record
 from trainer_backend.rundir.layout import RunDirectory
+from trainer_backend.rundir.state import read_status
+from trainer_backend.store.jobs import state_of_run
+from trainer_backend.store.rows import JobRow
+from trainer_backend.store.sync import checkpoint_rows
 
 Row = Mapping[str, Any]
 
 EVALUATE_S = "time/evaluate_s"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Story:
     """The job, metrics and rollout files of a run."""
 
+    directory: RunDirectory
+    name: str
+    """The job's, or in a comparison the end of the path that no other run has."""
     job: JobConfig
     """The resolved job."""
-    run_id: str
-    """The name of the run at task apps."""
     rows: Sequence[Row]
     """Rows of metrics.jsonl, oldest first."""
-    rollouts: Path
-    """The folder of its Parquet files."""
+
+    @cached_property
+    def data(self) -> DataRecord | None:
+        """Its rows of a data set, where it recorded them."""
+        return read_record(self.directory)
+
+    @cached_property
+    def config(self) -> str:
+        """The job as TOML."""
+        return dump_job(self.job)
 
     @property
     def iterations(self) -> list[Row]:
-        return self._of("iteration")
+        return self._rows_of("iteration")
 
     @property
     def by_actor(self) -> list[Row]:
@@ -42,33 +62,32 @@ class Story:
 
     @property
     def evaluations(self) -> list[Row]:
-        return self._of("evaluation")
+        return self._rows_of("evaluation")
 
     @property
     def best_evaluation(self) -> Row | None:
         """The evaluation of `checkpoints/best`."""
-        most = self.job.training.max_lost_share
-        files = self.rollouts
         return find_best(
-            self.evaluations, lambda at: read_outcomes(files / f"evaluation_{at}.parquet"), most=most
+            self.evaluations,
+            lambda at: read_outcomes(self.directory.rollouts_file(f"evaluation_{at}")),
+            most=self.job.training.max_lost_share,
         ).row
 
     @property
     def landmarks(self) -> list[tuple[str, Row]]:
         """The first, best and last evaluation; the words of equal ones are joined: "first, best"."""
-        if not self.evaluations:
-            return []
-        best = self.best_evaluation
-        by_word = {
-            "first": self.evaluations[0],
-            **({} if best is None else {"best": best}),
-            "last": self.evaluations[-1],
-        }
-        rows = {row["iteration"]: row for row in by_word.values()}
-        return [
-            (", ".join(word for word, row in by_word.items() if row["iteration"] == iteration), row)
-            for iteration, row in rows.items()
-        ]
+        rows = self.evaluations
+        marks = [("first", rows[0]), ("best", self.best_evaluation), ("last", rows[-1])] if rows else []
+        by_iteration: dict[int, tuple[list[str], Row]] = {}
+        for word, row in marks:
+            if row is not None:
+                by_iteration.setdefault(row["iteration"], ([], row))[0].append(word)
+        return [(", ".join(words), row) for words, row in by_iteration.values()]
+
+    @property
+    def last(self) -> Row | None:
+        """The row of the last evaluation."""
+        return next(iter(self.evaluations[-1:]), None)
 
     @property
     def last_episodes(self) -> Row | None:
@@ -88,12 +107,12 @@ class Story:
     @property
     def teacher(self) -> Row | None:
         """The row of the episodes that the warm-up imitates."""
-        return next(iter(self._of("teacher")), None)
+        return next(iter(self._rows_of("teacher")), None)
 
     @property
     def warmup(self) -> Row | None:
         """The row of the supervised steps."""
-        return next(iter(self._of("warmup")), None)
+        return next(iter(self._rows_of("warmup")), None)
 
     @property
     def failures(self) -> Counter[str]:
@@ -115,12 +134,30 @@ class Story:
 
     def rollouts_file(self, name: str) -> Path | None:
         """A Parquet file of the run, or None."""
-        path = self.rollouts / f"{name}.parquet"
+        path = self.directory.rollouts_file(name)
         return path if path.exists() else None
 
-    def _of(self, kind: str) -> list[Row]:
+    def job_row(self) -> JobRow:
+        """Return the job as a service's store would have it, created now."""
+        directory = self.directory
+        state, code, detail = state_of_run(read_status(directory.path))
+        return JobRow(
+            number=0, id="", name=self.name, state=state, wanted="run", config=self.config,
+            run_dir=str(directory.path), run_id=directory.run_id, origin="cli", home="", tags={}, attempt=1,
+            created=datetime.now(UTC), started=None, ended=None, code=code, detail=detail, version=0,
+        )  # fmt: skip
+
+    def as_run(self, curves: Curves) -> Run:
+        """Return the run as its page reads it."""
+        rates = {name: series for (_, name), series in curves.items() if name.startswith(RATES)}
+        best = self.best_evaluation["iteration"] if self.best_evaluation else None
+        checkpoints = checkpoint_rows(self.directory.checkpoints)
+        return Run(self.job_row(), self.name, self.rows, rates, best, checkpoints)
+
+    def _rows_of(self, kind: str) -> list[Row]:
         return [row for row in self.rows if row.get("kind") == kind]
 
 
-def read_story(directory: RunDirectory) -> Story:
-    return Story(directory.job(), directory.run_id, directory.metrics(), directory.path / "rollouts")
+def read_story(directory: RunDirectory, name: str | None = None) -> Story:
+    job = directory.job()
+    return Story(directory, name or job.job.name, job, directory.metrics())

@@ -28,55 +28,6 @@ _ROOM_NARROW, _ROOM_WIDE = (1.2, 2.2), (0.5, 0.8)  # at the sides, and for each 
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
-    """Work on one iteration. `start` and `width` are percents of the axis."""
-
-    work: Work
-    start: float
-    width: float
-    label: str
-    """The number of the iteration; of an evaluation, "E"; empty where no page has room for it."""
-    roomy: bool
-    """Whether a narrow page has room for the label too."""
-    words: str
-    """What it was, when, and how long."""
-
-    @property
-    def middle(self) -> float:
-        """Where the label stands."""
-        return round(self.start + self.width / 2, 2)
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """A mark of the axis, in percent of it, and the time before its end."""
-
-    at: float
-    label: str
-
-
-@dataclass(frozen=True, slots=True)
-class TimelineView:
-    """The figure; `bars` are empty where the run has nothing to draw."""
-
-    bars: tuple[Bar, ...] = ()
-    ticks: tuple[Tick, ...] = ()
-    words: str = ""
-    """Which share of the time both worked, and who waited for whom."""
-    summary: str = ""
-    """The picture in words."""
-    end: str = ""
-    """The time of day at the end of the axis."""
-    table: tuple[tuple[str, str, str], ...] = ()
-    """For each iteration, the newest first: its number, when and how long it was collected and learned
-    from."""
-
-    @property
-    def evaluates(self) -> bool:
-        return any(bar.work == "evaluate" for bar in self.bars)
-
-
-@dataclass(frozen=True, slots=True)
 class _Span:
     work: Work
     iteration: int
@@ -84,7 +35,7 @@ class _Span:
     end: float
 
 
-def timeline_of(iterations: Sequence[Row], evaluations: Iterable[Row]) -> TimelineView:
+def timeline_of(iterations: Sequence[Row], evaluations: Iterable[Row]) -> dict[str, Any]:
     """Draw the last `SHOWN` iterations of the newest start of a run.
 
     Those of earlier starts are left out: between two starts may lie days.
@@ -92,10 +43,16 @@ def timeline_of(iterations: Sequence[Row], evaluations: Iterable[Row]) -> Timeli
     Args:
         iterations: rows of metrics, the oldest first.
         evaluations: likewise; those in the time of the iterations, and after it, are drawn.
+
+    Returns:
+        What timeline_part.html.jinja draws; empty where no row has times. `start`, `width`, `middle` and the
+        `at` of a tick are percents of the axis. `label` of a bar is empty where no page has room for it, and
+        `roomy` says whether a phone has. `table` has for each iteration, the newest first, when and how long
+        it was collected and learned from.
     """
     timed = [row for row in iterations if _span(row, "learn") and _span(row, "collect")]
     if not timed:
-        return TimelineView()
+        return {}
     last_start = timed[-1].get("recovery/resumes")
     rows = [row for row in timed if row.get("recovery/resumes") == last_start][-SHOWN:]
     collected, learned = _spans(rows, "collect"), _spans(rows, "learn")
@@ -104,18 +61,19 @@ def timeline_of(iterations: Sequence[Row], evaluations: Iterable[Row]) -> Timeli
     spans = [*collected, *held_out, *learned]
     end = max(span.end for span in spans)
     words = _who_waited(rows)
-    return TimelineView(
-        tuple(_bar(span, begin, end) for span in spans),
-        _ticks(end - begin),
-        words,
-        f"{name_iterations(rows).capitalize()} in two lanes over {duration(end - begin)}, "
+    return {
+        "bars": [_bar(span, begin, end) for span in spans],
+        "ticks": _ticks(end - begin),
+        "words": words,
+        "summary": f"{name_iterations(rows).capitalize()} in two lanes over {duration(end - begin)}, "
         f"collecting above learning. {words}",
-        f"{_clock(end)} UTC",
-        tuple(
+        "end": f"{_clock(end)} UTC",
+        "evaluates": bool(held_out),
+        "table": [
             (str(one.iteration), _when(one), _when(other))
             for one, other in reversed(list(zip(collected, learned, strict=True)))
-        ),
-    )
+        ],
+    }
 
 
 def _spans(rows: Iterable[Row], work: Work) -> list[_Span]:
@@ -131,32 +89,33 @@ def _span(row: Row, work: Work) -> _Span | None:
     return _Span(work, row["iteration"], start, end)
 
 
-def _bar(span: _Span, begin: float, end: float) -> Bar:
+def _bar(span: _Span, begin: float, end: float) -> dict[str, Any]:
     whole = max(end - begin, 1e-6)
     start = max(span.start, begin)
     width = 100 * (span.end - start) / whole
     label = "E" if span.work == "evaluate" else str(span.iteration)
     has_room, roomy = (width >= sides + len(label) * digit for sides, digit in (_ROOM_WIDE, _ROOM_NARROW))
     what = {"collect": "collected", "learn": "learned from", "evaluate": "evaluated"}[span.work]
-    return Bar(
-        span.work,
-        round(100 * (start - begin) / whole, 2),
-        max(round(width, 2), _LEAST_WIDTH),
-        label if has_room else "",
-        roomy,
-        f"iteration {span.iteration}, {what}: {_when(span)}",
-    )
+    return {
+        "work": span.work,
+        "start": round(100 * (start - begin) / whole, 2),
+        "width": max(round(width, 2), _LEAST_WIDTH),
+        "middle": round(100 * ((start + span.end) / 2 - begin) / whole, 2),
+        "label": label if has_room else "",
+        "roomy": roomy,
+        "words": f"iteration {span.iteration}, {what}: {_when(span)}",
+    }
 
 
-def _ticks(whole_s: float) -> tuple[Tick, ...]:
+def _ticks(whole_s: float) -> list[dict[str, Any]]:
     """Even marks from the end backwards, and the end."""
     step = next((step for step in _STEPS_S if whole_s / step <= _MOST_TICKS), whole_s / _MOST_TICKS)
     count = int(whole_s / step)
     marks = [
-        Tick(round(100 * (1 - place * step / whole_s), 2), f"{MINUS}{duration(place * step)}")
+        {"at": round(100 * (1 - place * step / whole_s), 2), "label": f"{MINUS}{duration(place * step)}"}
         for place in range(count, 0, -1)
     ]
-    return (*marks, Tick(100.0, "0"))
+    return [*marks, {"at": 100.0, "label": "0"}]
 
 
 def _who_waited(rows: Sequence[Row]) -> str:

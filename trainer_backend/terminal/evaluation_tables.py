@@ -8,7 +8,8 @@ from rich.text import Text
 
 from trainer_backend.core.statistics import Interval
 from trainer_backend.evaluation.result import EvaluationResult
-from trainer_backend.pages.compare import Side, doubts, setting_differences, summary_columns, summary_rows
+from trainer_backend.pages.compare import doubts, setting_differences, summary_columns, summary_rows
+from trainer_backend.pages.story import Story
 
 _ROWS = 10
 
@@ -110,7 +111,7 @@ def _bounds(interval: Interval, form: str) -> str:
     return f"{form.format(interval.low)} to {form.format(interval.high)}"
 
 
-def comparison_table(sides: Sequence[Side]) -> Group:
+def comparison_table(sides: Sequence[Story]) -> Group:
     """Return the last evaluations, the differences to the first run, and the settings that differ."""
     names = [side.name for side in sides]
     settings = [(key, *values) for key, values in setting_differences(sides)]

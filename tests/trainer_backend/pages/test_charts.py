@@ -1,10 +1,14 @@
 """Which metrics are drawn together, and what a chart says of them."""
 
+from dataclasses import replace
+
+from tests.trainer_backend.pages.test_run_views import JOB
 from trainer_backend.pages.panels import PANELS, Line, Panel, merge_outcome, rest_of, restrict, split_by_line
-from trainer_backend.pages.series import chart_of, summary, table
+from trainer_backend.pages.run_data import Run, run_data
+from trainer_backend.pages.series import add_up_axes, chart_of, place_on_axes, table
 from trainer_backend.store.rows import Series
 
-PLAIN = Panel("p", "Thing", "", (Line("a/x", "x"), Line("a/e", "e", "evaluation", ("a/e_low", "a/e_high"))))
+PLAIN = Panel("p", "", "Thing", "", (Line("a/x", "x"), Line("a/e", "e", "evaluation")))
 
 
 def series(points, low=None, high=None):
@@ -19,9 +23,9 @@ def test_a_panel_without_a_metric_of_the_run_is_left_out_and_a_star_stands_for_a
         ("iteration", "loss/policy"),
     ]
     found = restrict(PANELS, known)
-    assert [panel.key for panel in found] == ["loss", "endings"]
-    assert [line.label for line in found[1].lines] == ["deadline", "max decisions"]
-    assert [line.label for line in found[0].lines] == ["policy"]  # no critic
+    assert [panel.key for panel in found] == ["endings", "loss"]
+    assert [line.label for line in found[0].lines] == ["deadline", "max decisions"]
+    assert [line.label for line in found[1].lines] == ["policy"]  # no critic
 
 
 def test_a_line_that_would_say_nothing_is_left_out():
@@ -58,7 +62,7 @@ def test_unique_achievements_are_a_chart_with_their_band_and_one_where_they_are_
         ("outcome", "Outcome an episode"), ("unique", "Unique achievements an episode"),
     ]  # fmt: skip
     assert [line.label for line in both[1].lines] == ["training", "held-out"]
-    assert both[1].lines[1].band == ("eval/unique_achievements_low", "eval/unique_achievements_high")
+    assert both[1].lines[1].bounds == ("eval/unique_achievements_low", "eval/unique_achievements_high")
     (one,) = merge_outcome(restrict(PANELS, known), "unique achievements")
     assert (one.key, one.title, one.lines) == ("outcome", "Unique achievements an episode", both[0].lines)
 
@@ -76,21 +80,17 @@ def test_the_curves_of_a_chart_share_their_iterations_and_have_gaps_where_they_h
         ("evaluation", "a/e_high"): series([(2, 4.5)]),
     }
     chart = chart_of(PLAIN, [("run", curves)])
-    assert chart.iterations_N == (0, 1, 2)
-    x, e = chart.curves
-    assert (x.values_N, x.low_N) == ((None, 0.5, 0.75), ())
-    assert (e.values_N, e.low_N, e.high_N) == ((3.0, None, 4.0), (None, None, 3.5), (None, None, 4.5))
+    assert chart["x"] == [0, 1, 2]
+    x, e = chart["curves"]
+    assert (x["y"], "low" in x) == ([None, 0.5, 0.75], False)
+    assert (e["y"], e["low"], e["high"]) == ([3.0, None, 4.0], [None, None, 3.5], [None, None, 4.5])
     assert table(chart) == [(2, ["0.75", "4 (3.5 to 4.5)"]), (1, ["0.5", "–"]), (0, ["–", "3"])]  # noqa: RUF001
-    assert summary(chart) == (
-        "Thing. x: 0.5 at iteration 1, 0.75 at 2, between 0.5 and 0.75; "
-        "e: 3 at iteration 0, 4 at 2, between 3 and 4."
-    )
 
 
 def test_a_thinned_curve_shows_how_far_its_stretches_reach():
     curves = {("iteration", "a/x"): series([(10, 0.5), (20, 0.5)], low=(0.1, 0.2), high=(0.9, 0.8))}
-    (curve,) = chart_of(PLAIN, [("run", curves)]).curves
-    assert (curve.low_N, curve.high_N) == ((0.1, 0.2), (0.9, 0.8))
+    (curve,) = chart_of(PLAIN, [("run", curves)])["curves"]
+    assert (curve["low"], curve["high"]) == ([0.1, 0.2], [0.9, 0.8])
 
 
 def test_runs_laid_over_one_another_are_told_apart_by_their_names_in_a_chart_for_each_line():
@@ -100,12 +100,57 @@ def test_runs_laid_over_one_another_are_told_apart_by_their_names_in_a_chart_for
         (name, {("iteration", "a/x"): series([(1, value)])}) for name, value in (("one", 1.0), ("two", 2.0))
     ]
     chart = chart_of(first, runs)
-    assert [(curve.label, curve.run, curve.values_N) for curve in chart.curves] == [
-        ("one", 0, (1.0,)), ("two", 1, (2.0,)),
+    assert [(curve["label"], curve["run"], curve["y"]) for curve in chart["curves"]] == [
+        ("one", 0, [1.0]), ("two", 1, [2.0]),
     ]  # fmt: skip
     assert chart_of(second, runs) is None
 
 
 def test_what_goes_to_the_page_is_rounded_and_has_no_bounds_where_there_are_none():
-    told = chart_of(PLAIN, [("run", {("iteration", "a/x"): series([(1, 1 / 3)])})]).as_json()
+    told = chart_of(PLAIN, [("run", {("iteration", "a/x"): series([(1, 1 / 3)])})])
     assert told["curves"] == [{"label": "x", "run": 0, "line": 0, "dots": False, "y": [0.33333333]}]
+
+
+def test_an_axis_adds_up_what_each_iteration_did_and_leaves_out_pauses_between_starts():
+    def row(begin_s, end_s, start, **more):
+        times = {"timeline/collect_start": begin_s, "timeline/learn_end": end_s, "recovery/resumes": start}
+        return {**times, "episode/env_steps": 10.0, "episode/count": 4.0, **more}
+
+    rows = {1: row(0.0, 3600.0, 0.0), 2: row(1800.0, 7200.0, 0.0), 3: row(90_000.0, 91_800.0, 1.0)}
+    axes = add_up_axes(rows)
+    assert axes == {"steps": {1: 40.0, 2: 80.0, 3: 120.0}, "hours": {1: 1.0, 2: 2.0, 3: 2.5}}
+    chart = chart_of(PLAIN, [("run", {("evaluation", "a/e"): series([(0, 1.0), (3, 2.0)])})])
+    assert place_on_axes([axes], [chart]) == {
+        "at": [0, 3],
+        "axes": {
+            "steps": {"name": "env steps", "x": [[0.0, 120.0]]},
+            "hours": {"name": "hours of training", "x": [[0.0, 2.5]]},
+        },
+    }
+
+
+def test_the_last_figures_of_seeds_are_their_mean_and_those_of_others_are_told_from_the_pinned_run():
+    def run(name, seed, gamma, outcome):
+        text = f"[job]\nseed = {seed}\n[algorithm]\ngamma = {gamma}\n"
+        row = {"kind": "iteration", "iteration": 1, "episode/outcome_reward": outcome}
+        row["episode/outcome_definition"] = "score: how well"
+        return Run(replace(JOB, id=name, name=name, config=text), name, [row])
+
+    runs = [run("a_1", 1, 0.5, 1.0), run("b", 1, 0.9, 4.0), run("a_2", 2, 0.5, 2.0)]
+    metrics = {("iteration", "episode/outcome_reward")}
+    data = run_data(runs, metrics, pin="b")
+    assert [(row["name"], row["pinned"]) for row in data["last"]["rows"]] == [
+        ("a (2 seeds)", False),
+        ("b", True),
+    ]
+    assert data["last"]["figures"] == ["training score"]
+    assert [row["cells"] for row in data["last"]["rows"]] == [
+        [{"value": "1.5", "reach": "1 to 2", "difference": "\N{MINUS SIGN}2.5"}],
+        [{"value": "4", "reach": "", "difference": ""}],
+    ]
+    apart = run_data(runs, metrics, apart=True)
+    assert [row["name"] for row in apart["last"]["rows"]] == ["a_1", "b", "a_2"]
+    assert ([one["sign"] for one in data["runs"]], [one["sign"] for one in apart["runs"]]) == (
+        [0, 1, 0],
+        [0, 1, 2],
+    )

@@ -138,7 +138,7 @@ def test_the_page_has_charts_tables_and_no_other_file(two, tmp_path):
     ):
         assert sentence in text
     assert [one.name for one in path.parent.iterdir()] == [path.name]
-    assert re.findall(r'\b(?:src|href)="([^"]*)"', html) == ["#main"]
+    assert all(link[0] == "#" for link in re.findall(r'\b(?:src|href)="([^"]*)"', html))
     held_out = found["outcome:1"]
     assert [curve["label"] for curve in held_out["curves"]] == ["first", "second"]
     assert (held_out["x"], held_out["curves"][1]["y"]) == ([0, 2, 3], [0.5, 2.0, 1.0])

@@ -13,7 +13,6 @@ from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
 from trainer_backend.pages.facts import chosen_keys, differing_keys, to_begin_from
 from trainer_backend.pages.figures import NONE as NO_VALUE
 from trainer_backend.pages.run_view import (
-    Ends,
     evaluation_table,
     head_of,
     key_figures,
@@ -32,7 +31,6 @@ JOB = JobRow(
     run_id="r", origin="api", home="h", tags={"who": "me"}, attempt=1, created=NOON,
     started=NOON - timedelta(minutes=3), ended=None, code=None, detail=None, version=1,
 )  # fmt: skip
-NONE = Ends(None, None)
 
 
 def head(job=JOB, state=None, **changes):
@@ -49,36 +47,36 @@ def test_a_line_of_the_list_says_how_far_a_run_is_and_how_it_does():
     line = run_line(RunSummary(JOB, 4, NOON, {"episode/outcome_reward": 2.0}, numbers), series(1.0, 2.0))
     assert (line.where, line.tags, line.done, line.total) == ("tiny-2", ("who=me",), 4, 20)
     assert (line.outcome, line.held_out, line.bounds) == ("2", "3", "2.5 to 3.5")
-    assert line.spark.points == "0.0,23.0 100.0,1.0"
-    assert line.spark.words == "training outcome from 1 to 2"
+    assert line.spark["points"] == "0.0,23.0 100.0,1.0"
+    assert line.spark["words"] == "training outcome from 1 to 2"
 
 
 def test_a_run_without_a_finished_iteration_has_a_line_too():
     assert run_line(RunSummary(replace(JOB, started=None), 0, None, {}, {}), None).took == ""
     line = run_line(RunSummary(replace(JOB, config="not TOML ["), 0, None, {}, {}), None)
-    assert (line.total, line.spark.points, line.bounds, line.took) == (0, "", "", "")
+    assert (line.total, line.spark["points"], line.bounds, line.took) == (0, "", "", "")
 
 
 def test_a_curve_of_equal_values_is_a_line_and_one_value_is_none():
-    assert spark_of(series(5.0, 5.0), "x").points == "0.0,23.0 100.0,23.0"
-    assert spark_of(series(5.0), "x").points == ""
+    assert spark_of(series(5.0, 5.0), "x")["points"] == "0.0,23.0 100.0,23.0"
+    assert spark_of(series(5.0), "x")["points"] == ""
 
 
 def test_the_head_of_a_run_says_what_is_under_way_and_how_long_it_may_take():
     state = RunState("training", 1, iteration=5, stage="collect 6", done=3, total=8, starts=2)
     shown = head(state=state, rate_s=9.0)
-    assert shown.progress == "5 of 20 iterations · collect 6, 3 of 8 · about 2 min left"
-    assert (shown.live, shown.actions) == (True, ("pause", "cancel"))
-    assert dict(shown.facts)["starts"] == "2"
-    assert dict(shown.facts)["begun"] == "3 min ago"
+    assert shown["progress"] == "5 of 20 iterations · collect 6, 3 of 8 · about 2 min left"
+    assert (shown["live"], shown["actions"]) == (True, ("pause", "cancel"))
+    assert dict(shown["facts"])["starts"] == "2"
+    assert dict(shown["facts"])["begun"] == "3 min ago"
 
 
 def test_what_a_run_wrote_of_itself_is_not_believed_after_its_end():
     state = RunState("training", 1, iteration=5, stage="collect 6", done=3, total=8)
     ended = replace(JOB, state="succeeded", ended=NOON)
     shown = head(ended, state, rate_s=10.0)
-    assert (shown.progress, shown.live, shown.actions) == ("4 of 20 iterations", False, ())
-    assert dict(shown.facts)["took"] == "3 min"
+    assert (shown["progress"], shown["live"], shown["actions"]) == ("4 of 20 iterations", False, ())
+    assert dict(shown["facts"])["took"] == "3 min"
 
 
 def test_the_head_shows_processes_by_role_and_of_a_live_run_alone():
@@ -87,14 +85,14 @@ def test_the_head_shows_processes_by_role_and_of_a_live_run_alone():
 
     own, replica, gateway = record("task app", "own"), record("replica", "a"), record("gateway", "g")
     state = RunState("training", 1, processes=(own, replica, gateway))
-    assert head(state=state).processes == (gateway, replica, own)
-    assert head(replace(JOB, state="succeeded", ended=NOON), state).processes == ()
+    assert head(state=state)["processes"] == [gateway, replica, own]
+    assert head(replace(JOB, state="succeeded", ended=NOON), state)["processes"] == []
 
 
 def test_the_head_says_what_a_run_does_more_slowly_also_after_its_end():
     state = RunState("training", 1, notes=("kernels do not run: no C compiler",))
     ended = replace(JOB, state="succeeded", ended=NOON)
-    assert head(state=state).notes == head(ended, state).notes == state.notes
+    assert head(state=state)["notes"] == head(ended, state)["notes"] == state.notes
 
 
 @pytest.mark.parametrize(
@@ -110,9 +108,9 @@ def test_the_head_says_what_a_run_does_more_slowly_also_after_its_end():
     ],
 )
 def test_only_what_makes_sense_is_offered(state, actions):
-    assert head(replace(JOB, state=state)).actions == actions
-    assert head(replace(JOB, state=state), can_control=False).actions == ()
-    assert head(replace(JOB, state=state, origin="cli")).actions == ()
+    assert head(replace(JOB, state=state))["actions"] == actions
+    assert head(replace(JOB, state=state), can_control=False)["actions"] == ()
+    assert head(replace(JOB, state=state, origin="cli"))["actions"] == ()
 
 
 def test_an_iteration_takes_what_its_stages_took_of_late():
@@ -121,22 +119,22 @@ def test_an_iteration_takes_what_its_stages_took_of_late():
 
 
 def test_key_figures_compare_with_the_first_row_and_leave_out_what_there_is_not():
-    iterations = Ends(iteration_row(1, 1.0), iteration_row(2, 2.0))
-    held_out = Ends(evaluation_row(0, FIRST, None, None), evaluation_row(2, LAST, 1.0, 3.0))
-    found = {one.name: (one.value, one.beside) for one in key_figures(iterations, held_out, "score")}
+    iterations = [iteration_row(1, 1.0), iteration_row(2, 2.0)]
+    held_out = [evaluation_row(0, FIRST, None, None), evaluation_row(2, LAST, 1.0, 3.0)]
+    found = {name: texts for name, *texts in key_figures(iterations, held_out, "score")}
     assert found == {
-        "held-out score": ("2", "95 % 1 to 3, 0.5 at iteration 0"),
-        "Crafter score": ("12.5 %", "geometric mean of success rates"),
-        "progress": ("66.7 %", "95 % 33.3 to 100, mean share of the achievements"),
-        "environment's reward": ("1.5", "summed over an episode"),
-        "training score": ("2", "1 at iteration 1"),
-        "reward an episode": ("2", "1 at iteration 1"),
-        "decisions with event reward": ("50 %", "50 % at iteration 1"),
-        "entropy": ("1.5", "1.5 at iteration 1"),
+        "held-out score": ["2", "95 % 1 to 3, 0.5 at iteration 0"],
+        "Crafter score": ["12.5 %", "geometric mean of success rates"],
+        "progress": ["66.7 %", "95 % 33.3 to 100, mean share of the achievements"],
+        "environment's reward": ["1.5", "summed over an episode"],
+        "training score": ["2", "1 at iteration 1"],
+        "reward an episode": ["2", "1 at iteration 1"],
+        "decisions with event reward": ["50 %", "50 % at iteration 1"],
+        "entropy": ["1.5", "1.5 at iteration 1"],
     }
-    assert key_figures(NONE, NONE, "score") == []
+    assert key_figures([], [], "score") == []
     plain = {name: value for name, value in iteration_row(1, 1.0).items() if "unique" not in name}
-    names = [one.name for one in key_figures(Ends(plain, plain), NONE, "score")]
+    names = [name for name, *_ in key_figures([plain, plain], [], "score")]
     assert names == ["training score", "reward an episode", "entropy"]
 
 
@@ -152,16 +150,16 @@ def test_the_table_of_evaluations_has_score_and_progress_beside_the_outcome():
 
 def test_success_rates_stand_beside_those_of_the_first_evaluation_the_most_frequent_first():
     first, last = evaluation_row(0, FIRST, None, None), evaluation_row(2, LAST, 1.0, 3.0)
-    rates = success_rates(Ends(first, last), {"eval/success_rates/eat_cow": series(0.0, 1.0)})
-    assert (rates.before, rates.after) == ("iteration 0", "iteration 2")
-    assert [(row.name, row.before, row.after) for row in rates.rows] == [
+    rates = success_rates([first, last], {"eval/success_rates/eat_cow": series(0.0, 1.0)})
+    assert (rates["before"], rates["after"]) == ("iteration 0", "iteration 2")
+    assert [(row["name"], row["before"], row["after"]) for row in rates["rows"]] == [
         ("eat cow", "0%", "100%"), ("collect wood", "50%", "50%"), ("place table", "0%", "50%"),
     ]  # fmt: skip
-    assert all(row.low <= row.last <= row.high for row in rates.rows)
-    assert [row.spark.points for row in rates.rows] == ["0.0,23.0 100.0,1.0", "", ""]
-    alone = success_rates(Ends(first, first), {})
-    assert (alone.before, alone.rows[0].before) == ("", "–")  # noqa: RUF001
-    assert success_rates(NONE, {}).rows == ()
+    assert all(row["low"] <= row["last"] <= row["high"] for row in rates["rows"])
+    assert [row["spark"]["points"] for row in rates["rows"]] == ["0.0,23.0 100.0,1.0", "", ""]
+    alone = success_rates([first, first], {})
+    assert (alone["before"], alone["rows"][0]["before"]) == ("", "–")  # noqa: RUF001
+    assert success_rates([], {}) == {}
 
 
 def test_of_a_job_the_keys_are_shown_that_were_chosen():

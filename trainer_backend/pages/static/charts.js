@@ -1,7 +1,9 @@
 // Draws every figure.chart of a [data-charts] element from the JSON at its address, and draws it again when that changes;
-// in a saved page, from the JSON that stands in it.
+// in a saved page, from the JSON that stands in it. The form #view says how.
+import { shown } from "./curves.js";
+
 const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3], [1, 5], [12, 4]];
-const BAND = 0.16, STACK = 0.38;
+const BAND = 0.16, STACK = 0.38, FAINT = 0.3;
 const style = getComputedStyle(document.documentElement);
 let fine = 1; // how much larger than its place a plot is drawn: a style sheet makes it smaller again, for paper
 const colour = (name) => style.getPropertyValue(name).trim();
@@ -9,7 +11,10 @@ const clear = (css, alpha) => {
   const [r, g, b] = [1, 3, 5].map((at) => parseInt(css.slice(at, at + 2), 16));
   return `rgba(${r}, ${g}, ${b}, ${alpha})`;
 };
+const SHORT = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
+const WHOLE = new Set(["iteration", "decision turn"]); // axes without a mark between two numbers
 const plots = new Map(); // figure -> {plot, chart}
+const rooms = new Map(); // [data-charts] -> what it draws
 
 export function number(value, form) {
   if (value === null || value === undefined) return "–";
@@ -28,25 +33,29 @@ function look(curve) {
 }
 
 function columns(chart) {
-  const data = [chart.x], series = [{}], bands = [];
+  const data = [chart.x], series = [{}], bands = [], none = { points: { show: false }, width: 0, spanGaps: true };
+  const positive = (values) => (chart.log ? values.map((value) => (value > 0 ? value : null)) : values);
   let below = chart.x.map(() => 0);
   for (const curve of chart.curves) {
     const { stroke, dash } = look(curve);
     let y = curve.y;
     if (chart.stacked) y = below = y.map((value, at) => below[at] + (value ?? 0));
     series.push({
-      label: curve.label, stroke, dash: dash.map((length) => length * fine), width: 1.6 * fine, spanGaps: true,
+      label: curve.label, stroke, dash: dash.map((length) => length * fine), width: (curve.pinned ? 3 : 1.6) * fine, spanGaps: true,
       points: { show: curve.dots || chart.x.length === 1, size: 6 * fine, fill: curve.dots ? colour("--raised") : stroke, stroke },
       ...(chart.scatter && { paths: () => null, points: { show: true, size: 3 * fine, fill: stroke, width: 0 } }),
       ...(chart.stacked && { fill: clear(stroke, STACK) }),
     });
-    data.push(y);
+    data.push(positive(y));
     if (chart.stacked && data.length > 2) bands.push({ series: [data.length - 1, data.length - 2], fill: clear(stroke, STACK) });
     if (curve.low && !chart.stacked) {
-      const none = { points: { show: false }, width: 0, spanGaps: true };
-      data.push(curve.high, curve.low);
+      data.push(positive(curve.high), positive(curve.low));
       series.push({ ...none }, { ...none });
       bands.push({ series: [data.length - 2, data.length - 1], fill: clear(stroke, BAND) });
+    }
+    if (curve.raw && !chart.stacked) {
+      data.push(positive(curve.raw));
+      series.push({ ...none, stroke: clear(stroke, FAINT), width: fine });
     }
   }
   return { data, series, bands };
@@ -63,12 +72,15 @@ function options(figure, chart, series, bands, width, height) {
   const axis = { stroke: colour("--soft"), font: `${11 * fine}px system-ui, sans-serif`, ticks: { show: false },
     gap: 4 * fine, grid: { stroke: colour("--grid"), width: fine } };
   const whole = (plot, splits) => splits.map((at) => (Number.isInteger(at) ? at : ""));
+  const short = (plot, splits) => splits.map((at) => SHORT.format(at));
+  const room = (plot, values) => fine * (10 + 6.4 * Math.max(2, ...(values ?? []).map((one) => String(one ?? "").length)));
+  const told = (plot, splits) => splits.map((at) => (at === null ? null : number(at, chart.form === "percent" ? "percent" : "")));
   return {
     width: width * fine, height: height * fine, series, bands, legend: { show: false }, padding: [8 * fine, 8 * fine, 0, 0],
-    scales: { x: { time: false, range: (plot, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { range } },
+    scales: { x: { time: false, range: (plot, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: chart.log ? { distr: 3 } : { range } },
     axes: [
-      { ...axis, space: 50 * fine, size: 24 * fine, values: chart.scatter ? (plot, splits) => splits.map((at) => number(at)) : whole },
-      { ...axis, space: 30 * fine, size: (plot, values) => fine * (10 + 6.4 * Math.max(2, ...(values ?? []).map((one) => String(one).length))), values: (plot, splits) => splits.map((at) => number(at, chart.form === "percent" ? "percent" : "")) },
+      { ...axis, space: 50 * fine, size: 24 * fine, values: WHOLE.has(chart.unit) ? whole : short },
+      { ...axis, space: 30 * fine, size: room, values: told },
     ],
     cursor: { y: false, sync: { key: chart.unit, scales: ["x", null] }, points: { size: 6 }, drag: { x: true, y: false } },
     hooks: { setCursor: [(plot) => tell(figure, plot.cursor.idx)] },
@@ -86,8 +98,10 @@ function tell(figure, index) {
     cell.textContent = number(chart.stacked ? value ?? 0 : value, chart.form); // a part that is not told of is 0
   });
   const where = figure.querySelector(".where");
-  if (where) where.textContent = index === null || index === undefined ? "" : `${chart.unit} ${chart.x[at]}`;
+  if (where) where.textContent = index === null || index === undefined ? "" : `${chart.unit} ${atOf(chart, at)}`;
 }
+
+const atOf = (chart, index) => (WHOLE.has(chart.unit) ? chart.x[index] : number(chart.x[index]));
 
 function legend(figure, chart) {
   const list = figure.querySelector(".legend");
@@ -116,6 +130,18 @@ function legend(figure, chart) {
   list.replaceChildren(...(chart.scatter ? [] : items), where); // a point has its name in the title
 }
 
+// For a screen reader: the first and the last value of each curve, and its range.
+function describe(chart) {
+  const parts = chart.curves.filter(({ y }) => y.some((value) => value !== null)).map(({ label, y }) => {
+    const at = y.flatMap((value, index) => (value === null ? [] : [index])), values = at.map((index) => y[index]);
+    if (chart.scatter) return `${label}: ${at.length} points`;
+    const [first, last, low, high] = [values[0], values.at(-1), Math.min(...values), Math.max(...values)].map((value) => number(value, chart.form));
+    const begin = `${label}: ${first} at ${chart.unit} ${atOf(chart, at[0])}`;
+    return at.length < 2 ? begin : `${begin}, ${last} at ${atOf(chart, at.at(-1))}, between ${low} and ${high}`;
+  });
+  return `${chart.title}. ${parts.join("; ")}.`;
+}
+
 function draw(figure, chart) {
   const place = figure.querySelector(".plot");
   plots.get(figure)?.plot.destroy();
@@ -124,20 +150,21 @@ function draw(figure, chart) {
   legend(figure, chart);
   const plot = new window.uPlot(options(figure, chart, series, bands, place.clientWidth, place.clientHeight), data, place);
   plots.set(figure, { plot, chart });
-  place.setAttribute("aria-label", chart.summary);
+  place.setAttribute("aria-label", describe(chart));
   tell(figure, null);
 }
 
 // The same curves, further on: what a reader looks at closer stays as it is.
 function goOn(figure, chart) {
-  const known = plots.get(figure), names = (one) => one.curves.map((curve) => `${curve.label} ${Boolean(curve.low)}`).join();
+  const known = plots.get(figure);
+  const names = (one) => [one.unit, one.log, ...one.curves.map(({ label, low, raw, pinned }) => [label, !low, !raw, pinned])].join();
   if (!known || names(known.chart) !== names(chart)) return draw(figure, chart);
   const { min, max } = known.plot.scales.x, x = known.chart.x;
   const closer = min > x[0] || max < x[x.length - 1];
   known.chart = chart;
   known.plot.setData(columns(chart).data, !closer);
   if (closer) known.plot.setScale("x", { min, max }); // draws
-  figure.querySelector(".plot").setAttribute("aria-label", chart.summary);
+  figure.querySelector(".plot").setAttribute("aria-label", describe(chart));
   tell(figure, known.plot.cursor.idx);
 }
 
@@ -153,7 +180,7 @@ function walk(event) {
   const index = Math.min(last, Math.max(0, (plot.cursor.idx ?? (step < 0 ? last + 1 : -1)) + step));
   plot.setCursor({ left: plot.valToPos(chart.x[index], "x"), top: 10 });
   const told = chart.curves.map((curve) => `${curve.label} ${number(curve.y[index], chart.form)}`);
-  figure.querySelector("[aria-live]").textContent = `${chart.unit} ${chart.x[index]}: ${told.join(", ")}`;
+  figure.querySelector("[aria-live]").textContent = `${chart.unit} ${atOf(chart, index)}: ${told.join(", ")}`;
 }
 
 const resized = new ResizeObserver((entries) => {
@@ -167,22 +194,42 @@ const resized = new ResizeObserver((entries) => {
 export async function refresh(room) {
   const answer = await fetch(room.dataset.charts, { headers: { Accept: "application/json" } });
   if (!answer.ok) throw new Error(`${room.dataset.charts}: ${answer.status}`);
-  const { charts } = await answer.json();
-  const complete = showAll(room, charts);
+  rooms.set(room, await answer.json());
+  const complete = showAll(room);
   room.setAttribute("aria-busy", "false");
   return complete;
 }
 
-function showAll(room, charts) {
+function showAll(room) {
+  const data = rooms.get(room), view = choice();
   let complete = true;
-  for (const chart of charts) {
+  for (const chart of data.charts) {
     const figure = room.querySelector(`[data-chart="${CSS.escape(chart.key)}"]`);
     if (!figure) { complete = false; continue; }
     if (!plots.has(figure)) resized.observe(figure.querySelector(".plot"));
-    goOn(figure, chart);
+    const drawn = shown(chart, data, view);
+    for (const curve of drawn.curves) curve.pinned = data.runs?.length > 1 && data.runs[curve.run].id === view.pin;
+    goOn(figure, drawn);
   }
+  for (const option of form?.x.options ?? []) option.disabled = Boolean(option.value) && !data.axes[option.value];
   return complete;
 }
+
+// ---- how charts are drawn: the form says it, and the address of the page keeps it
+
+const form = document.getElementById("view");
+const said = () => [...new FormData(form ?? undefined)].filter(([, value]) => value && value !== "0");
+function choice() {
+  const { x, smooth, log, seeds, pin } = Object.fromEntries(said());
+  if (form) form.querySelector("output").textContent = form.smooth.value;
+  return { x, smooth: Number(smooth ?? 0), log: Boolean(log), apart: Boolean(seeds), pin };
+}
+form?.addEventListener("input", () => {
+  const address = `${location.pathname}?${new URLSearchParams(said())}`.replace(/\?$/, "");
+  history.replaceState(null, "", address + location.hash);
+  [...rooms.keys()].forEach(showAll);
+  document.dispatchEvent(new CustomEvent("view", { detail: address }));
+});
 
 document.addEventListener("keydown", walk);
 const again = () => [...plots].forEach(([figure, { chart }]) => draw(figure, chart)); // of a copy: drawing puts a figure at the end
@@ -197,4 +244,12 @@ for (const [event, factor] of [["beforeprint", 3], ["afterprint", 1]]) {
 }
 
 const saved = document.getElementById("saved-charts");
-if (saved) showAll(document, JSON.parse(saved.textContent));
+if (saved) {
+  // No service has filled the form from the address.
+  for (const [name, value] of form ? new URLSearchParams(location.search) : []) {
+    const field = form.elements[name];
+    if (field) field.type === "checkbox" ? (field.checked = true) : (field.value = value);
+  }
+  rooms.set(document, JSON.parse(saved.textContent));
+  showAll(document);
+}

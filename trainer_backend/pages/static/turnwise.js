@@ -137,6 +137,13 @@ function wake() {
   for (const kind of ["state", "metrics", "log"]) news(kind);
 }
 
+// A choice of how charts are drawn changes the parts of the page that depend on it: they have [data-view].
+document.addEventListener("view", ({ detail }) => {
+  const parts = all("[data-view]");
+  for (const part of parts) part.dataset.live = detail;
+  renew(parts);
+});
+
 // Until it comes without [data-every]: nothing of it is under way any more.
 function every(part) {
   const round = setInterval(async () => {
