@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from shared_schemas.rollouts import Rollout
 from trainer_backend.collect.losses import FAILED
@@ -19,7 +20,7 @@ from trainer_backend.core.statistics import Interval
 from trainer_backend.errors import TrainerError
 from trainer_backend.evaluation.best import describe_others, find_comparable, paired_difference
 from trainer_backend.job.load import dump_job
-from trainer_backend.pages.episode_view import DecisionLine, decision_lines, last_message, new_messages
+from trainer_backend.pages.episode_view import decision_lines, last_message, new_messages
 from trainer_backend.pages.facts import chosen_keys
 from trainer_backend.pages.figures import clip, duration, interval, name_iterations, number, spaced
 from trainer_backend.pages.page import saved_page
@@ -56,7 +57,7 @@ class Filmstrip:
 
     headline: str
     """Its world, its outcome and its end."""
-    lines: Sequence[tuple[DecisionLine, str]]
+    lines: Sequence[tuple[dict[str, Any], str]]
     """Its decisions, each with the text of its prompt."""
     shots: Sequence[Shot] = ()
     """Its pictures."""
@@ -85,17 +86,17 @@ def filmstrip(story: Story, frames: FrameSource) -> Filmstrip | None:
     )
     if reason := why_undrawn(rollout):
         return Filmstrip(headline, lines, missing=f"No pictures: {reason}")
-    unlocks = {line.turn: ", ".join(line.unlocked) for line, _ in lines if line.unlocked}
+    unlocks = {line["turn"]: ", ".join(line["unlocked"]) for line, _ in lines if line["unlocked"]}
     job = story.job
     try:
         pictures = frames(job.services, job.rollout.env_config, episode, {0, count, *unlocks})
     except TrainerError as error:
         return Filmstrip(headline, lines, missing=f"No pictures: {error}")
     shots = []
-    for frame in pictures:
-        event = unlocks.get(frame.turn, "the end" if frame.turn == count else "the start")
-        uri = "data:image/png;base64," + base64.b64encode(frame.png).decode("ascii")
-        shots.append(Shot(f"{frame.turn}: {event}", f"The game after decision {frame.turn}: {event}.", uri))
+    for turn, png in pictures.items():
+        event = unlocks.get(turn, "the end" if turn == count else "the start")
+        uri = "data:image/png;base64," + base64.b64encode(png).decode("ascii")
+        shots.append(Shot(f"{turn}: {event}", f"The game after decision {turn}: {event}.", uri))
     return Filmstrip(headline, lines, shots)
 
 

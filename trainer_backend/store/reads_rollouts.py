@@ -32,7 +32,12 @@ class RolloutFilter:
     failure_code: str | None = None
     stop_reason: str | None = None
     min_reward: float | None = None
-    """Minimum outcome reward."""
+    """Bounds of the outcome reward, `max_reward` included; the same of the number of decisions."""
+    max_reward: float | None = None
+    min_decisions: int | None = None
+    max_decisions: int | None = None
+    lost: bool | None = None
+    """True: only those that failed, and those of training that no update was given."""
     text: str | None = None
     """Part of the rollout id, case-insensitive."""
 
@@ -79,16 +84,22 @@ def _selected() -> Select[Any]:
 
 
 def _conditions(job: int, where: RolloutFilter) -> list[ColumnElement[bool]]:
-    equal = [field.name for field in fields(where) if field.name not in ("min_reward", "text")]
+    others = ("min_reward", "max_reward", "min_decisions", "max_decisions", "lost", "text")
     conditions = [Rollout.job == job]
-    for name in equal:
+    for name in (field.name for field in fields(where) if field.name not in others):
         value = getattr(where, name)
         if isinstance(value, int) and not fits(value):
             conditions.append(false())  # no rollout has a number that the column cannot hold
         elif value is not None:
             conditions.append(getattr(Rollout, name) == value)
-    if where.min_reward is not None:
-        conditions.append(Rollout.outcome_reward >= where.min_reward)
+    at_least = ((Rollout.outcome_reward, where.min_reward), (Rollout.decisions, where.min_decisions))
+    at_most = ((Rollout.outcome_reward, where.max_reward), (Rollout.decisions, where.max_decisions))
+    conditions += [column >= value for column, value in at_least if value is not None]
+    conditions += [column <= value for column, value in at_most if value is not None]
+    if where.lost:
+        # What is trained on has rewards. By them the index of `reward` finds the few that have none.
+        failed_or_unused = or_(Rollout.status != "finished", Rollout.stage == "train")
+        conditions += [Rollout.reward.is_(None), failed_or_unused]
     if where.text:
         conditions.append(Rollout.rollout_id.icontains(where.text, autoescape=True))
     return conditions
