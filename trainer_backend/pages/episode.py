@@ -25,7 +25,9 @@ from trainer_backend.store.rows import JobRow, RolloutRow
 _ANCHORS_SHOWN = 40
 
 
-def read_episode(store: Store, job_id: str, rollout_id: str) -> tuple[JobRow, RolloutRow, Path, StoredRollout]:
+def read_episode(
+    store: Store, job_id: str, rollout_id: str
+) -> tuple[JobRow, RolloutRow, Path, StoredRollout]:
     """Return the job of a rollout, its row in the store, its run directory, and the rollout itself."""
     job = jobs.get(store, job_id)
     row = reads_rollouts.rollout(store, job_id, rollout_id)
