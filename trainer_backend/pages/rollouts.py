@@ -50,7 +50,9 @@ def list_rollouts(store: Store, job_id: str, params: Mapping[str, str]) -> dict[
         "sorted_by": {
             key: here + write_query(where, sort=key, down=int(not (key == sort and down))) for key in _SORTS
         },
-        "later": here + write_query(where, sort=sort, down=int(down), cursor=rows.cursor) if rows.cursor else "",
+        "later": here + write_query(where, sort=sort, down=int(down), cursor=rows.cursor)
+        if rows.cursor
+        else "",
         "first": here + write_query(where, sort=sort, down=int(down)),
         "paged": cursor is not None,
         "losses": _read_losses(store, job_id) if where.lost else (),

@@ -25,7 +25,6 @@ from trainer_backend.job.tables import ServicesTable
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import read_decisions, read_rollout
 
-
 # Draws the pictures after some turns of an episode, a PNG by turn; turn 0 is the start of the episode.
 FrameSource = Callable[[ServicesTable, Mapping[str, Any], Trajectory, Collection[int]], Mapping[int, bytes]]
 
