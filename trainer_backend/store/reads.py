@@ -3,14 +3,27 @@
 Reads of rollouts and decisions: reads_rollouts.py.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
 
 from sqlalchemy import Connection, Subquery, and_, func, select
 
-from trainer_backend.store.database import Store
-from trainer_backend.store.rows import CheckpointRow, JobRow, MetricLine, RunSummary, Series
+from trainer_backend.store import jobs as stored_jobs
+from trainer_backend.store.database import Store, UnknownCursor
+from trainer_backend.store.rows import (
+    CheckpointRow,
+    JobRow,
+    MetricLine,
+    Page,
+    RunFacets,
+    RunFilter,
+    RunSort,
+    RunSummary,
+    Series,
+)
 from trainer_backend.store.tables import (
     Checkpoint,
     Curve,
@@ -24,6 +37,71 @@ from trainer_backend.store.tables import (
 
 _LINE = [getattr(MetricRow, name) for name in MetricLine.__slots__]
 _CHECKPOINT = [getattr(Checkpoint, name) for name in CheckpointRow.__slots__]
+
+
+_OUTCOME = "episode/outcome_reward"
+_SHOWN = (_OUTCOME, "eval/outcome_reward", "eval/outcome_reward_low", "eval/outcome_reward_high")
+_LOSSES = ("rollout/failed", "branch/failed", "rollout/finished", "branch/rollouts")
+
+
+def run_summaries(
+    store: Store,
+    where: RunFilter = RunFilter(),
+    *,
+    sort: RunSort = "created",
+    descending: bool = True,
+    cursor: str | None = None,
+    limit: int = 50,
+) -> Page[RunSummary]:
+    """Return a page of runs. Those without the sort value come last in both directions."""
+    rows = [job for job in _all_jobs(store) if _matches(job, where)]
+    values = {
+        one.job.number: {
+            "created": one.job.number, "name": one.job.name, "state": one.job.state,
+            "iteration": one.iteration, "finished": one.finished, "outcome": one.latest.get(_OUTCOME),
+            "evaluation": one.evaluated.get("eval/outcome_reward"),
+        }[sort]
+        for one in summaries(store, rows, _SHOWN)
+    }  # fmt: skip
+    rows.sort(key=lambda job: job.number, reverse=descending)
+    some = [job for job in rows if values[job.number] is not None]
+    some.sort(key=lambda job: values[job.number], reverse=descending)
+    rows = some + [job for job in rows if values[job.number] is None]
+    numbers = [str(job.number) for job in rows]
+    if cursor is not None and cursor not in numbers:
+        raise UnknownCursor(cursor)
+    start = 0 if cursor is None else numbers.index(cursor) + 1
+    shown = rows[start : start + limit]
+    ids = [job.id for job in shown]
+    sparks = series(store, ids, [_OUTCOME], points=60) if ids else {}
+    items = [
+        replace(one, spark=sparks[one.job.id].get(_OUTCOME))
+        for one in summaries(store, shown, _SHOWN, sums=_LOSSES)
+    ]
+    return Page(tuple(items), str(shown[-1].number) if start + limit < len(rows) else None)
+
+
+def run_facets(store: Store) -> RunFacets:
+    """Return the values by which runs can be filtered, with their counts."""
+    rows = _all_jobs(store)
+    tags = [f"{key}={value}" for job in rows for key, value in job.tags.items()]
+    columns = ([job.environment for job in rows], [job.model for job in rows], [job.state for job in rows])
+    return RunFacets(*(dict(sorted(Counter(filter(None, one)).items())) for one in (*columns, tags)))
+
+
+def _all_jobs(store: Store) -> list[JobRow]:
+    return list(stored_jobs.find(store, limit=100_000).items)
+
+
+def _matches(job: JobRow, where: RunFilter) -> bool:
+    texts = [job.name, job.id, job.environment, job.model, *job.tags, *job.tags.values()]
+    return (
+        where.text.lower() in "\n".join(texts).lower()
+        and (not where.states or job.state in where.states)
+        and where.environment in (None, job.environment)
+        and where.model in (None, job.model)
+        and all(job.tags.get(key) == value for key, value in where.tags.items())
+    )
 
 
 def summaries(

@@ -50,6 +50,42 @@ class JobRow:
     detail: str | None
     version: int
 
+    @property
+    def environment(self) -> str:
+        return str(tables_of(self.config).get("rollout", {}).get("env_name", ""))
+
+    @property
+    def model(self) -> str:
+        table = tables_of(self.config).get("model", {})
+        return str(table.get("path") or table.get("preset") or table.get("name") or "").rpartition("/")[2]
+
+
+RunSort = Literal["created", "name", "state", "iteration", "finished", "outcome", "evaluation"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFilter:
+    """A filter of runs. Fields that are empty do not filter."""
+
+    text: str = ""
+    """Part of the name, the id, the environment, the model or a tag; case-insensitive."""
+    states: frozenset[JobState] = frozenset()
+    """Any of them."""
+    environment: str | None = None
+    model: str | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)
+    """All of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacets:
+    """The values by which runs can be filtered, each with its number of jobs; a tag is `key=value`."""
+
+    environments: Mapping[str, int]
+    models: Mapping[str, int]
+    states: Mapping[str, int]
+    tags: Mapping[str, int]
+
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
@@ -65,6 +101,8 @@ class RunSummary:
     evaluated: Mapping[str, float]
     sums: Mapping[str, float] = field(default_factory=dict)
     """Over all rows."""
+    spark: "Series | None" = None
+    """The outcome of training, in few points."""
 
 
 @dataclass(frozen=True, slots=True)
