@@ -107,6 +107,13 @@ def page(template: str, *, status: int = 200, **values: Any) -> HTMLResponse:
     return HTMLResponse(_render(template, values), status_code=status, headers=dict(HEADERS))
 
 
+def list_page(template: str, **values: Any) -> HTMLResponse:
+    """Render a list of pages/address.py; the browser's address loses the fields that a form left empty."""
+    answer = page(template, **values)
+    answer.headers["HX-Push-Url"] = values["address"]
+    return answer
+
+
 def saved_page(template: str, charts: Sequence[Chart], **values: Any) -> bytes:
     """Render a template as one HTML file that needs no other file, no service and no network.
 

@@ -46,7 +46,7 @@ _LOSSES = ("rollout/failed", "branch/failed", "rollout/finished", "branch/rollou
 
 def run_summaries(
     store: Store,
-    where: RunFilter = RunFilter(),
+    where: RunFilter = RunFilter(),  # noqa: B008 (frozen)
     *,
     sort: RunSort = "created",
     descending: bool = True,

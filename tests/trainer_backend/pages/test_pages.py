@@ -58,7 +58,6 @@ def test_the_list_shows_every_run_with_its_figures_and_can_be_narrowed(shown: Sh
     assert "1 to 3" in text  # the interval of its last evaluation
     assert "2 of 14 lost" in text  # of 2 x (4 + 1) and 2 x 2 rollouts
     assert job_id not in shown.page("/?state=active")
-    assert "state is &#39;lost&#39;; known: active, ended" in shown.page("/?state=lost", 400)
 
 
 def test_a_service_without_runs_says_how_to_begin_one(shown: Shown):
@@ -128,7 +127,7 @@ def test_the_list_of_rollouts_follows_as_it_is_filtered_and_sorted(shown: Shown,
     assert list_of == f"/runs/{job_id}/rollouts?stage=train&amp;sort=reward&amp;down=0"
     part = text[text.index('<div id="list"') :]
     for name, value in (("sort", "reward"), ("down", "0")):  # what a filter is sent with
-        assert f'<input type="hidden" name="{name}" value="{value}" form="filters">' in part
+        assert re.search(f'name="{name}" form="filters">.*?value="{value}" selected', part)
 
 
 def test_a_run_that_has_only_begun_has_a_page(shown: Shown, tmp_path):

@@ -1,28 +1,29 @@
 """What an address asks of a list, and what links write."""
 
-from urllib.parse import parse_qsl
-
 import pytest
+from starlette.datastructures import QueryParams
 
-from trainer_backend.pages.address import read_filter, read_order, write_query
+from trainer_backend.pages.address import change_query, read_filter, read_order
 from trainer_backend.pages.figures import rollout_address, short_id
 from trainer_backend.pages.page import BadAddress
 from trainer_backend.store.reads_rollouts import RolloutFilter
 
 
 def test_a_form_s_empty_fields_narrow_nothing():
-    params = {"stage": "", "iteration": " ", "text": "", "lost": "", "sort": "", "down": "1"}
+    params = QueryParams("stage=&iteration=+&text=&lost=&sort=&down=1")
     assert read_filter(RolloutFilter, params) == RolloutFilter()
     assert read_order(params, ("newest", "reward"), "newest") == ("newest", True)
 
 
 def test_numbers_are_read_and_go_back_into_the_address_with_all_else():
-    where = RolloutFilter(iteration=3, min_reward=-0.5, policy="a b", lost=True)
-    query = write_query(where, sort="reward", down=0, cursor=None)
-    assert query == "iteration=3&policy=a+b&min_reward=-0.5&lost=1&sort=reward&down=0"
-    again = dict(parse_qsl(query))
-    assert read_filter(RolloutFilter, again) == where
-    assert read_order(again, ("newest", "reward"), "newest") == ("reward", False)
+    query = "iteration=3&policy=a+b&min_reward=-0.5&lost=1&sort=reward&down=0"
+    params = QueryParams(f"stage=&{query}&cursor=c")
+    assert read_filter(RolloutFilter, params) == RolloutFilter(
+        iteration=3, min_reward=-0.5, policy="a b", lost=True
+    )
+    assert read_order(params, ("newest", "reward"), "newest") == ("reward", False)
+    assert change_query(params, cursor=None) == query
+    assert change_query(params, cursor="d", sort="newest").endswith("&lost=1&down=0&cursor=d&sort=newest")
 
 
 @pytest.mark.parametrize(
