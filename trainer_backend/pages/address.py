@@ -7,6 +7,7 @@ from urllib.parse import urlencode
 
 from starlette.datastructures import QueryParams
 
+from trainer_backend.pages.figures import spaced
 from trainer_backend.pages.page import BadAddress
 
 # A database refuses to compare with a larger whole number.
@@ -42,6 +43,13 @@ def read_order(params: Mapping[str, str], sorts: Collection[str], default: str) 
     if sort not in sorts:
         raise BadAddress(f"sort is {sort[:40]!r}; known: {', '.join(sorts)}")
     return sort, params.get("down", "1") != "0"
+
+
+def describe_order(sort: str, down: bool, newest: str) -> str:
+    """Say an order in words; `newest` is the sort by age."""
+    if sort == newest:
+        return "newest first" if down else "oldest first"
+    return f"by {spaced(sort)}, {'highest' if down else 'lowest'} first"
 
 
 def change_query(params: QueryParams, **changes: object) -> str:

@@ -7,8 +7,7 @@ from starlette.datastructures import QueryParams
 from starlette.responses import HTMLResponse, Response
 
 from trainer_backend.collect.losses import FAILED
-from trainer_backend.pages.address import link_list, read_filter, read_order
-from trainer_backend.pages.figures import spaced
+from trainer_backend.pages.address import describe_order, link_list, read_filter, read_order
 from trainer_backend.pages.page import dashboard_of, list_page, page_router
 from trainer_backend.pages.run import run_frame
 from trainer_backend.pages.run_view import MOST_LOSSES, list_losses
@@ -37,16 +36,13 @@ def list_rollouts(store: Store, job_id: str, params: QueryParams) -> dict[str, A
         cursor=params.get("cursor") or None, limit=_PAGE,
     )  # fmt: skip
     total = reads_rollouts.count_rollouts(store, job_id, where)
-    order = f"by {spaced(sort)}, {'highest' if down else 'lowest'} first"
-    if (sort, down) == ("newest", True):
-        order = "newest first"
     links = link_list(
         f"/runs/{job_id}/rollouts", params, sort=sort, down=down, sorts=_SORTS, cursor=rows.cursor
     )
     lossy = reads.lines_above_zero(store, job_id, FAILED, limit=MOST_LOSSES) if where.lost else ()
     return {
         "rows": rows.items,
-        "caption": f"{len(rows.items)} of {total:,} rollouts, {order}",
+        "caption": f"{len(rows.items)} of {total:,} rollouts, {describe_order(sort, down, 'newest')}",
         "facets": reads_rollouts.facets(store, job_id),
         "chosen": where, "filtered": where != RolloutFilter(), "sorts": _SORTS,
         "losses": list_losses([

@@ -9,7 +9,7 @@ from starlette.datastructures import QueryParams
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from trainer_backend.collect.losses import FAILED, FINISHED, sum_losses
-from trainer_backend.pages.address import change_query, link_list, read_order
+from trainer_backend.pages.address import change_query, describe_order, link_list, read_order
 from trainer_backend.pages.facts import differing_keys, folder_of, time_taken
 from trainer_backend.pages.figures import clip, number
 from trainer_backend.pages.page import BadAddress, dashboard_of, frame, list_page, page, page_router
@@ -39,6 +39,7 @@ _MOST_OVERLAID = 6  # a chart has as many colours
 _MOST_CHOSEN = 30
 _OUTCOME = "eval/outcome_reward"
 _SHOWN = ("episode/outcome_reward", _OUTCOME, f"{_OUTCOME}_low", f"{_OUTCOME}_high")
+_TIMES = "timeline/"  # when a stage began and ended, which tells nothing next to another run
 _KINDS = {"evaluation": "The last evaluation", "iteration": "The last iteration"}
 
 Chosen = Query(default=[])
@@ -63,15 +64,16 @@ def list_runs(store: Store, params: QueryParams) -> dict[str, Any]:
         with suppress(UnknownJob):  # deleted since
             chosen.append(jobs.get(store, job_id))
     facets = reads.run_facets(store)
-    tags: dict[str, dict[str, int]] = {key: {} for key in where.tags}
+    tags: dict[str, dict[str, int]] = {}
     for tag, count in facets.tags.items():
         tags.setdefault(tag.partition("=")[0], {})[tag] = count
+    tags |= {key: {} for key in where.tags if key not in tags}
     ids, shown = [job.id for job in chosen], {row.job.id for row in rows.items}
     return {
         "lines": [_describe(row) for row in rows.items],
         "facets": facets, "tags": tags, "where": where, "group": params.get("state", "").strip(),
         "filtered": where != RunFilter(), "sorts": _SORTS,
-        "caption": "Runs, newest first" if (sort, down) == ("created", True) else f"Runs by {sort}",
+        "caption": describe_order(sort, down, "created"),
         "chosen": [{"id": job.id, "name": job.name, "shown": job.id in shown} for job in chosen],
         "query": _query(ids), "can_overlay": len(ids) <= _MOST_OVERLAID,
         "unchosen": f"/?{change_query(params, run=None)}",
@@ -157,7 +159,7 @@ def compare_numbers(store: Store, job_ids: Sequence[str]) -> dict[str, Any]:
     for kind, title in _KINDS.items():
         last = [lines[job_id].get(kind) for job_id in ids]
         found = [dict(numbers_of(line.row)) if line is not None else {} for line in last]
-        names = sorted({name for row in found for name in row})
+        names = sorted({name for row in found for name in row if not name.startswith(_TIMES)})
         places = ["" if line is None else f"iteration {line.iteration}" for line in last]
         if names:
             tables.append({
