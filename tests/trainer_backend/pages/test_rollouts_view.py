@@ -30,6 +30,7 @@ def test_numbers_are_read_and_go_back_into_the_address_with_all_else():
     ("params", "told"),
     [
         ({"iteration": "three"}, "iteration is 'three'; it must be a whole number"),
+        ({"iteration": "9" * 20}, "it must be a whole number of at most 2147483647"),
         ({"min_reward": "much"}, "min_reward is 'much'; it must be a number"),
         ({"max_decisions": "nan"}, "max_decisions is 'nan'; it must be a whole number"),
     ],
