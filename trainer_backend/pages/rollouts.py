@@ -35,7 +35,9 @@ def list_rollouts(store: Store, job_id: str, params: QueryParams) -> dict[str, A
         store, job_id, where, sort=cast(RolloutSort, sort), descending=down,
         cursor=params.get("cursor") or None, limit=_PAGE,
     )  # fmt: skip
-    total = reads_rollouts.count_rollouts(store, job_id, where)
+    facets, filtered = reads_rollouts.facets(store, job_id), where != RolloutFilter()
+    # The facets have counted all of them.
+    total = reads_rollouts.count_rollouts(store, job_id, where) if filtered else sum(facets.stages.values())
     links = link_list(
         f"/runs/{job_id}/rollouts", params, sort=sort, down=down, sorts=_SORTS, cursor=rows.cursor
     )
@@ -43,8 +45,7 @@ def list_rollouts(store: Store, job_id: str, params: QueryParams) -> dict[str, A
     return {
         "rows": rows.items,
         "caption": f"{len(rows.items)} of {total:,} rollouts, {describe_order(sort, down, 'newest')}",
-        "facets": reads_rollouts.facets(store, job_id),
-        "chosen": where, "filtered": where != RolloutFilter(), "sorts": _SORTS,
+        "facets": facets, "chosen": where, "filtered": filtered, "sorts": _SORTS,
         "losses": list_losses([
             {**line.row, "kind": line.kind, "iteration": line.iteration} for line in lossy
         ]),

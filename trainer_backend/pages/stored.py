@@ -83,8 +83,7 @@ async def replay(
     return {frame.turn: base64.b64decode(frame.png) for frame in frames}
 
 
-_EPISODES = 12  # in the cache; an episode has some fifty frames of three kilobytes
-_ENVIRONMENTS = 100  # in the cache: those of runs, that draw nothing
+_CACHED = 40  # episodes, of some fifty frames of three kilobytes, and environments that draw nothing
 # Environments of words, and prefixes of such: they draw nothing, so no task app is started to ask.
 WORDS = ("dialogue", "documents", "orders")
 PREFIXES_OF_WORDS = ("agent:", *(f"{name}:" for name, prefix in PREFIXES.items() if not prefix.draws))
@@ -126,16 +125,15 @@ class Frames:
         self, source: FrameSource = played_frames, *, may_run: Callable[[Path], bool] = lambda file: False
     ) -> None:
         self._source, self._may_run = source, may_run
-        self._drawn: LRUCache[tuple[str, str], Mapping[int, bytes] | str] = LRUCache(_EPISODES)
-        self._undrawn: LRUCache[tuple[str, str, int], str] = LRUCache(_ENVIRONMENTS)
-        self._guard = Lock()  # of the two caches
+        self._cache: LRUCache[tuple[str, str, int], Mapping[int, bytes] | str] = LRUCache(_CACHED)
+        self._guard = Lock()  # of the cache
         self._lock = asyncio.Lock()
 
     def cached(self, run_dir: Path, rollout: Rollout) -> Mapping[int, bytes] | str | None:
         """Return what the cache has: frames, the reason why there are none, or None."""
+        keys = (str(run_dir), rollout.rollout_id, 0), _environment(run_dir, rollout)
         with self._guard:
-            frames = self._drawn.get((str(run_dir), rollout.rollout_id))
-            return self._undrawn.get(_environment(run_dir, rollout)) if frames is None else frames
+            return next((self._cache[key] for key in keys if key in self._cache), None)
 
     async def of(self, run_dir: Path, rollout: Rollout) -> Mapping[int, bytes]:
         """Return a PNG by turn; turn 0 is the start.
@@ -149,9 +147,13 @@ class Frames:
         async with self._lock:
             frames = await asyncio.to_thread(self.cached, run_dir, rollout)
             if frames is None:
-                frames = await asyncio.to_thread(self._draw, run_dir, rollout)
+                key = str(run_dir), rollout.rollout_id, 0
+                try:
+                    frames = await asyncio.to_thread(self._draw, run_dir, rollout)
+                except NoPictures as error:  # nor are there any of other episodes
+                    key, frames = _environment(run_dir, rollout), str(error)
                 with self._guard:
-                    self._drawn[str(run_dir), rollout.rollout_id] = frames
+                    self._cache[key] = frames
         if isinstance(frames, str):
             raise NoPictures(frames)
         return frames
@@ -161,19 +163,14 @@ class Frames:
             return reason
         episode = rollout.trajectory
         assert episode is not None, "why_undrawn names what has none"
-        turns = range(len(episode.steps) + 1)
         named = open_run(run_dir).job()
         # A look at a run must neither execute code that another person's job names, nor send a key to a host
         # of the job.
         plugins = tuple(file for file in named.services.task_plugins if self._may_run(file))
         own = ServicesTable(task_plugins=plugins)
         try:
-            return self._source(own, named.rollout.env_config, episode, turns)
+            return self._source(own, named.rollout.env_config, episode, range(len(episode.steps) + 1))
         except ReplayDeparts as error:
-            return str(error)
-        except NoPictures as error:
-            with self._guard:
-                self._undrawn[_environment(run_dir, rollout)] = str(error)
             return str(error)
         except Refused as error:
             left_out = sorted({*named.services.task_plugins} - {*plugins})
