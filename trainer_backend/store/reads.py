@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
+from typing import Any
 
 from sqlalchemy import Connection, Subquery, and_, func, select
 
@@ -55,7 +56,7 @@ def run_summaries(
 ) -> Page[RunSummary]:
     """Return a page of runs. Those without the sort value come last in both directions."""
     rows = [job for job in _all_jobs(store) if _matches(job, where)]
-    values = {
+    values: dict[int, Any] = {
         one.job.number: {
             "created": one.job.number, "name": one.job.name, "state": one.job.state,
             "iteration": one.iteration, "finished": one.finished, "outcome": one.latest.get(_OUTCOME),
