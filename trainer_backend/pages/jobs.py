@@ -21,6 +21,7 @@ from trainer_backend.pages.page import (
     frame,
     page,
     page_router,
+    takes_part,
 )
 from trainer_backend.pages.run import run_frame
 from trainer_backend.store import jobs
@@ -70,7 +71,7 @@ async def submit(request: Request, toml: Toml = "", form: FormId = "") -> Respon
 async def control(request: Request, job_id: str, action: Action) -> Response:
     """Pause, resume or cancel a job, and show its new head."""
     await _desk(dashboard_of(request)).control(job_id, action)
-    if request.headers.get("HX-Request") != "true":
+    if not takes_part(request):
         return RedirectResponse(f"/runs/{job_id}", status_code=303)
     return page("head", **await asyncio.to_thread(run_frame, request, job_id, ""))
 

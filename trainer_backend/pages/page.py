@@ -114,6 +114,11 @@ def list_page(template: str, **values: Any) -> HTMLResponse:
     return answer
 
 
+def takes_part(request: Request) -> bool:
+    """Whether the browser takes only a part of the answer: it filters, sorts or follows a list, say."""
+    return "HX-Request" in request.headers and "HX-History-Restore-Request" not in request.headers
+
+
 def saved_page(template: str, charts: Sequence[Chart], **values: Any) -> bytes:
     """Render a template as one HTML file that needs no other file, no service and no network.
 

@@ -8,7 +8,7 @@ from starlette.responses import HTMLResponse, Response
 
 from trainer_backend.collect.losses import FAILED
 from trainer_backend.pages.address import describe_order, link_list, read_filter, read_order
-from trainer_backend.pages.page import dashboard_of, list_page, page_router
+from trainer_backend.pages.page import dashboard_of, list_page, page_router, takes_part
 from trainer_backend.pages.run import run_frame
 from trainer_backend.pages.run_view import MOST_LOSSES, list_losses
 from trainer_backend.store import reads, reads_rollouts
@@ -24,8 +24,11 @@ _PAGE = 50
 @router.get("/runs/{job_id}/rollouts", response_class=HTMLResponse)
 def rollouts(request: Request, job_id: str) -> Response:
     """Show the list of rollouts, as the address filters and sorts it."""
-    values = list_rollouts(dashboard_of(request).store, job_id, request.query_params)
-    return list_page("rollouts", **values, **run_frame(request, job_id, "rollouts"))
+    store = dashboard_of(request).store
+    values = list_rollouts(store, job_id, request.query_params)
+    # The values to filter by are a count of all rollouts; a list that is filtered or followed needs none.
+    facets = None if takes_part(request) else reads_rollouts.facets(store, job_id)
+    return list_page("rollouts", facets=facets, **values, **run_frame(request, job_id, "rollouts"))
 
 
 def list_rollouts(store: Store, job_id: str, params: QueryParams) -> dict[str, Any]:
@@ -35,9 +38,7 @@ def list_rollouts(store: Store, job_id: str, params: QueryParams) -> dict[str, A
         store, job_id, where, sort=cast(RolloutSort, sort), descending=down,
         cursor=params.get("cursor") or None, limit=_PAGE,
     )  # fmt: skip
-    facets, filtered = reads_rollouts.facets(store, job_id), where != RolloutFilter()
-    # The facets have counted all of them.
-    total = reads_rollouts.count_rollouts(store, job_id, where) if filtered else sum(facets.stages.values())
+    total = reads_rollouts.count_rollouts(store, job_id, where)
     links = link_list(
         f"/runs/{job_id}/rollouts", params, sort=sort, down=down, sorts=_SORTS, cursor=rows.cursor
     )
@@ -45,7 +46,7 @@ def list_rollouts(store: Store, job_id: str, params: QueryParams) -> dict[str, A
     return {
         "rows": rows.items,
         "caption": f"{len(rows.items)} of {total:,} rollouts, {describe_order(sort, down, 'newest')}",
-        "facets": facets, "chosen": where, "filtered": filtered, "sorts": _SORTS,
+        "chosen": where, "filtered": where != RolloutFilter(), "sorts": _SORTS,
         "losses": list_losses([
             {**line.row, "kind": line.kind, "iteration": line.iteration} for line in lossy
         ]),

@@ -12,7 +12,15 @@ from trainer_backend.collect.losses import FAILED, FINISHED, sum_losses
 from trainer_backend.pages.address import change_query, describe_order, link_list, read_order
 from trainer_backend.pages.facts import differing_keys, folder_of, time_taken
 from trainer_backend.pages.figures import clip, number
-from trainer_backend.pages.page import BadAddress, dashboard_of, frame, list_page, page, page_router
+from trainer_backend.pages.page import (
+    BadAddress,
+    dashboard_of,
+    frame,
+    list_page,
+    page,
+    page_router,
+    takes_part,
+)
 from trainer_backend.pages.run import names_of
 from trainer_backend.pages.run_view import bounds_of
 from trainer_backend.pages.series import spark_of
@@ -50,7 +58,8 @@ def runs(request: Request) -> Response:
     """Show the list of runs, as the address filters and sorts it."""
     dashboard = dashboard_of(request)
     values = list_runs(dashboard.store, request.query_params)
-    return list_page("runs", now=dashboard.clock(), **values, **frame(request, "runs"))
+    facets = None if takes_part(request) else count_values(dashboard.store, values["where"])
+    return list_page("runs", now=dashboard.clock(), facets=facets, **values, **frame(request, "runs"))
 
 
 def list_runs(store: Store, params: QueryParams) -> dict[str, Any]:
@@ -63,21 +72,28 @@ def list_runs(store: Store, params: QueryParams) -> dict[str, Any]:
     for job_id in _limit(params.getlist("run")):
         with suppress(UnknownJob):  # deleted since
             chosen.append(jobs.get(store, job_id))
-    facets = reads.run_facets(store)
-    tags: dict[str, dict[str, int]] = {}
-    for tag, count in facets.tags.items():
-        tags.setdefault(tag.partition("=")[0], {})[tag] = count
-    tags |= {key: {} for key in where.tags if key not in tags}
     ids, shown = [job.id for job in chosen], {row.job.id for row in rows.items}
     return {
         "lines": [_describe(row) for row in rows.items],
-        "facets": facets, "tags": tags, "where": where, "group": params.get("state", "").strip(),
+        "where": where, "group": params.get("state", "").strip(),
         "filtered": where != RunFilter(), "sorts": _SORTS,
         "caption": describe_order(sort, down, "created"),
         "chosen": [{"id": job.id, "name": job.name, "shown": job.id in shown} for job in chosen],
         "query": _query(ids), "can_overlay": len(ids) <= _MOST_OVERLAID,
         "unchosen": f"/?{change_query(params, run=None)}",
         **link_list("/", params, sort=sort, down=down, sorts=_SORTS, cursor=rows.cursor),
+    }  # fmt: skip
+
+
+def count_values(store: Store, where: RunFilter) -> dict[str, Any]:
+    """Return the values by which the list can be filtered with their numbers of runs; tags by their key."""
+    facets = reads.run_facets(store)
+    tags: dict[str, dict[str, int]] = {key: {} for key in where.tags}
+    for tag, count in facets.tags.items():
+        tags.setdefault(tag.partition("=")[0], {})[tag] = count
+    return {
+        "states": facets.states, "environments": facets.environments, "models": facets.models,
+        "tags": dict(sorted(tags.items())),
     }  # fmt: skip
 
 

@@ -7,8 +7,9 @@ from tests.conftest import tiny_job
 from tests.trainer_backend.pages.hand_made import empty_run
 from tests.trainer_backend.pages.shown import Shown
 from trainer_backend.pages.page import BadAddress
-from trainer_backend.pages.runs import compare_numbers, list_runs
+from trainer_backend.pages.runs import compare_numbers, count_values, list_runs
 from trainer_backend.store import jobs
+from trainer_backend.store.rows import RunFilter
 
 
 @pytest.fixture
@@ -67,6 +68,31 @@ def test_links_of_the_list_keep_all_else_that_the_address_asks_for(shown: Shown,
     assert page["chosen"] == [{"id": three["live"], "name": "live", "shown": False}]
     assert page["unchosen"] == "/?state=ended&tag=team%3Dred&sort=name&down=0"
     assert list_runs(shown.store, QueryParams("run=deleted"))["chosen"] == []
+
+
+def test_the_form_offers_the_values_that_runs_have_and_the_chosen_tag_too(shown: Shown, three):
+    assert count_values(shown.store, RunFilter(tags={"gone": "1"})) == {
+        "states": {"failed": 1, "running": 1, "succeeded": 1},
+        "environments": {"crafter": 2, "dialogue": 1},
+        "models": {"tiny-0.3m": 3},
+        "tags": {"gone": {}, "team": {"team=blue": 1, "team=red": 1}, "who": {"who=me": 1}},
+    }
+    text = shown.page("/?tag=gone%3D1")
+    assert '<option value="gone=1" selected>gone=1 (0)</option>' in text
+
+
+@pytest.mark.parametrize("path", ["/", "/runs/{}/rollouts"])
+def test_a_list_that_is_followed_counts_no_values_and_one_that_comes_back_from_history_does(
+    shown: Shown, three, path
+):
+    path = path.format(three["done"])
+    part, whole = {"HX-Request": "true"}, {"HX-Request": "true", "HX-History-Restore-Request": "true"}
+    texts = [shown.client.get(path, headers=headers).text for headers in (part, whole)]
+    assert ['<select name="state"' in text or '<select name="stage"' in text for text in texts] == [
+        False,
+        True,
+    ]
+    assert all('<div id="list"' in text for text in texts)
 
 
 def test_an_address_that_cannot_be_read_is_refused(shown: Shown):
