@@ -22,7 +22,7 @@ from bench.run_page import LIMIT_MS, REPEATS, T, long_run, steps
 from shared_schemas.trajectory import PolicyLogprobs, Sampling
 from trainer_backend.pages.app import router
 from trainer_backend.pages.page import Dashboard
-from trainer_backend.pages.panels import PANELS, metrics_of
+from trainer_backend.pages.panels import PANELS
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import Credit, read_rollouts, write_rollouts
 from trainer_backend.rundir.state import append_log
@@ -38,7 +38,7 @@ ENDINGS = ("stop/environment_done", "stop/max_decisions", "stop/invalid_action")
 
 def drawn_metrics(run: RunDirectory, iterations: int) -> None:
     """Replace rows of run_page.py by those of a second run with the panels' own metrics."""
-    names = [name for panel in PANELS for line in panel.lines for name in metrics_of(line)]
+    names = [name for panel in PANELS for line in panel.lines for name in line.metrics]
     plain = [name for name in names if not name.endswith("*") and not name.startswith("eval/")]
     run.metrics_file.unlink()
     for iteration in range(1, iterations + 1):
@@ -81,6 +81,8 @@ def addresses(job_id: str, other: str, iteration: int) -> dict[str, str]:
     run = f"/runs/{job_id}"
     return {
         "runs": "/",
+        "runs, searched and sorted": "/?text=long&state=active&sort=evaluation",
+        "numbers side by side": f"/compare/numbers?run={job_id}&run={other}",
         "run": run,
         "its charts' values": f"{run}/charts",
         "its head, which a live page asks for": f"{run}/head",
@@ -89,6 +91,8 @@ def addresses(job_id: str, other: str, iteration: int) -> dict[str, str]:
         "one chart as a table": f"{run}/values?panel=outcome",
         "rollouts": f"{run}/rollouts",
         "rollouts by outcome, filtered": f"{run}/rollouts?stage=train&sort=outcome_reward&min_reward=3",
+        "rollouts, only lost": f"{run}/rollouts?lost=1",
+        "rollouts by length": f"{run}/rollouts?min_decisions=2&sort=decisions",
         "a rollout": f"{run}/rollouts/train/{iteration}/0/1",
         "a decision among 25,200 tokens": f"{run}/rollouts/train/{iteration}/0/0?turn=5",
         "the job": f"{run}/config",
@@ -127,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         app.include_router(router)
         app.state.dashboard = Dashboard(store, None, now)
         client = TestClient(app)
-        for name, address in addresses(*ids, middle).items():
+        for name, address in addresses(ids[0], ids[1], middle).items():
             size = len(client.get(address).raise_for_status().content)
             cost = kit.least(lambda address=address: client.get(address), REPEATS)
             wall, cpu = 1e3 * cost.wall_s, 1e3 * cost.cpu_s
