@@ -84,6 +84,8 @@ def addresses(job_id: str, other: str, iteration: int) -> dict[str, str]:
     run = f"/runs/{job_id}"
     return {
         "runs": "/",
+        "runs, searched and sorted": "/?text=long&state=active&sort=evaluation",
+        "numbers side by side": f"/compare/numbers?run={job_id}&run={other}",
         "run": run,
         "its charts' values": f"{run}/charts",
         "its head, which a live page asks for": f"{run}/head",
@@ -92,6 +94,8 @@ def addresses(job_id: str, other: str, iteration: int) -> dict[str, str]:
         "one chart as a table": f"{run}/values?panel=outcome",
         "rollouts": f"{run}/rollouts",
         "rollouts by outcome, filtered": f"{run}/rollouts?stage=train&sort=outcome_reward&min_reward=3",
+        "rollouts, only lost": f"{run}/rollouts?lost=1",
+        "rollouts by length": f"{run}/rollouts?min_decisions=2&sort=decisions",
         "a rollout": f"{run}/rollouts/train/{iteration}/0/1",
         "a decision among 25,200 tokens": f"{run}/rollouts/train/{iteration}/0/0?turn=5",
         "the job": f"{run}/config",

@@ -57,6 +57,8 @@ def test_every_page_fits_its_window_and_complains_of_nothing_and_asks_nobody_els
         "/", run, f"{run}/rollouts", f"{run}/rollouts/train/1/0/0?turn=2", f"{run}/config", f"{run}/log",
         f"{run}?with={ids['attacks']}&with={ids['seed_9']}&pin={ids['trained']}",
         f"{run}?x=hours&smooth=0.9&log=on",
+        f"/?state=ended&sort=name&run={ids['long']}&run={ids['trained']}",
+        f"/compare/numbers?run={ids['trained']}&run={ids['long']}", f"{run}/rollouts?lost=1",
         f"/runs/{ids['long']}", f"/runs/{ids['long']}/config",
         "/new", "/runs/no",
     ]  # fmt: skip
@@ -292,6 +294,63 @@ def test_rollouts_are_filtered_without_leaving_the_page(browser, service, ids):
     seen.page.locator("th a", has_text="outcome").click()
     seen.page.locator("th[aria-sort=descending]", has_text="outcome").wait_for()
     assert seen.complaints == []
+
+
+def test_runs_are_narrowed_sorted_and_ticked_in_the_address_and_then_stand_side_by_side(
+    browser, service, ids
+):
+    seen = Watched(browser, service[0])
+    seen.go("/")
+    page = seen.page
+    page.locator(f"#choose-{ids['trained']}").check()
+    page.locator(".pages", has_text="1 chosen: tiny").wait_for()
+    page.locator("select[name=state]").select_option("failed")
+    page.locator(f"#run-{ids['attacks']}").wait_for(state="detached")
+    assert page.url == f"{service[0]}/?state=failed&sort=created&down=1&run={ids['trained']}"
+    page.locator(f"#choose-{ids['long']}").focus()
+    page.keyboard.press("Space")
+    page.locator(".pages", has_text="2 chosen").wait_for()
+    assert page.evaluate("document.activeElement.id") == f"choose-{ids['long']}"
+    page.locator("input[name=text]").fill("no such run")
+    page.keyboard.press("Enter")
+    page.locator(".empty", has_text="No run is like that").wait_for()
+    page.locator("a", has_text="Numbers side by side").click()
+    page.locator("h1", has_text="2 runs side by side").wait_for()
+    page.locator("a", has_text="Choose others").click()
+    assert page.locator(f"#choose-{ids['trained']}").is_checked()
+    page.locator("#sort-name").click()
+    page.locator("th[aria-sort=descending]", has_text="run").wait_for()
+    assert page.locator("tbody .name a").all_inner_texts()[-1].startswith("a_word")
+    assert page.locator(f"#choose-{ids['long']}").is_checked() and "sort=name" in page.url
+    assert seen.complaints == []
+
+
+def test_lost_rollouts_are_shown_alone_and_others_by_their_length(browser, service, ids):
+    seen = Watched(browser, service[0], viewport=PHONE)
+    seen.go(f"/runs/{ids['attacks']}/rollouts")
+    page = seen.page
+    page.locator("input[name=lost]").check()
+    page.locator(".losses", has_text="1 of 5").wait_for()
+    page.locator(".empty", has_text="No rollout is like that").wait_for()
+    assert "lost=1" in page.url
+    page.locator("input[name=lost]").uncheck()
+    page.locator("input[name=min_decisions]").fill("3")
+    page.locator("select[name=sort]").select_option("decisions")
+    page.locator("caption", has_text="of 1 rollouts, by decisions, highest first").wait_for()
+    assert seen.complaints == []
+
+
+def test_without_scripts_runs_are_narrowed_and_compared(browser, service, ids):
+    seen = Watched(browser, service[0], java_script_enabled=False)
+    seen.go("/?sort=name")
+    page = seen.page
+    for name in ("trained", "long"):
+        page.locator(f"#choose-{ids[name]}").check()
+    page.locator("select[name=state]").select_option("failed")
+    page.locator("button", has_text="Show").click()
+    assert page.locator("tbody .name a").count() == 1 and "sort=name" in page.url
+    page.locator("noscript button").first.click()
+    assert page.locator("h1").inner_text() == "2 runs side by side"
 
 
 def test_without_scripts_pages_can_be_read_and_paged(browser, service, ids):

@@ -4,7 +4,7 @@ import os
 import shutil
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
+DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 360, "height": 740}
 FITS = "document.documentElement.scrollWidth <= window.innerWidth"
 
 

@@ -240,7 +240,7 @@ def test_who_looks_at_a_run_runs_none_of_its_code(tmp_path):
     write_report(run)
     read_sides([run.path, empty_run(job, tmp_path / "other").path])
     shown = []
-    frames = Frames(lambda services, config, *_: shown.append(config) or [])
+    frames = Frames(lambda services, config, *_: shown.append(config) or {})
     asyncio.run(frames.of(run.path, FIRST[0]))
     assert shown == [job.rollout.env_config]
     loaded, player = what_to_evaluate(run.path, None, Inference("http://127.0.0.1:1", "m", None))

@@ -10,19 +10,19 @@ from rich.table import Table
 from rich.text import Text
 
 from shared_schemas.rollouts import Rollout
-from shared_schemas.trajectory import StepData, Trajectory
+from shared_schemas.trajectory import StepData, Trajectory, prompts
 from trainer_backend.core.emission_views import EmissionView, assistant_turn_boundaries, emission_views
 from trainer_backend.core.segments import Segment, segments_of
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.pages.credit_view import credit_figures, credit_lines
 from trainer_backend.pages.episode_view import (
     action_text,
+    credit_figures,
+    credit_lines,
     interaction_texts,
     last_message,
     last_messages,
+    message_text,
     new_messages,
-    reward_parts,
-    whole_prompts,
 )
 from trainer_backend.plugins import estimator
 from trainer_backend.rundir.layout import RunDirectory
@@ -135,7 +135,7 @@ def _parts(
 def _seen(episode: Trajectory, *, full: bool) -> list[str]:
     """[T] what each decision saw: its whole prompt, or what is new in it."""
     if full:
-        return ["\n".join(lines) for lines in whole_prompts(episode)]
+        return ["\n".join(map(message_text, prompt)) for prompt in prompts(episode.steps)]
     if episode.full_history:
         return ["\n".join(new_messages(step)) for step in episode.steps]
     return [last_message(step) for step in episode.steps]
@@ -209,15 +209,15 @@ def _earned(step: StepData) -> str:
     if rewards is not None:
         names = f" ({', '.join(rewards.unique)})" if rewards.unique else ""
         parts.append(f"unique {rewards.unique_delta}{names}, all {rewards.ach_delta}")
-    return "; ".join([*parts, *reward_parts(step)])
+    return "; ".join([*parts, *(f"{part.source} {part.value:+g}" for part in step.reward_parts)])
 
 
 def _credit(columns: dict[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False)
     figures = credit_figures(columns, "{:+.3f}".format)
-    for figure in figures:
-        table.add_column(figure.name, justify="right")
-    cells = [figure.value for figure in figures]
+    for name, _, _ in figures:
+        table.add_column(name, justify="right")
+    cells = [value for _, value, _ in figures]
     if columns.get("token_logprobs"):
         table.add_column("nats to reference", justify="right")
         own, reference = columns["token_logprobs"], columns["token_reference_logprobs"]

@@ -2,7 +2,8 @@
 
 import asyncio
 import secrets
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 from fastapi import Form, Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
@@ -20,10 +21,10 @@ from trainer_backend.pages.page import (
     frame,
     page,
     page_router,
+    takes_part,
 )
-from trainer_backend.pages.run import names_of, run_frame
+from trainer_backend.pages.run import run_frame
 from trainer_backend.store import jobs
-from trainer_backend.store.database import UnknownJob
 
 router = page_router()
 
@@ -39,10 +40,11 @@ def new(request: Request, like: str = "") -> Response:
     dashboard = dashboard_of(request)
     _desk(dashboard)
     examples = dict(dashboard.examples)
-    text = examples.get(like) or next(iter(examples.values()), "")
-    if like and like not in examples:
-        text = to_begin_from(jobs.get(dashboard.store, like))
-    return page("new", toml=text, **_form(request, dashboard, like))
+    if not like or like in examples:
+        text = examples.get(like) or next(iter(examples.values()), "")
+        return _show_form(request, text, like=like)
+    job = jobs.get(dashboard.store, like)
+    return _show_form(request, to_begin_from(job), like=like, start=[(like, f"the job {job.name}")])
 
 
 @router.post("/new/check", response_class=HTMLResponse)
@@ -61,8 +63,7 @@ async def submit(request: Request, toml: Toml = "", form: FormId = "") -> Respon
     except TrainerError as error:
         if isinstance(error, ReadOnly):
             raise
-        again = _form(request, dashboard, "") | {"findings": Findings((Finding(str(error)),))}
-        return page("new", status=error.status, toml=toml, **again)
+        return _show_form(request, toml, findings=Findings((Finding(str(error)),)), status=error.status)
     return RedirectResponse(f"/runs/{job.id}", status_code=303)
 
 
@@ -70,7 +71,7 @@ async def submit(request: Request, toml: Toml = "", form: FormId = "") -> Respon
 async def control(request: Request, job_id: str, action: Action) -> Response:
     """Pause, resume or cancel a job, and show its new head."""
     await _desk(dashboard_of(request)).control(job_id, action)
-    if request.headers.get("HX-Request") != "true":
+    if not takes_part(request):
         return RedirectResponse(f"/runs/{job_id}", status_code=303)
     return page("head", **await asyncio.to_thread(run_frame, request, job_id, ""))
 
@@ -81,21 +82,20 @@ def _desk(dashboard: Dashboard) -> Jobs:
     return dashboard.jobs
 
 
-def _form(request: Request, dashboard: Dashboard, like: str) -> dict[str, Any]:
-    starts = [(name, name) for name, _ in dashboard.examples]
-    if like and like not in dict(dashboard.examples):
-        try:
-            (name,) = names_of([jobs.get(dashboard.store, like)])
-            starts.insert(0, (like, f"the job {name}"))
-        except UnknownJob:
-            pass
-    return {
-        "starts": starts,
-        "like": like,
-        "form_id": secrets.token_hex(8),
-        "findings": None,
-        **frame(request, "new"),
-    }
+def _show_form(
+    request: Request,
+    toml: str,
+    *,
+    like: str = "",
+    start: Sequence[tuple[str, str]] = (),
+    findings: Findings | None = None,
+    status: int = 200,
+) -> Response:
+    starts = [*start, *((name, name) for name, _ in dashboard_of(request).examples)]
+    return page(
+        "new", status=status, toml=toml, starts=starts, like=like, form_id=secrets.token_hex(8),
+        findings=findings, **frame(request, "new"),
+    )  # fmt: skip
 
 
 def _lines(toml: str) -> str:

@@ -21,8 +21,7 @@ from starlette.responses import HTMLResponse
 from trainer_backend.errors import TrainerError
 from trainer_backend.pages import figures
 from trainer_backend.pages.series import table
-from trainer_backend.pages.stored import Cache, Frames, StoredRollouts
-from trainer_backend.pages.token_view import token_texts
+from trainer_backend.pages.stored import Frames
 from trainer_backend.store.database import Store
 from trainer_backend.store.rows import JobRow
 
@@ -81,16 +80,7 @@ class Dashboard:
     """The date and time in UTC."""
     examples: tuple[tuple[str, str], ...] = ()
     """Names and texts of jobs to fill the form with."""
-    rollouts: StoredRollouts = field(default_factory=StoredRollouts)
     frames: Frames = field(default_factory=Frames)
-    _tokenizers: Cache[Callable[[int], str] | None] = field(default_factory=lambda: Cache(4))
-
-    def token_texts(self, run_dir: Path) -> Callable[[int], str] | None:
-        """Return the decoder of a run's token ids; None if no checkpoint has a tokenizer."""
-        folders = sorted((run_dir / "checkpoints").glob("iteration_*"))
-        if not folders:
-            return None
-        return self._tokenizers.get(str(run_dir), lambda: token_texts(folders))
 
 
 def dashboard_of(request: Request) -> Dashboard:
@@ -116,6 +106,18 @@ HEADERS: Mapping[str, str] = {
 def page(template: str, *, status: int = 200, **values: Any) -> HTMLResponse:
     """Render a template of templates/; every value is escaped."""
     return HTMLResponse(_render(template, values), status_code=status, headers=dict(HEADERS))
+
+
+def list_page(template: str, **values: Any) -> HTMLResponse:
+    """Render a list of pages/address.py; the browser's address loses the fields that a form left empty."""
+    answer = page(template, **values)
+    answer.headers["HX-Push-Url"] = values["address"]
+    return answer
+
+
+def takes_part(request: Request) -> bool:
+    """Whether the browser takes only a part of the answer: it filters, sorts or follows a list, say."""
+    return "HX-Request" in request.headers and "HX-History-Restore-Request" not in request.headers
 
 
 def saved_page(template: str, drawn: Mapping[str, Any], **values: Any) -> bytes:

@@ -62,18 +62,18 @@ def filmstrip(story: Story, frames: FrameSource) -> dict[str, Any] | None:
     film = {"headline": headline, "lines": lines, "shots": [], "missing": ""}
     if reason := why_undrawn(rollout):
         return film | {"missing": f"No pictures: {reason}"}
-    unlocks = {line.turn: ", ".join(line.unlocked) for line, _ in lines if line.unlocked}
+    unlocks = {line["turn"]: ", ".join(line["unlocked"]) for line, _ in lines if line["unlocked"]}
     job = story.job
     try:
         pictures = frames(job.services, job.rollout.env_config, episode, {0, count, *unlocks})
     except TrainerError as error:
         return film | {"missing": f"No pictures: {error}"}
     shots = []
-    for frame in pictures:
-        event = unlocks.get(frame.turn, "the end" if frame.turn == count else "the start")
-        uri = "data:image/png;base64," + base64.b64encode(frame.png).decode("ascii")
-        alt = f"The game after decision {frame.turn}: {event}."
-        shots.append({"caption": f"{frame.turn}: {event}", "alt": alt, "uri": uri})
+    for turn, png in pictures.items():
+        event = unlocks.get(turn, "the end" if turn == count else "the start")
+        uri = "data:image/png;base64," + base64.b64encode(png).decode("ascii")
+        alt = f"The game after decision {turn}: {event}."
+        shots.append({"caption": f"{turn}: {event}", "alt": alt, "uri": uri})
     return film | {"shots": shots}
 
 

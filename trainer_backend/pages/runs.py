@@ -1,116 +1,193 @@
-"""Pages of several runs: the list, and the comparison of chosen ones."""
+"""Pages of several runs: the list, and the numbers of chosen ones side by side."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, cast, get_args
 
 from fastapi import Query, Request
+from starlette.datastructures import QueryParams
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from trainer_backend.collect.losses import FAILED, FINISHED, sum_losses
-from trainer_backend.pages.facts import folder_of, time_taken
+from trainer_backend.pages.address import change_query, describe_order, link_list, read_order
+from trainer_backend.pages.facts import differing_keys, folder_of, time_taken
 from trainer_backend.pages.figures import clip, number
-from trainer_backend.pages.page import BadAddress, dashboard_of, frame, page, page_router
+from trainer_backend.pages.page import (
+    BadAddress,
+    dashboard_of,
+    frame,
+    list_page,
+    page,
+    page_router,
+    takes_part,
+)
+from trainer_backend.pages.run import names_of
 from trainer_backend.pages.run_view import bounds_of
-from trainer_backend.pages.series import Spark, spark_of
+from trainer_backend.pages.series import spark_of
 from trainer_backend.store import jobs, reads
+from trainer_backend.store.database import Store, UnknownJob
 from trainer_backend.store.rows import (
     ACTIVE,
     ENDED,
-    JobRow,
     JobState,
+    RunFilter,
+    RunSort,
     RunSummary,
-    Series,
     iterations_of,
     tables_of,
 )
-
-# Numbers of the last rows that the list shows.
-SPARK = "episode/outcome_reward"
-LATEST = (SPARK, "eval/outcome_reward", "eval/outcome_reward_low", "eval/outcome_reward_high")
-_TEXT = 400  # characters of a detail; the run's own page has all of it
-
-
-@dataclass(frozen=True, slots=True)
-class RunLine:
-    """A line of the list of runs."""
-
-    job: JobRow
-    where: str
-    tags: tuple[str, ...]
-    live: bool
-    detail: str
-    done: int
-    total: int
-    outcome: str
-    spark: Spark
-    held_out: str
-    bounds: str
-    advantage: str
-    took: str
-    lost: str
-
-
-def run_line(summary: RunSummary, spark: Series | None) -> RunLine:
-    job, held_out, losses = summary.job, summary.evaluated, sum_losses(summary.sums)
-    tables = tables_of(job.config)
-    return RunLine(
-        job=job,
-        where=f"{folder_of(job)}{'' if job.origin == 'api' else ' · turnwise train'}",
-        tags=tuple(f"{name}={value}" for name, value in job.tags.items()),
-        live=job.state in ACTIVE,
-        detail=clip(job.detail or "", _TEXT),
-        done=summary.iteration,
-        total=iterations_of(job.config) or 0,
-        outcome=number(summary.latest.get(SPARK)),
-        spark=spark_of(spark, "training outcome"),
-        held_out=number(held_out.get("eval/outcome_reward")),
-        bounds=bounds_of(held_out),
-        advantage=str(tables.get("algorithm", {}).get("advantage", "")),
-        took=time_taken(job),
-        lost=losses.count if losses.lost else "",
-    )
-
+from trainer_backend.store.sync_lines import numbers_of
 
 router = page_router()
 
-_GROUPS: dict[str, tuple[str, frozenset[JobState]]] = {
-    "": ("All", frozenset()),
-    "active": ("Under way", ACTIVE | {"queued", "paused"}),
-    "ended": ("Ended", ENDED),
-}
-_SPARK_POINTS = 60
-_MOST_RUNS = 6  # the page has as many colours
+_SORTS = get_args(RunSort)
+_GROUPS: dict[str, frozenset[JobState]] = {"active": ACTIVE | {"queued", "paused"}, "ended": ENDED}
+_TEXT = 400  # characters of a detail; the run's own page has all of it
+_MOST_OVERLAID = 6  # a chart has as many colours
+_MOST_CHOSEN = 30
+_OUTCOME = "eval/outcome_reward"
+_SHOWN = ("episode/outcome_reward", _OUTCOME, f"{_OUTCOME}_low", f"{_OUTCOME}_high")
+_TIMES = "timeline/"  # when a stage began and ended, which tells nothing next to another run
+_KINDS = {"evaluation": "The last evaluation", "iteration": "The last iteration"}
+
+Chosen = Query(default=[])
 
 
 @router.get("/", response_class=HTMLResponse)
-def runs(request: Request, state: str = "", cursor: str | None = None) -> Response:
-    """Show the list of runs, the newest first."""
+def runs(request: Request) -> Response:
+    """Show the list of runs, as the address filters and sorts it."""
     dashboard = dashboard_of(request)
-    if state not in _GROUPS:
-        raise BadAddress(f"state is {state[:40]!r}; known: {', '.join(filter(None, _GROUPS))}")
-    rows = jobs.find(dashboard.store, states=_GROUPS[state][1], cursor=cursor)
-    summaries = reads.summaries(dashboard.store, rows.items, LATEST, sums=(*FAILED, *FINISHED))
-    ids = [job.id for job in rows.items]
-    sparks = reads.series(dashboard.store, ids, [SPARK], points=_SPARK_POINTS) if ids else {}
-    return page(
-        "runs",
-        lines=[run_line(summary, sparks[summary.job.id].get(SPARK)) for summary in summaries],
-        groups=[(key, name) for key, (name, _) in _GROUPS.items()],
-        group=state,
-        address=f"/?state={state}" + (f"&cursor={cursor}" if cursor else ""),
-        cursor=rows.cursor,
-        now=dashboard.clock(),
-        **frame(request, "runs"),
+    values = list_runs(dashboard.store, request.query_params)
+    facets = None if takes_part(request) else count_values(dashboard.store, values["where"])
+    return list_page("runs", now=dashboard.clock(), facets=facets, **values, **frame(request, "runs"))
+
+
+def list_runs(store: Store, params: QueryParams) -> dict[str, Any]:
+    """Return a page of the runs that an address asks for, and those that it names as chosen."""
+    where, (sort, down) = _read_filter(params), read_order(params, _SORTS, "created")
+    rows = reads.run_summaries(
+        store, where, sort=cast(RunSort, sort), descending=down, cursor=params.get("cursor") or None
     )
+    chosen = []
+    for job_id in _limit(params.getlist("run")):
+        with suppress(UnknownJob):  # deleted since
+            chosen.append(jobs.get(store, job_id))
+    ids, shown = [job.id for job in chosen], {row.job.id for row in rows.items}
+    return {
+        "lines": [_describe(row) for row in rows.items],
+        "where": where, "group": params.get("state", "").strip(),
+        "filtered": where != RunFilter(), "sorts": _SORTS,
+        "caption": describe_order(sort, down, "created"),
+        "chosen": [{"id": job.id, "name": job.name, "shown": job.id in shown} for job in chosen],
+        "query": _query(ids), "can_overlay": len(ids) <= _MOST_OVERLAID,
+        "unchosen": f"/?{change_query(params, run=None)}",
+        **link_list("/", params, sort=sort, down=down, sorts=_SORTS, cursor=rows.cursor),
+    }  # fmt: skip
+
+
+def count_values(store: Store, where: RunFilter) -> dict[str, Any]:
+    """Return the values by which the list can be filtered with their numbers of runs; tags by their key."""
+    facets = reads.run_facets(store)
+    tags: dict[str, dict[str, int]] = {key: {} for key in where.tags}
+    for tag, count in facets.tags.items():
+        tags.setdefault(tag.partition("=")[0], {})[tag] = count
+    return {
+        "states": facets.states, "environments": facets.environments, "models": facets.models,
+        "tags": dict(sorted(tags.items())),
+    }  # fmt: skip
+
+
+def _read_filter(params: QueryParams) -> RunFilter:
+    texts = {name: params.get(name, "").strip() for name in ("text", "state", "environment", "model")}
+    state, known = texts["state"], (*_GROUPS, *get_args(JobState))
+    if state and state not in known:
+        raise BadAddress(f"state is {state[:40]!r}; known: {', '.join(known)}")
+    tags = [tag for tag in params.getlist("tag") if tag.strip()]
+    if wrong := next((tag for tag in tags if "=" not in tag), None):
+        raise BadAddress(f"tag is {wrong[:40]!r}; it must be key=value")
+    return RunFilter(
+        text=texts["text"],
+        states=_GROUPS.get(state, frozenset({cast(JobState, state)} if state else ())),
+        environment=texts["environment"] or None,
+        model=texts["model"] or None,
+        tags={key: value for key, _, value in (tag.partition("=") for tag in tags)},
+    )
+
+
+def _limit(job_ids: Sequence[str]) -> list[str]:
+    if len(ids := list(dict.fromkeys(job_ids))) > _MOST_CHOSEN:
+        raise BadAddress(f"{len(ids)} runs are chosen; at most {_MOST_CHOSEN} stand side by side")
+    return ids
+
+
+def _query(job_ids: Sequence[str]) -> str:
+    return "&".join(f"run={job_id}" for job_id in job_ids)
+
+
+def _describe(summary: RunSummary) -> dict[str, Any]:
+    job, held_out, losses = summary.job, summary.evaluated, sum_losses(summary.sums)
+    return {
+        "id": job.id, "name": job.name, "state": job.state, "live": job.state in ACTIVE,
+        "where": f"{folder_of(job)}{'' if job.origin == 'api' else ' · turnwise train'}",
+        "tags": [f"{name}={value}" for name, value in job.tags.items()],
+        "environment": job.environment, "model": job.model,
+        "advantage": str(tables_of(job.config).get("algorithm", {}).get("advantage", "")),
+        "detail": clip(job.detail or "", _TEXT),
+        "done": summary.iteration, "total": iterations_of(job.config) or 0,
+        "outcome": number(summary.latest.get("episode/outcome_reward")),
+        "spark": spark_of(summary.spark, "training outcome"),
+        "held_out": number(held_out.get(_OUTCOME)), "bounds": bounds_of(held_out),
+        "started": job.started, "took": time_taken(job), "finished": summary.finished,
+        "lost": losses.count if losses.lost else "",
+    }  # fmt: skip
 
 
 @router.get("/compare")
-def compare(run: list[str] = Query(default=[])) -> Response:  # noqa: B008 (FastAPI's way)
-    """Redirect from the list's check boxes to the page of the chosen runs."""
+def compare(run: list[str] = Chosen) -> Response:
+    """Redirect from the list's check boxes to the charts of the chosen runs."""
     if not run:
         raise BadAddress("no run is chosen; tick two or more in the list")
     first, *others = run
-    if len(run) > _MOST_RUNS:
-        raise BadAddress(f"{len(run)} runs are chosen; at most {_MOST_RUNS} can be told apart")
+    if len(run) > _MOST_OVERLAID:
+        raise BadAddress(f"{len(run)} runs are chosen; at most {_MOST_OVERLAID} can be told apart")
     return RedirectResponse(
         f"/runs/{first}?" + "&".join(f"with={other}" for other in others), status_code=303
     )
+
+
+@router.get("/compare/numbers", response_class=HTMLResponse)
+def numbers(request: Request, run: list[str] = Chosen) -> Response:
+    """Show the numbers of the chosen runs side by side."""
+    dashboard = dashboard_of(request)
+    values = compare_numbers(dashboard.store, run)
+    return page("numbers", now=dashboard.clock(), **values, **frame(request, "runs"))
+
+
+def compare_numbers(store: Store, job_ids: Sequence[str]) -> dict[str, Any]:
+    """Return a column per run: what it is, the keys that differ, and the numbers of its last rows."""
+    ids = _limit(job_ids)
+    if not ids:
+        raise BadAddress("no run is chosen; tick two or more in the list")
+    rows = [jobs.get(store, job_id) for job_id in ids]
+    summaries = reads.summaries(store, rows, _SHOWN, sums=(*FAILED, *FINISHED))
+    lines = reads.last_lines(store, ids, tuple(_KINDS))
+    tables = []
+    for kind, title in _KINDS.items():
+        last = [lines[job_id].get(kind) for job_id in ids]
+        found = [dict(numbers_of(line.row)) if line is not None else {} for line in last]
+        names = sorted({name for row in found for name in row if not name.startswith(_TIMES)})
+        places = ["" if line is None else f"iteration {line.iteration}" for line in last]
+        if names:
+            tables.append({
+                "title": title, "places": places,
+                "rows": [(name, [number(row.get(name)) for row in found]) for name in names],
+            })  # fmt: skip
+    columns = zip(names_of(rows), map(_describe, summaries), strict=True)
+    return {
+        "runs": [
+            one | {"name": name, "without": _query([other for other in ids if other != one["id"]])}
+            for name, one in columns
+        ],
+        "differs": differing_keys([job.config for job in rows]),
+        "tables": tables, "query": _query(ids), "can_overlay": len(ids) <= _MOST_OVERLAID,
+    }  # fmt: skip

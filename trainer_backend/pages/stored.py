@@ -3,12 +3,12 @@
 import asyncio
 import base64
 import tempfile
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from cachetools import LRUCache
 
@@ -25,21 +25,13 @@ from trainer_backend.job.tables import ServicesTable
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import read_decisions, read_rollout
 
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """The picture after a turn; turn 0 is the start of the episode."""
-
-    turn: int
-    png: bytes
-
-
-FrameSource = Callable[[ServicesTable, Mapping[str, Any], Trajectory, Collection[int]], Sequence[Frame]]
+# Draws the pictures after some turns of an episode, a PNG by turn; turn 0 is the start of the episode.
+FrameSource = Callable[[ServicesTable, Mapping[str, Any], Trajectory, Collection[int]], Mapping[int, bytes]]
 
 
 def played_frames(
     services: ServicesTable, config: Mapping[str, Any], episode: Trajectory, turns: Collection[int]
-) -> Sequence[Frame]:
+) -> dict[int, bytes]:
     """Draw the frames after the given turns on the task apps of [services], or a child process.
 
     A replay asks no policy and no interaction, so a child has none. It blocks, so it needs a thread without
@@ -49,7 +41,7 @@ def played_frames(
         NoPictures: there never are any; any other TrainerError may go away.
     """
 
-    async def frames() -> list[Frame]:
+    async def frames() -> dict[int, bytes]:
         with tempfile.TemporaryDirectory() as folder:
             async with task_apps(services, Path(folder) / "task_app.log") as apps:
                 for client in apps.serving[:-1]:
@@ -62,7 +54,7 @@ def played_frames(
 
 async def replay(
     client: TaskAppClient, episode: Trajectory, turns: Collection[int], *, config: Mapping[str, Any]
-) -> list[Frame]:
+) -> dict[int, bytes]:
     """Let a task app play the episode again, and return the frame after each of the turns.
 
     Raises:
@@ -88,11 +80,10 @@ async def replay(
         raise
     except NoPictures as error:
         raise NoPictures(_draws_none(episode.env_name)) from error
-    return [Frame(frame.turn, base64.b64decode(frame.png)) for frame in frames]
+    return {frame.turn: base64.b64decode(frame.png) for frame in frames}
 
 
-_EPISODES = 12  # in the cache; an episode has some fifty frames of three kilobytes
-_ENVIRONMENTS = 100  # in the cache: those of runs, that draw nothing
+_CACHED = 40  # episodes, of some fifty frames of three kilobytes, and environments that draw nothing
 # Environments of words, and prefixes of such: they draw nothing, so no task app is started to ask.
 WORDS = ("dialogue", "documents", "orders")
 PREFIXES_OF_WORDS = ("agent:", *(f"{name}:" for name, prefix in PREFIXES.items() if not prefix.draws))
@@ -134,14 +125,15 @@ class Frames:
         self, source: FrameSource = played_frames, *, may_run: Callable[[Path], bool] = lambda file: False
     ) -> None:
         self._source, self._may_run = source, may_run
-        self._cache: Cache[Mapping[int, bytes] | str] = Cache(_EPISODES)
-        self._undrawn: Cache[str] = Cache(_ENVIRONMENTS)
+        self._cache: LRUCache[tuple[str, str, int], Mapping[int, bytes] | str] = LRUCache(_CACHED)
+        self._guard = Lock()  # of the cache
         self._lock = asyncio.Lock()
 
     def cached(self, run_dir: Path, rollout: Rollout) -> Mapping[int, bytes] | str | None:
         """Return what the cache has: frames, the reason why there are none, or None."""
-        frames = self._cache.peek((str(run_dir), rollout.rollout_id))
-        return self._undrawn.peek(_environment(run_dir, rollout)) if frames is None else frames
+        keys = (str(run_dir), rollout.rollout_id, 0), _environment(run_dir, rollout)
+        with self._guard:
+            return next((self._cache[key] for key in keys if key in self._cache), None)
 
     async def of(self, run_dir: Path, rollout: Rollout) -> Mapping[int, bytes]:
         """Return a PNG by turn; turn 0 is the start.
@@ -150,36 +142,36 @@ class Frames:
             NoPictures: there never are any; another request does not replay the episode.
             TrainerError: no task app could be started or asked; another request tries again.
         """
-        key = (str(run_dir), rollout.rollout_id)
         # A page asks for several frames at once. One replay draws all; the others wait without a thread, so
         # that the threads stay free for other pages.
         async with self._lock:
-            frames = await asyncio.to_thread(self._cache.get, key, lambda: self._draw(run_dir, rollout))
+            frames = await asyncio.to_thread(self.cached, run_dir, rollout)
+            if frames is None:
+                key = str(run_dir), rollout.rollout_id, 0
+                try:
+                    frames = await asyncio.to_thread(self._draw, run_dir, rollout)
+                except NoPictures as error:  # nor are there any of other episodes
+                    key, frames = _environment(run_dir, rollout), str(error)
+                with self._guard:
+                    self._cache[key] = frames
         if isinstance(frames, str):
             raise NoPictures(frames)
         return frames
 
     def _draw(self, run_dir: Path, rollout: Rollout) -> Mapping[int, bytes] | str:
-        reason = why_undrawn(rollout) or self._undrawn.peek(_environment(run_dir, rollout))
-        if reason:
+        if reason := why_undrawn(rollout):
             return reason
         episode = rollout.trajectory
         assert episode is not None, "why_undrawn names what has none"
-        turns = range(len(episode.steps) + 1)
         named = open_run(run_dir).job()
         # A look at a run must neither execute code that another person's job names, nor send a key to a host
         # of the job.
         plugins = tuple(file for file in named.services.task_plugins if self._may_run(file))
         own = ServicesTable(task_plugins=plugins)
         try:
-            return {
-                frame.turn: frame.png for frame in self._source(own, named.rollout.env_config, episode, turns)
-            }
+            return self._source(own, named.rollout.env_config, episode, range(len(episode.steps) + 1))
         except ReplayDeparts as error:
             return str(error)
-        except NoPictures as error:
-            sentence = str(error)
-            return self._undrawn.get(_environment(run_dir, rollout), lambda: sentence)
         except Refused as error:
             left_out = sorted({*named.services.task_plugins} - {*plugins})
             return _why_refused(error, episode.env_name, left_out)
@@ -203,54 +195,20 @@ def _why_refused(error: Refused, env_name: str, left_out: Sequence[Path]) -> str
     return f"the task app of this page cannot play {env_name!r}: {error.finding.detail}{hint}"
 
 
-Value = TypeVar("Value")
+StoredRollout = tuple[Rollout, list[dict[str, Any]]]
 
 
-class Cache(Generic[Value]):
-    """A thread-safe cache of the `size` last used values; two threads may make one value twice."""
-
-    def __init__(self, size: int) -> None:
-        self._values: LRUCache[Hashable, Value] = LRUCache(size)
-        self._lock = Lock()
-
-    def peek(self, key: Hashable) -> Value | None:
-        """Return the cached value or None."""
-        with self._lock:
-            return self._values.get(key)
-
-    def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """Return the cached value, or make and cache it; an error of `make` is not cached."""
-        with self._lock:
-            if key in self._values:
-                return self._values[key]
-        value = make()
-        with self._lock:
-            self._values[key] = value
-        return value
+def read_stored(path: Path, rollout_id: str) -> StoredRollout:
+    """Return a rollout as it was collected, and the stored columns of its decisions, if it has any."""
+    try:
+        return _read(path, path.stat().st_mtime_ns, rollout_id)
+    except (OSError, RunDirectoryError) as error:
+        raise RunDirectoryError(
+            f"{path} cannot be read for rollout {rollout_id}: {error}",
+            hint="Were the files of this run moved or removed?",
+        ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRollout:
-    """A rollout as it was collected, and the stored columns of its decisions, if it has any."""
-
-    rollout: Rollout
-    columns: list[dict[str, Any]]
-
-
-class StoredRollouts:
-    """Reads rollouts and caches the last ones, since a reader turns from decision to decision."""
-
-    def __init__(self) -> None:
-        self._cache: Cache[StoredRollout] = Cache(8)
-
-    def read(self, path: Path, rollout_id: str) -> StoredRollout:
-        try:
-            key = (str(path), path.stat().st_mtime_ns, rollout_id)
-            return self._cache.get(
-                key, lambda: StoredRollout(read_rollout(path, rollout_id), read_decisions(path, rollout_id))
-            )
-        except (OSError, RunDirectoryError) as error:
-            raise RunDirectoryError(
-                f"{path} cannot be read for rollout {rollout_id}: {error}",
-                hint="Were the files of this run moved or removed?",
-            ) from error
+@lru_cache(maxsize=8)  # a reader turns from decision to decision
+def _read(path: Path, modified_ns: int, rollout_id: str) -> StoredRollout:
+    return read_rollout(path, rollout_id), read_decisions(path, rollout_id)

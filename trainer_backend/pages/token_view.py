@@ -6,9 +6,9 @@ A token has up to three classes, of which the page's style shows one: `a` its ad
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -23,122 +23,57 @@ _FOLD, _ENDS = 400, 60
 # The same for the run of the decision on the page.
 _MOST, _MOST_ENDS = 8000, 4000
 
-# The advantage of each token that a decision t sampled.
-Advantages = Callable[[int], Sequence[float | None]]
 Decode = Callable[[int], str]
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One token."""
-
-    text: str
-    """The token as the tokenizer decodes it alone, or its id without a tokenizer."""
-    kind: str
-    """The classes of its colours."""
-    title: str
-    """Its id, log-prob, advantage and version, for a tooltip."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Adjacent tokens that one decision sampled, or that are context."""
-
-    turn: int | None
-    """Number of the decision; None for context."""
-    tokens: tuple[Token, ...]
-    """The tokens, or the beginning of a folded run."""
-    folded: int = 0
-    """The number of tokens left out between `tokens` and `rest`."""
-    rest: tuple[Token, ...] = ()
-    """The end of a folded run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Further:
-    """The part of a segment before or after the tokens on the page."""
-
-    tokens: int
-    """Its number of tokens."""
-    turn: int
-    """Its nearest decision, whose page shows them."""
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentView:
-    """A segment as it is trained, around one of its decisions."""
-
-    number: int
-    """From 1."""
-    turns: tuple[int, ...]
-    """The decisions that it trains."""
-    length: int
-    """The number of all its tokens; `sampled` of those that are trained."""
-    sampled: int
-    runs: tuple[Run, ...]
-    """The decision, the ones next to it, and the context between and around them."""
-    before: Further | None = None
-    after: Further | None = None
-
-
-class _Place(NamedTuple):
-    """The place of a run: `end` is the token after its last; `turn` is None for context."""
-
-    turn: int | None
-    start: int
-    end: int
+# Adjacent tokens: the turn that sampled them (None: context), the first of them, the one after the last.
+Run = tuple[int | None, int, int]
 
 
 def segment_view(
-    segment: Segment, index: int, *, turn: int, decode: Decode, advantages: Advantages, largest: float
-) -> SegmentView:
+    segment: Segment, index: int, *, turn: int, decode: Decode, advantages: Sequence[Sequence[float]]
+) -> dict[str, Any]:
     """Return the part of a segment that the page of a decision shows.
+
+    `runs` are adjacent tokens that one decision sampled (its `turn`), or context (None): the decision, the
+    ones next to it, and the context around them. Of a folded run `folded` tokens are left out between
+    `tokens` and `rest`. `before` and `after` count the other tokens, and name the decision that shows them.
 
     Args:
         index: the segment's place in the episode, from 0.
         turn: a decision that the segment trains.
-        advantages: of the tokens of a decision t, in their order; None without credit.
-        largest: the largest abs(advantage) of the episode, which is the end of the colours' scale.
+        advantages: of the tokens of each decision of the episode, see `token_advantages`.
     """
-    places = _places(segment)
-    turns = list(dict.fromkeys(place.turn for place in places if place.turn is not None))
-    near, before, after = _around(places, turns, turn)
-    runs = []
-    for place in near:
-        token = _token_maker(segment, place, decode, advantages, largest)
-        most, ends = (_MOST, _MOST_ENDS) if place.turn == turn else (_FOLD, _ENDS)
-        is_folded = place.end - place.start > most
-        head, tail = (place.start + ends, place.end - ends) if is_folded else (place.end, place.end)
-        shown, rest = (tuple(map(token, range(*part))) for part in ((place.start, head), (tail, place.end)))
-        runs.append(Run(place.turn, shown, tail - head, rest))
-    return SegmentView(
-        index + 1, tuple(turns), len(segment), len(segment.logprobs), tuple(runs), before, after
-    )
-
-
-def _places(segment: Segment) -> list[_Place]:
-    places, before = [], 0
-    for t, start, end in assistant_turn_boundaries(segment):
-        places += [_Place(None, before, start), _Place(t + 1, start, end)]
-        before = end
-    places.append(_Place(None, before, len(segment)))
-    return [place for place in places if place.start < place.end]
-
-
-def _around(
-    places: Sequence[_Place], turns: Sequence[int], turn: int
-) -> tuple[Sequence[_Place], Further | None, Further | None]:
-    """Return the runs around a decision, and the parts of the segment before and after them."""
+    runs = _cut(segment)
+    turns = list(dict.fromkeys(sampled for sampled, _, _ in runs if sampled is not None))
     at = turns.index(turn)
-    near = turns[max(0, at - 1) : at + 2]
-    numbers = [number for number, place in enumerate(places) if place.turn in near]
-    first, last = numbers[0], numbers[-1]
-    first -= first > 0 and places[first - 1].turn is None
-    last += last + 1 < len(places) and places[last + 1].turn is None
-    start, end = places[first].start, places[last].end
-    before = Further(start, turns[at - 2]) if start else None
-    after = Further(places[-1].end - end, turns[at + 2]) if end < places[-1].end else None
-    return places[first : last + 1], before, after
+    near = [place for place, run in enumerate(runs) if run[0] in turns[max(0, at - 1) : at + 2]]
+    first, last = near[0], near[-1]
+    first -= first > 0 and runs[first - 1][0] is None
+    last += last + 1 < len(runs) and runs[last + 1][0] is None
+    start, left = runs[first][1], len(segment) - runs[last][2]
+    largest = max((abs(value) for row in advantages for value in row), default=0.0)
+    shown = []
+    for run in runs[first : last + 1]:
+        token = _token_maker(segment, run, decode, advantages, largest)
+        sampled, begin, end = run
+        most, ends = (_MOST, _MOST_ENDS) if sampled == turn else (_FOLD, _ENDS)
+        head, tail = (begin + ends, end - ends) if end - begin > most else (end, end)
+        tokens, rest = ([token(place) for place in range(*part)] for part in ((begin, head), (tail, end)))
+        shown.append({"turn": sampled, "tokens": tokens, "folded": tail - head, "rest": rest})
+    return {
+        "number": index + 1, "turns": turns, "length": len(segment), "sampled": len(segment.logprobs),
+        "runs": shown,
+        "before": {"tokens": start, "turn": turns[at - 2]} if start else None,
+        "after": {"tokens": left, "turn": turns[at + 2]} if left else None,
+    }  # fmt: skip
+
+
+def _cut(segment: Segment) -> list[Run]:
+    runs: list[Run] = []
+    before = 0
+    for t, start, end in assistant_turn_boundaries(segment):
+        runs += [(None, before, start), (t + 1, start, end)]
+        before = end
+    return [run for run in (*runs, (None, before, len(segment))) if run[1] < run[2]]
 
 
 def token_advantages(decisions: Sequence[Mapping[str, object]]) -> list[Sequence[float]]:
@@ -167,50 +102,53 @@ def probability_step(logprob: float) -> int:
 
 
 def _token_maker(
-    segment: Segment, place: _Place, decode: Decode, advantages: Advantages, largest: float
-) -> Callable[[int], Token]:
-    """Return the function that makes a token of this run from its place in the segment."""
-    ids = segment.token_ids
-    if place.turn is None:
-        return lambda at: Token(decode(int(ids[at])), "m0", f"id {ids[at]}, context: not trained")
-    values, count = advantages(place.turn - 1), place.end - place.start
-    if len(values) != count:  # the advantage of a whole decision is that of each of its tokens
-        values = [values[0] if values else None] * count
-    first = int(segment.sampled_positions.searchsorted(place.start))
+    segment: Segment, run: Run, decode: Decode, advantages: Sequence[Sequence[float]], largest: float
+) -> Callable[[int], dict[str, str]]:
+    """Return the function that makes a token of a run from its place: its text, classes and tooltip."""
+    ids, (turn, start, end) = segment.token_ids, run
+    if turn is None:
+        return lambda at: {
+            "text": decode(int(ids[at])), "kind": "m0", "title": f"id {ids[at]}, context: not trained"
+        }  # fmt: skip
+    values: Sequence[float | None] = advantages[turn - 1] if turn <= len(advantages) else ()
+    if len(values) != end - start:  # the advantage of a whole decision is that of each of its tokens
+        values = [values[0] if values else None] * (end - start)
+    first = int(segment.sampled_positions.searchsorted(start))
 
-    def token(at: int) -> Token:
-        n, advantage = first + at - place.start, values[at - place.start]
+    def token(at: int) -> dict[str, str]:
+        n, advantage = first + at - start, values[at - start]
         logprob = float(segment.logprobs[n])
-        kinds, texts = (
-            ["m1", f"p{probability_step(logprob)}"],
-            [f"id {ids[at]}", f"log-prob {signed(logprob)}"],
-        )
-        texts.append(f"probability {number(math.exp(min(0.0, logprob)), 'percent')}")
+        kind, title = f"m1 p{probability_step(logprob)}", f"id {ids[at]}, log-prob {signed(logprob)}"
+        title += f", probability {number(math.exp(min(0.0, logprob)), 'percent')}"
         if advantage is not None:
             step = advantage_step(advantage, largest)
-            kinds.append(f"a{'n' if step < 0 else 'p' if step else ''}{abs(step)}")
-            texts.append(f"advantage {signed(advantage)}")
-        texts.append(f"policy version {int(segment.versions[n])}")
-        return Token(decode(int(ids[at])), " ".join(kinds), ", ".join(texts))
+            kind += f" a{'n' if step < 0 else 'p' if step else ''}{abs(step)}"
+            title += f", advantage {signed(advantage)}"
+        title += f", policy version {int(segment.versions[n])}"
+        return {"text": decode(int(ids[at])), "kind": kind, "title": title}
 
     return token
 
 
-def token_texts(folders: list[Path]) -> Callable[[int], str] | None:
-    """Return the decoder of the first folder with a tokenizer, or None.
+def find_decoder(run_dir: Path) -> Decode:
+    """Return what decodes one token id at a time; without a checkpoint with a tokenizer it shows the id.
 
-    It decodes one id at a time, and a part of a character as the replacement character. It reads the file
-    without torch, whose import would make a page wait.
+    A part of a character becomes the replacement character.
     """
-    path = next((file for folder in folders if (file := folder / "tokenizer.json").exists()), None)
-    if path is None:
-        return None
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception:  # the library raises nothing more precise for a file that is none
-        return None
+    file = next(iter(sorted((run_dir / "checkpoints").glob("iteration_*/tokenizer.json"))), None)
+    tokenizer = None if file is None else _tokenizer(file)
 
     def decode(token_id: int) -> str:
-        return str(tokenizer.decode([token_id], skip_special_tokens=False)) or f"[{token_id}]"
+        text = tokenizer.decode([token_id], skip_special_tokens=False) if tokenizer is not None else ""
+        return str(text) or f"[{token_id}]"
 
     return decode
+
+
+@lru_cache(maxsize=4)
+def _tokenizer(file: Path) -> Tokenizer | None:
+    """Read a tokenizer without torch, whose import would make a page wait; None: the file is none."""
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception:  # the library raises nothing more precise
+        return None

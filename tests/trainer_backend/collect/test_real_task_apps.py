@@ -177,4 +177,4 @@ async def test_one_that_is_not_there_at_the_start_is_told_and_the_other_does_eve
         frames = await asyncio.to_thread(
             played_frames, job.services, job.rollout.env_config, episode, {0, len(episode.steps)}
         )
-    assert [frame.turn for frame in frames] == [0, len(episode.steps)]
+    assert list(frames) == [0, len(episode.steps)]

@@ -12,7 +12,7 @@ from tests.trainer_backend.pages.hand_made import small_run
 from trainer_backend.errors import JobError, TaskAppError
 from trainer_backend.pages.app import router
 from trainer_backend.pages.page import Dashboard, Finding, Findings
-from trainer_backend.pages.stored import Frame, Frames, FrameSource
+from trainer_backend.pages.stored import Frames, FrameSource
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import Credit, read_rollouts, write_rollouts
 from trainer_backend.store import jobs
@@ -76,7 +76,7 @@ def drawn(_services, _config, episode, turns):
     """A picture for each turn; of world 2 nobody draws any."""
     if episode.seed == 2:
         raise TaskAppError("nobody <i>draws</i> this")
-    return [Frame(turn, PNG + str(turn).encode()) for turn in turns]
+    return {turn: PNG + str(turn).encode() for turn in turns}
 
 
 class Shown:

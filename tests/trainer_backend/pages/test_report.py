@@ -15,7 +15,6 @@ from trainer_backend.credit.inspect import find_rollout
 from trainer_backend.credit.recredit import stored_iterations
 from trainer_backend.errors import RunDirectoryError, TaskAppError
 from trainer_backend.pages.report import write_report
-from trainer_backend.pages.stored import Frame
 from trainer_backend.terminal.train_command import tell_end
 
 
@@ -26,7 +25,7 @@ def no_frames(services, config, episode, turns):
 def grey_frames(services, config, episode, turns):
     file = io.BytesIO()
     Image.new("RGB", (9, 9), "grey").save(file, "PNG")
-    return [Frame(turn, file.getvalue()) for turn in sorted(turns)]
+    return dict.fromkeys(sorted(turns), file.getvalue())
 
 
 def told(html):

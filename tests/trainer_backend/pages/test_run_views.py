@@ -19,10 +19,9 @@ from trainer_backend.pages.run_view import (
     seconds_an_iteration,
     success_rates,
 )
-from trainer_backend.pages.runs import run_line
 from trainer_backend.pages.series import spark_of
 from trainer_backend.rundir.state import ProcessRecord, RunState
-from trainer_backend.store.rows import JobRow, RunSummary, Series
+from trainer_backend.store.rows import JobRow, Series
 
 NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 CONFIG = '[job]\nname = "tiny"\n[model]\npreset = "tiny-0.3m"\n[training]\niterations = 20\n'
@@ -40,21 +39,6 @@ def head(job=JOB, state=None, **changes):
 
 def series(*values):
     return Series(tuple(range(1, len(values) + 1)), values, values, values)
-
-
-def test_a_line_of_the_list_says_how_far_a_run_is_and_how_it_does():
-    numbers = {"eval/outcome_reward": 3.0, "eval/outcome_reward_low": 2.5, "eval/outcome_reward_high": 3.5}
-    line = run_line(RunSummary(JOB, 4, NOON, {"episode/outcome_reward": 2.0}, numbers), series(1.0, 2.0))
-    assert (line.where, line.tags, line.done, line.total) == ("tiny-2", ("who=me",), 4, 20)
-    assert (line.outcome, line.held_out, line.bounds) == ("2", "3", "2.5 to 3.5")
-    assert line.spark["points"] == "0.0,23.0 100.0,1.0"
-    assert line.spark["words"] == "training outcome from 1 to 2"
-
-
-def test_a_run_without_a_finished_iteration_has_a_line_too():
-    assert run_line(RunSummary(replace(JOB, started=None), 0, None, {}, {}), None).took == ""
-    line = run_line(RunSummary(replace(JOB, config="not TOML ["), 0, None, {}, {}), None)
-    assert (line.total, line.spark["points"], line.bounds, line.took) == (0, "", "", "")
 
 
 def test_a_curve_of_equal_values_is_a_line_and_one_value_is_none():

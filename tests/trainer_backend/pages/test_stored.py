@@ -22,43 +22,20 @@ from trainer_backend.job.tables import ServicesTable
 from trainer_backend.pages.stored import (
     PREFIXES_OF_WORDS,
     WORDS,
-    Cache,
-    Frame,
     Frames,
-    StoredRollouts,
+    read_stored,
     why_undrawn,
 )
-
-
-def test_the_last_few_are_kept_and_the_one_that_nobody_asked_for_longest_goes_first():
-    made = []
-    kept = Cache(2)
-    for key in ("a", "b", "a", "c", "a", "b"):
-        assert kept.get(key, lambda key=key: made.append(key) or key) == key
-    assert made == ["a", "b", "c", "b"]
-    assert (kept.peek("b"), kept.peek("c")) == ("b", None)
-
-
-def test_what_cannot_be_made_is_tried_again():
-    kept = Cache(2)
-
-    def fail():
-        raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        kept.get("a", fail)
-    assert kept.get("a", lambda: 1) == 1
 
 
 def test_a_file_that_was_written_anew_is_read_anew(tmp_path):
     run = small_run(tiny_job(), tmp_path / "tiny")
     path = run.rollouts_file("iteration_1")
-    stored = StoredRollouts()
-    first = stored.read(path, "r/g0/1/0")
-    assert first is stored.read(path, "r/g0/1/0")
-    assert [columns["reward"] for columns in first.columns] == [1.0, 0.5]
+    first = read_stored(path, "r/g0/1/0")
+    assert first is read_stored(path, "r/g0/1/0")
+    assert [columns["reward"] for columns in first[1]] == [1.0, 0.5]
     path.write_bytes(run.rollouts_file("iteration_2").read_bytes())
-    assert [columns["reward"] for columns in stored.read(path, "r/g0/1/0").columns] == [1.0, 1.0]
+    assert [columns["reward"] for columns in read_stored(path, "r/g0/1/0")[1]] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("what", ["gone", "no parquet", "without it"])
@@ -70,7 +47,7 @@ def test_a_rollout_that_cannot_be_read_is_said_with_its_file(tmp_path, what):
     elif what == "no parquet":
         path.write_bytes(b"PAR1 no")
     with pytest.raises(RunDirectoryError, match=r"iteration_1\.parquet cannot be read for rollout r/none"):
-        StoredRollouts().read(path, "r/none")
+        read_stored(path, "r/none")
 
 
 def changed(item, **changes):
@@ -121,7 +98,7 @@ async def test_an_episode_is_played_once_for_all_its_pictures_and_who_waits_hold
         played.append(list(turns))
         begun.set()
         assert go_on.wait(20)
-        return [Frame(turn, b"png") for turn in turns]
+        return dict.fromkeys(turns, b"png")
 
     shown = Shown(tmp_path, source=source)
     job_id = shown.small(tmp_path / "run")
@@ -152,7 +129,7 @@ async def test_looking_at_a_run_runs_no_code_and_asks_no_host_that_its_job_names
 
     def source(services, config, *_):
         given.append((services, config))
-        return [Frame(0, b"png")]
+        return {0: b"png"}
 
     await Frames(source).of(small_run(job, tmp_path / "tiny").path, rollout(1, [WOOD]))
     assert given == [(ServicesTable(), job.rollout.env_config)]
@@ -184,7 +161,7 @@ async def test_plug_ins_that_may_be_run_are_those_of_the_replay_and_others_are_t
 
 async def test_pictures_that_could_not_be_drawn_are_tried_again(tmp_path):
     run = small_run(tiny_job(), tmp_path / "tiny")
-    answers = [TaskAppError("away"), [Frame(0, b"png")]]
+    answers = [TaskAppError("away"), {0: b"png"}]
 
     def source(*_):
         answer = answers.pop(0)
@@ -235,7 +212,7 @@ async def test_an_episode_that_departs_says_nothing_about_others_of_its_run(tmp_
     def source(_services, _config, episode, turns):
         if episode.seed == 1:
             raise ReplayDeparts("the replay departed")
-        return [Frame(turn, b"png") for turn in turns]
+        return dict.fromkeys(turns, b"png")
 
     frames = Frames(source)
     with pytest.raises(NoPictures, match="departed"):

@@ -144,16 +144,22 @@ document.addEventListener("view", ({ detail }) => {
   renew(parts);
 });
 
-// Until it comes without [data-every]: nothing of it is under way any more.
-function every(part) {
+// Until it comes without [data-every]: nothing of it is under way any more. A filter puts another part in its place.
+function every({ id, dataset }) {
   const round = setInterval(async () => {
     if (document.hidden) return;
-    const { tells } = part.dataset;
+    const part = document.getElementById(id);
+    if (!part?.dataset.every) return clearInterval(round);
     await renew([part]);
-    if (tells) news(tells);
-    if (!part.dataset.every) clearInterval(round);
-  }, Number(part.dataset.every) * 1000);
+    if (part.dataset.tells) news(part.dataset.tells);
+  }, Number(dataset.every) * 1000);
 }
+
+// ---- a list: its order and its ticks belong to the form of its filters, and stand outside of it
+
+document.addEventListener("change", ({ target }) => {
+  if (target.getAttribute("form") === "filters") window.htmx.trigger("#filters", "submit");
+});
 
 // ---- tokens: pointed at, or walked through with the arrow keys; what is known of one stands below
 
