@@ -27,7 +27,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,9 @@ def added(found: Played) -> dict[str, float]:
         metrics.by_policy(requests, rollouts, credits, alpha=schedule.alpha_at(1))
 
     def looking_back(file: Path) -> None:
-        job_parts.planner(learning, "run", asked).after(read_lines(file)).training(LONG + 1)
+        planner = job_parts.planner(learning, "run", asked)
+        allocation = planner.allocation.after(read_lines(file))
+        replace(planner, allocation=allocation).training(LONG + 1)
 
     planned_s = kit.least(lambda: plain.training(1)).cpu_s
     with tempfile.TemporaryDirectory() as folder:

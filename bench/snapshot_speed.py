@@ -30,7 +30,7 @@ from task_app.plugins import default_plug_boards
 from task_app.protocols import ToolRequest
 from task_app.sessions.sessions import EnvironmentSession
 from task_app.sessions.snapshots import EnvironmentSnapshot
-from task_app.snapshots.envelope import Contents, open_envelope, seal
+from task_app.snapshots.envelope import open_envelope, seal
 from task_app.snapshots.starts import Worlds
 
 # The least ratio, or the most milliseconds (DESIGN.md section 7 and issue 4).
@@ -74,7 +74,7 @@ def played(seed: int) -> tuple[crafter.Env, CrafterEnvironment]:
 
 
 def sealed(environment: CrafterEnvironment) -> bytes:
-    return seal("environment", Contents(HEAD, environment.snapshot()), at_most_bytes=MOST)
+    return seal("environment", HEAD, environment.snapshot(), at_most_bytes=MOST)
 
 
 def against_pickle(seeds: range, repetitions: int) -> dict[str, float]:
@@ -102,7 +102,8 @@ def against_pickle(seeds: range, repetitions: int) -> dict[str, float]:
 
 def restored(data: bytes) -> None:
     """Restore an environment from the bytes, up to its observation."""
-    CrafterEnvironment().restore(open_envelope("environment", data, at_most_bytes=MOST).state)
+    _, state = open_envelope("environment", data, at_most_bytes=MOST)
+    CrafterEnvironment().restore(state)
 
 
 async def session_of(seed: int) -> EnvironmentSession:

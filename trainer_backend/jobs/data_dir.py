@@ -24,7 +24,7 @@ from trainer_backend.rundir.lock import holder, run_lock
 from trainer_backend.store import jobs
 from trainer_backend.store.database import JobConflict, Store
 from trainer_backend.store.jobs import refuse_unended
-from trainer_backend.store.rows import JobRow
+from trainer_backend.store.rows import Job
 
 SERVICE = ".service"
 # A run directory with this file was deleted as a job but kept its files; the watcher ignores it.
@@ -53,7 +53,7 @@ class DataDir:
         """Return a unique path for a new job's run; the folder is not created yet."""
         return self.path / f"{name}-{uuid4().hex[:8]}"
 
-    def run_of(self, job: JobRow) -> RunDirectory:
+    def run_of(self, job: Job) -> RunDirectory:
         """Return the run of a posted job. Create it if needed, and complete a half-created one."""
         stored = tomli.loads(job.config)
         stored.get("job", {}).pop("trainer_plugins_sha256", None)  # a run begins with what its start finds
@@ -210,7 +210,7 @@ log = structlog.get_logger("trainer")
 _LOOK_S = 60.0
 
 
-def forget_job(store: Store, data: DataDir, job: JobRow, *, files: bool) -> None:
+def forget_job(store: Store, data: DataDir, job: Job, *, files: bool) -> None:
     """Forget a job; move its run directory to the trash, or keep it but hide it.
 
     A run of `turnwise train` is forgotten only once its directory is gone.

@@ -18,7 +18,7 @@ from trainer_backend.rundir.state import read_state
 from trainer_backend.store import jobs, reads
 from trainer_backend.store.database import StoreUnavailable, UnknownJob
 from trainer_backend.store.metrics import numbers_of
-from trainer_backend.store.rows import ACTIVE, ENDED, JobRow, JobState
+from trainer_backend.store.rows import ACTIVE, ENDED, Job, JobState
 
 _PREFIX = "turnwise_trainer"
 _KINDS = ("iteration", "evaluation")
@@ -30,7 +30,7 @@ _SHOWN_FOR = timedelta(minutes=5)
 def page(service: Service, *, version: str, accept: str) -> Response:
     """Return all metrics in the text format of the request's Accept header. Call it on a thread."""
     counts: Mapping[str, int] | None = None
-    rows: list[tuple[JobRow, Mapping[str, Mapping[str, Any]]]] = []
+    rows: list[tuple[Job, Mapping[str, Mapping[str, Any]]]] = []
     with suppress(StoreUnavailable):
         counts, recent = _read_jobs(service)
         rows = [(job, _last_rows(service, job)) for job in recent]
@@ -45,7 +45,7 @@ def page(service: Service, *, version: str, accept: str) -> Response:
     return metrics_response(everything, accept=accept)
 
 
-def _read_jobs(service: Service) -> tuple[Mapping[str, int], list[JobRow]]:
+def _read_jobs(service: Service) -> tuple[Mapping[str, int], list[Job]]:
     """Return how many jobs have each state, and the jobs that run or have just ended."""
     store, home = service.store, service.data.home
     counts = jobs.counts(store, home)
@@ -55,7 +55,7 @@ def _read_jobs(service: Service) -> tuple[Mapping[str, int], list[JobRow]]:
     return counts, [*running, *(job for job in ended if job.ended is not None and job.ended >= since)]
 
 
-def _last_rows(service: Service, job: JobRow) -> dict[str, Mapping[str, Any]]:
+def _last_rows(service: Service, job: Job) -> dict[str, Mapping[str, Any]]:
     """Return the last row of each kind."""
     try:
         lines = reads.last_lines(service.store, [job.id], _KINDS)[job.id]
@@ -92,7 +92,7 @@ def _so_far(service: Service) -> Iterator[Metric]:
     yield seconds
 
 
-def _of_runs(jobs: Iterable[tuple[JobRow, Mapping[str, Mapping[str, Any]]]]) -> Iterator[Metric]:
+def _of_runs(jobs: Iterable[tuple[Job, Mapping[str, Mapping[str, Any]]]]) -> Iterator[Metric]:
     """Yield every number of the last rows as turnwise_trainer_ROOM_WHAT, and under its common names."""
     families = _Families()
     for job, rows in jobs:
@@ -120,7 +120,7 @@ class _Families:
         self.all: dict[str, GaugeMetricFamily] = {}
         self._samples: set[tuple[str, ...]] = set()
 
-    def add(self, name: str, text: str, value: float, job: JobRow, **more: str) -> None:
+    def add(self, name: str, text: str, value: float, job: Job, **more: str) -> None:
         labels = {"job_id": job.id, "run": job.name, **more}
         while (name, *labels.values()) in self._samples:  # such as of policies `a-b` and `a_b`
             name += "_"

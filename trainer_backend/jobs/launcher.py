@@ -23,7 +23,7 @@ from trainer_backend.jobs.service import Service, find_job, service_of
 from trainer_backend.jobs.submission import Submission, digest_of, resolution, submit
 from trainer_backend.jobs.task_app_trial import Verified, Verify, try_at_task_apps, verify
 from trainer_backend.jobs.views import job_view
-from trainer_backend.store.rows import JobRow, JobView
+from trainer_backend.store.rows import Job, JobView
 
 # Published keys of other backends, by table. They are ignored, and the reply names them.
 NOT_READ = {
@@ -240,6 +240,6 @@ async def verify_task_app(request: Request, body: Verify) -> Verified:
     return await verify(body.endpoint_base_url, service_of(request).settings)
 
 
-async def _view(service: Service, job: JobRow) -> dict[str, Any]:
+async def _view(service: Service, job: Job) -> dict[str, Any]:
     view = await service.ask(job_view, job)
     return {**dict(view), "job_id": job.id, "status": job.state}

@@ -17,7 +17,7 @@ from trainer_backend.learner.calls import KEYS_OF_THE_LEARNER
 from trainer_backend.pages.figures import clip
 from trainer_backend.rundir.files import now
 from trainer_backend.rundir.state import DONE, ERROR, FINAL, append_log, read_state, write_state
-from trainer_backend.store.rows import JobRow, tables_of
+from trainer_backend.store.rows import Job, tables_of
 
 PROCESS_LOG = "process.log"
 _LAST_BYTES = 65_536
@@ -80,7 +80,7 @@ async def start_process(
     return process
 
 
-def last_words(job: JobRow, process: JobProcess) -> Ending:
+def last_words(job: Job, process: JobProcess) -> Ending:
     """Return what a process wrote (job_process.py) before it ended, without what earlier ones wrote."""
     assert process.exit_code is not None, "the words are the last ones once it has ended"
     if job.run_dir is None:
@@ -106,7 +106,7 @@ def _printed_lines(folder: Path, start: int) -> list[str]:
         return []
 
 
-def record_death(job: JobRow, ending: Ending) -> None:
+def record_death(job: Job, ending: Ending) -> None:
     """Write why a process ended that could not write it itself, for readers of the run's files."""
     wrote = ending.state is not None and ending.state.state in FINAL
     if job.run_dir is None or wrote or ending.exit_code == DONE or is_stop(ending.exit_code):

@@ -15,7 +15,7 @@ from trainer_backend.jobs.service import find_job, service_of
 from trainer_backend.rundir.files import object_of
 from trainer_backend.rundir.state import LOG_FILE, LogLine, line_of
 from trainer_backend.store import reads
-from trainer_backend.store.rows import JobRow
+from trainer_backend.store.rows import Job
 
 router = APIRouter(tags=["runs"])
 
@@ -94,7 +94,7 @@ async def show_job_log(request: Request, job_id: str, query: Annotated[LogQuery,
     return await service.ask(_log, await find_job(service, job_id), query)
 
 
-def _log(job: JobRow, query: LogQuery) -> Log:
+def _log(job: Job, query: LogQuery) -> Log:
     if job.run_dir is None:
         return Log(lines=(), next_offset=0)
     piece = read_piece(

@@ -20,7 +20,7 @@ from trainer_backend.jobs.supervisor import Supervisor
 from trainer_backend.jobs.watcher import News, Watcher
 from trainer_backend.store import jobs
 from trainer_backend.store.database import JobConflict, Store, UnknownJob
-from trainer_backend.store.rows import JobRow
+from trainer_backend.store.rows import Job
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -78,7 +78,7 @@ _LONGEST = 64
 _MOST_NAMED = 8
 
 
-async def find_job(service: Service, name: str) -> JobRow:
+async def find_job(service: Service, name: str) -> Job:
     """Find a job by its id, the beginning of its id, or a name that only one job has."""
     try:
         return await service.ask(jobs.get, service.store, name)
@@ -87,7 +87,7 @@ async def find_job(service: Service, name: str) -> JobRow:
     return _only(name, page.items)
 
 
-def refuse_foreign(service: Service, job: JobRow) -> None:
+def refuse_foreign(service: Service, job: Job) -> None:
     """Refuse to act on another service's job: services may share a database, but no disk."""
     if service.supervisor is None:
         raise RunsNoJobs("this service only shows runs (--no-jobs), and so it changes none")
@@ -95,7 +95,7 @@ def refuse_foreign(service: Service, job: JobRow) -> None:
         raise JobConflict(f"job {job.id} is of another trainer service, which has its files; ask that one")
 
 
-def _only(name: str, rows: tuple[JobRow, ...]) -> JobRow:
+def _only(name: str, rows: tuple[Job, ...]) -> Job:
     matches = [job for job in rows if job.name == name]
     if len(name) >= _SHORTEST:
         matches += [job for job in rows if job.id.startswith(name) and job.name != name]

@@ -19,7 +19,7 @@ from trainer_backend.rundir.state import (
 )
 from trainer_backend.store.database import JobConflict
 from trainer_backend.store.jobs import Changes, state_of_run
-from trainer_backend.store.rows import ENDED, JobRow
+from trainer_backend.store.rows import ENDED, Job
 
 # The longest wait before a restart; each waits twice as long as the one before.
 LONGEST_WAIT_S = 60.0
@@ -60,7 +60,7 @@ def is_stop(exit_code: int) -> bool:
     return exit_code in (STOPPED, -signal.SIGTERM)
 
 
-def stays(job: JobRow, exit_code: int) -> bool:
+def stays(job: Job, exit_code: int) -> bool:
     """Return whether a job keeps its state although its process ended during the service's stop.
 
     The next start then continues it, even if its process was killed because it did not save in time.
@@ -68,7 +68,7 @@ def stays(job: JobRow, exit_code: int) -> bool:
     return job.wanted == "run" and exit_code not in (DONE, REFUSED)
 
 
-def outcome_of(job: JobRow, ending: Ending, *, restarts: int, first_wait_s: float, now: datetime) -> Outcome:
+def outcome_of(job: Job, ending: Ending, *, restarts: int, first_wait_s: float, now: datetime) -> Outcome:
     """Return the outcome for a job whose process ended; `restarts` and `first_wait_s` are the settings.
 
     `wanted` of the job's current row may have changed while the process was ending.
@@ -102,7 +102,7 @@ def outcome_of(job: JobRow, ending: Ending, *, restarts: int, first_wait_s: floa
     return Outcome({"code": "restarting", "detail": detail}, restart_in_s=wait_s)
 
 
-def without_process(job: JobRow, now: datetime) -> Changes | None:
+def without_process(job: Job, now: datetime) -> Changes | None:
     """Return the changes for a job that was about to end and has no process."""
     if job.state == "cancelling":
         return {"state": "cancelled", "ended": now}
@@ -135,7 +135,7 @@ def explain(ending: Ending) -> tuple[str, str]:
 Verb = Literal["pause", "resume", "cancel"]
 
 
-def refuse_external(job: JobRow, verb: str) -> None:
+def refuse_external(job: Job, verb: str) -> None:
     """Refuse to control a run of `turnwise train`, which this service only shows."""
     if job.origin == "cli":
         raise JobConflict(
@@ -168,7 +168,7 @@ _VERBS: Mapping[Verb, Mapping[str, Changes]] = {
 }
 
 
-def changes_for(verb: Verb, job: JobRow, now: datetime) -> Changes | None:
+def changes_for(verb: Verb, job: Job, now: datetime) -> Changes | None:
     """Return the changes that a verb makes; None if the job has that state, so requests may repeat."""
     refuse_external(job, verb)
     if job.state not in _VERBS[verb]:
@@ -179,7 +179,7 @@ def changes_for(verb: Verb, job: JobRow, now: datetime) -> Changes | None:
     return {**changes, "ended": now} if changes is _CANCELLED else changes
 
 
-def changes_for_external(job: JobRow, status: RunStatus, *, start: datetime, end: datetime) -> Changes | None:
+def changes_for_external(job: Job, status: RunStatus, *, start: datetime, end: datetime) -> Changes | None:
     """Return the changes for the row of a run that another process trains; None: the row is current.
 
     The state follows from the run's lock and the last state that its process wrote.

@@ -16,7 +16,7 @@ from trainer_backend.jobs.states import Verb, changes_for
 from trainer_backend.pages import page
 from trainer_backend.pages.stored import Frames
 from trainer_backend.store import jobs
-from trainer_backend.store.rows import Job, JobRow
+from trainer_backend.store.rows import Job
 from trainer_backend.terminal.templates import Choices, job_text
 
 # Takes a resolved job's TOML; returns warnings or raises JobError.
@@ -51,7 +51,7 @@ async def resolution(service: Service, submission: Submission) -> Resolution:
 
 async def submit(
     service: Service, submission: Submission, key: str | None, trial: Trial | None = None
-) -> tuple[JobRow, bool, tuple[str, ...]]:
+) -> tuple[Job, bool, tuple[str, ...]]:
     """Check a job and store it; return the job, whether this request made it, and its warnings.
 
     A repeated request gets the job of the accepted one, even if the queue is full now, files are gone, or the
@@ -91,7 +91,7 @@ async def submit(
     return job, is_new, (*resolved.warnings, *trial_warnings)
 
 
-async def apply_verb(service: Service, verb: Verb, job: JobRow) -> JobRow:
+async def apply_verb(service: Service, verb: Verb, job: Job) -> Job:
     """Write a verb into a job's row and return the row; the supervisor acts on it."""
     refuse_foreign(service, job)
     now = service.store.clock()
@@ -120,7 +120,7 @@ class JobsForPages:
         findings = tuple(page.Finding(finding.text, finding.line) for finding in checked.findings)
         return page.Findings(warnings=findings) if checked.ok else page.Findings(errors=findings)
 
-    async def submit(self, text: str, form: str) -> JobRow:
+    async def submit(self, text: str, form: str) -> Job:
         body = _bytes_of(text)
         submission = Submission(body, digest_of(body), media_type="application/toml")
         # The text is part of the key: going back and sending another text makes another job.
@@ -128,7 +128,7 @@ class JobsForPages:
         job, _, _ = await submit(self._service, submission, key)
         return job
 
-    async def control(self, job_id: str, action: page.Action) -> JobRow:
+    async def control(self, job_id: str, action: page.Action) -> Job:
         return await apply_verb(self._service, action, await find_job(self._service, job_id))
 
 

@@ -35,7 +35,7 @@ from trainer_backend.rundir.state import FAILED, is_final
 from trainer_backend.store import jobs
 from trainer_backend.store.database import Store, StoreUnavailable, UnknownJob
 from trainer_backend.store.jobs import Changes
-from trainer_backend.store.rows import ACTIVE, JobRow, JobState
+from trainer_backend.store.rows import ACTIVE, Job, JobState
 
 log = structlog.get_logger("trainer")
 
@@ -182,7 +182,7 @@ class Supervisor:
         else:
             self.slots.pop(job_id, None)
 
-    async def _bring_to_its_end(self, row: JobRow) -> None:
+    async def _bring_to_its_end(self, row: Job) -> None:
         slot = self.slots.get(row.id)
         if slot is None or slot.process is None:  # it crashed, or the service was killed, before the end
             self.slots.pop(row.id, None)
@@ -191,7 +191,7 @@ class Supervisor:
         else:
             slot.process.stop(self._grace_s)
 
-    async def _ensure_process(self, row: JobRow) -> None:
+    async def _ensure_process(self, row: Job) -> None:
         slot = self.slots.get(row.id)
         if self._closing:
             return
@@ -202,7 +202,7 @@ class Supervisor:
         else:  # the limit is lower than before the restart of the service
             await self._change(row.id, lambda job: {"state": "queued"} if job.state == "running" else None)
 
-    async def _start(self, row: JobRow, slot: Slot) -> None:
+    async def _start(self, row: Job, slot: Slot) -> None:
         """Start the process of a running job."""
         self.slots[row.id] = slot
         try:
@@ -267,11 +267,11 @@ class Supervisor:
             "job_ended", job=job_id, exit_code=ending.exit_code, state=outcome.state, detail=outcome.detail
         )
 
-    async def _write_down(self, job_id: str, slot: Slot, ending: Ending) -> JobRow:
+    async def _write_down(self, job_id: str, slot: Slot, ending: Ending) -> Job:
         """Store an ending and return the job; its slot is free afterwards, or waits for the next start."""
         outcome, is_closing = Outcome({}), self._closing
 
-        def decide(job: JobRow) -> Changes | None:
+        def decide(job: Job) -> Changes | None:
             nonlocal outcome
             if job.state not in ACTIVE:  # stored already, by a change whose answer was late
                 return None
@@ -301,14 +301,14 @@ class Supervisor:
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    async def _jobs_in(self, *states: JobState) -> tuple[JobRow, ...]:
+    async def _jobs_in(self, *states: JobState) -> tuple[Job, ...]:
         """Return this service's jobs in these states, oldest first."""
         page = await self._line.ask(
             jobs.find, self._store, states=states, home=self._data.home, origin="api", limit=_MOST_ACTIVE
         )
         return page.items[::-1]
 
-    async def _change(self, job_id: str, decide: Callable[[JobRow], Changes | None]) -> JobRow:
+    async def _change(self, job_id: str, decide: Callable[[Job], Changes | None]) -> Job:
         row = await self._line.ask(jobs.change, self._store, job_id, decide)
         self._news.tell(job_id)
         return row

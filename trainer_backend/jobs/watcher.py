@@ -31,7 +31,7 @@ from trainer_backend.rundir.state import FINAL, LOG_FILE, STATE_FILE, RunStatus,
 from trainer_backend.store import jobs
 from trainer_backend.store.database import JobConflict, Store, StoreUnavailable, UnknownJob
 from trainer_backend.store.jobs import Changes
-from trainer_backend.store.rows import ACTIVE, Job, JobRow
+from trainer_backend.store.rows import ACTIVE, Job
 from trainer_backend.store.sync import sync_run
 
 # Wakes those who wait for news of a job, such as open pages.
@@ -188,12 +188,12 @@ class Watcher:
                 self._sync_prints.pop(job_id, None)
         return [row.id for row in rows if self._boundary(row)]
 
-    def sync(self, row: JobRow) -> None:
+    def sync(self, row: Job) -> None:
         """Sync one run now, whatever was seen before; a fault is logged and counted."""
         if row.run_dir is not None:
             self._sync(row, Path(row.run_dir), _fingerprint(Path(row.run_dir), _SYNC_FILES))
 
-    def _rows(self, *, everything: bool) -> list[JobRow]:
+    def _rows(self, *, everything: bool) -> list[Job]:
         states = () if everything else tuple(ACTIVE)
         page = jobs.find(self._store, states=states, home=self._data.home, limit=_PAGE)
         rows = [*page.items]
@@ -204,7 +204,7 @@ class Watcher:
             rows += page.items
         return rows
 
-    def _boundary(self, row: JobRow) -> bool:
+    def _boundary(self, row: Job) -> bool:
         """Return whether a job has news; an unforeseen error with one job does not hold up the others."""
         try:
             return self._has_news(row)
@@ -215,7 +215,7 @@ class Watcher:
             log.exception("look_failed", job=row.id)
             return False
 
-    def _has_news(self, row: JobRow) -> bool:
+    def _has_news(self, row: Job) -> bool:
         if row.run_dir is None:
             return False
         path = Path(row.run_dir)
@@ -229,7 +229,7 @@ class Watcher:
             news = True
         return news
 
-    def _sync(self, row: JobRow, path: Path, stored: tuple[int, ...]) -> None:
+    def _sync(self, row: Job, path: Path, stored: tuple[int, ...]) -> None:
         started = time.monotonic()
         with self._sync_locks.setdefault(row.id, threading.Lock()):
             try:
@@ -248,13 +248,13 @@ class Watcher:
         self._syncs.inc()
         self._sync_seconds.inc(time.monotonic() - started)
 
-    def _follow(self, row: JobRow, path: Path) -> bool:
+    def _follow(self, row: Job, path: Path) -> bool:
         """Update the row of a run that others train; return whether it changed."""
         status = read_status(path)
         now = self._store.clock()
         start, end = min(now, _time_written(path / "run.json", now)), min(now, _end(status, path, now))
 
-        def decide(job: JobRow) -> Changes | None:
+        def decide(job: Job) -> Changes | None:
             return changes_for_external(job, status, start=start, end=end)
 
         if decide(row) is None:  # without a query: there may be hundreds of old runs
@@ -264,7 +264,7 @@ class Watcher:
         except UnknownJob:
             return False
 
-    def _find(self, paths: Collection[str | None]) -> list[JobRow]:
+    def _find(self, paths: Collection[str | None]) -> list[Job]:
         """Create a row for every run directory without one."""
         rows = []
         for path in self._data.runs():

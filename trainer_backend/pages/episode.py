@@ -20,14 +20,12 @@ from trainer_backend.pages.stored import StoredRollout, read_stored, why_undrawn
 from trainer_backend.pages.token_view import find_decoder, segment_view, token_advantages
 from trainer_backend.store import jobs, reads_rollouts
 from trainer_backend.store.database import Store
-from trainer_backend.store.rows import JobRow, RolloutRow
+from trainer_backend.store.rows import Job, RolloutRow
 
 _ANCHORS_SHOWN = 40
 
 
-def read_episode(
-    store: Store, job_id: str, rollout_id: str
-) -> tuple[JobRow, RolloutRow, Path, StoredRollout]:
+def read_episode(store: Store, job_id: str, rollout_id: str) -> tuple[Job, RolloutRow, Path, StoredRollout]:
     """Return the job of a rollout, its row in the store, its run directory, and the rollout itself."""
     job = jobs.get(store, job_id)
     row = reads_rollouts.rollout(store, job_id, rollout_id)

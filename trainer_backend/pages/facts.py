@@ -11,14 +11,14 @@ from pydantic_core import PydanticUndefined
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import table_model
 from trainer_backend.pages.figures import NONE, duration
-from trainer_backend.store.rows import ENDED, JobRow, tables_of
+from trainer_backend.store.rows import ENDED, Job, tables_of
 
 ABSENT = "absent"
 # The operator sets where runs lie and gateways listen (jobs/posted.py).
 _OF_THE_SERVICE = frozenset({"job.runs_dir", "services.gateway_host"})
 
 
-def chosen_keys(job: JobRow) -> list[tuple[str, str, str]]:
+def chosen_keys(job: Job) -> list[tuple[str, str, str]]:
     """(key, value, default) of every key that is not at its default."""
     keys = [(key, _text(value), _default(*key.split(".", 1))) for key, value in _values(job.config).items()]
     return [(key, value, default) for key, value, default in keys if value != default]
@@ -61,7 +61,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield prefix + key, _text(value)
 
 
-def to_begin_from(job: JobRow) -> str:
+def to_begin_from(job: Job) -> str:
     """Return a TOML for another job like this one: its chosen keys, without those that the service sets."""
     known = tables_of(job.config)
     # [[rollout_only]] stays as it was written, and an optional table such as [warmup] even without a key.
@@ -107,14 +107,14 @@ def _default(table: str, key: str) -> str:
     return _text(default)
 
 
-def time_taken(job: JobRow) -> str:
+def time_taken(job: Job) -> str:
     """The duration of a job that has ended."""
     if job.started is None or job.ended is None or job.state not in ENDED:
         return ""
     return duration(max(job.ended - job.started, timedelta()).total_seconds())
 
 
-def folder_of(job: JobRow) -> str:
+def folder_of(job: Job) -> str:
     """The name of the run directory, or the job's id before there is one."""
     return (job.run_dir or job.id).rstrip("/").rpartition("/")[2]
 

@@ -23,7 +23,7 @@ from trainer_backend.pages import figures
 from trainer_backend.pages.series import table
 from trainer_backend.pages.stored import Frames
 from trainer_backend.store.database import Store
-from trainer_backend.store.rows import JobRow
+from trainer_backend.store.rows import Job
 
 Action = Literal["pause", "resume", "cancel"]
 
@@ -49,7 +49,7 @@ class Jobs(Protocol):
 
     async def check(self, text: str) -> Findings: ...
 
-    async def submit(self, text: str, form: str) -> JobRow:
+    async def submit(self, text: str, form: str) -> Job:
         """Begin the job of a form's text.
 
         Args:
@@ -60,7 +60,7 @@ class Jobs(Protocol):
         """
         ...
 
-    async def control(self, job_id: str, action: Action) -> JobRow:
+    async def control(self, job_id: str, action: Action) -> Job:
         """Pause, resume or cancel a job.
 
         Raises:

@@ -24,7 +24,7 @@ from trainer_backend.pages.panels import Panel
 from trainer_backend.pages.run import View
 from trainer_backend.pages.run_data import chart_data, group_by_section, panels_for, points_for, run_data
 from trainer_backend.pages.run_view import head_of
-from trainer_backend.pages.series import Chart, add_up_axes, curves_of, make_chart, make_curve
+from trainer_backend.pages.series import Chart, add_up_axes, make_chart, make_curve, read_curves
 from trainer_backend.pages.stored import FrameSource, played_frames, why_undrawn
 from trainer_backend.pages.story import EVALUATE_S, Row, Story, read_story
 from trainer_backend.rundir.files import write_errors
@@ -138,7 +138,8 @@ def saved_data(
     Args:
         charts: others, drawn in their sections.
     """
-    curves = [curves_of(story.rows, points=points_for(len(stories))) for story in stories]
+    points = points_for(len(stories))
+    curves = [read_curves(story.directory.metrics_file, points=points) for story in stories]
     runs = [story.as_run(own) for story, own in zip(stories, curves, strict=True)]
     metrics = {key for own in curves for key in own}
     panels, rest = panels_for(runs, metrics)

@@ -10,7 +10,8 @@ from trainer_backend.collect.losses import FAILED
 from trainer_backend.pages.address import describe_order, link_list, read_filter, read_order
 from trainer_backend.pages.page import dashboard_of, list_page, page_router, takes_part
 from trainer_backend.pages.run import run_frame
-from trainer_backend.pages.run_view import MOST_LOSSES, list_losses
+from trainer_backend.pages.run_data import MOST_LOSSES
+from trainer_backend.pages.run_view import list_losses
 from trainer_backend.store import reads, reads_rollouts
 from trainer_backend.store.database import Store
 from trainer_backend.store.reads_rollouts import RolloutFilter, RolloutSort

@@ -29,7 +29,7 @@ from trainer_backend.pages.timeline import SHOWN
 from trainer_backend.rundir.state import LOG_FILE, LogLine, read_log, read_state
 from trainer_backend.store import jobs, reads
 from trainer_backend.store.database import Store
-from trainer_backend.store.rows import ENDED, JobRow, Series
+from trainer_backend.store.rows import ENDED, Job, Series
 
 router = page_router()
 
@@ -151,7 +151,7 @@ def log(request: Request, job_id: str) -> Response:
     return page("log", lines=lines, skipped=skipped, **run_frame(request, job_id, "log"))
 
 
-def _log_of(job: JobRow, last: int) -> tuple[list[LogLine], int]:
+def _log_of(job: Job, last: int) -> tuple[list[LogLine], int]:
     return read_log(Path(job.run_dir), last=last) if job.run_dir else ([], 0)
 
 
@@ -168,7 +168,7 @@ def _runs(store: Store, job_id: str, others: Sequence[str]) -> list[Run]:
     ]
 
 
-def _whole_run(store: Store, job: JobRow) -> Run:
+def _whole_run(store: Store, job: Job) -> Run:
     """Read what the page of one run shows but for its curves."""
     lines = {
         line.number: line
@@ -218,13 +218,13 @@ def _by_iteration(series: Mapping[str, Series]) -> dict[int, dict[str, float]]:
     return rows
 
 
-def names_of(runs: Sequence[JobRow]) -> list[str]:
+def names_of(runs: Sequence[Job]) -> list[str]:
     """Name each run by its job, or by its folder if another run has the same job name."""
     names = [job.name for job in runs]
     return [job.name if names.count(job.name) == 1 else folder_of(job) for job in runs]
 
 
-def _place(store: Store, job: JobRow) -> str:
+def _place(store: Store, job: Job) -> str:
     """The end of the store's rows and of the log, in the form of an event id (jobs/events.py)."""
     lines = reads.last_lines(store, [job.id], KINDS)[job.id].values()
     row, size = max((line.number for line in lines), default=0), 0

@@ -34,7 +34,7 @@ from trainer_backend.pages.run_view import (
 )
 from trainer_backend.pages.series import Axes, Curves, chart_of, place_on_axes
 from trainer_backend.pages.timeline import SHOWN, timeline_of
-from trainer_backend.store.rows import CheckpointRow, JobRow, Series
+from trainer_backend.store.rows import CheckpointRow, Job, Series
 
 KINDS = get_args(Kind)
 MOST_LOSSES = 50  # stages that the page lists
@@ -45,7 +45,7 @@ _POINTS, _LEAST_POINTS = 400, 100  # a chart is some 400 pixels wide
 class Run:
     """A run to show."""
 
-    job: JobRow
+    job: Job
     name: str
     """No other run of the page has it."""
     rows: Sequence[Mapping[str, Any]]

@@ -12,7 +12,7 @@ from trainer_backend.pages.figures import NONE, ago, interval, number, roughly, 
 from trainer_backend.pages.panels import Form
 from trainer_backend.pages.series import spark_of
 from trainer_backend.rundir.state import ProcessRole, RunState
-from trainer_backend.store.rows import ACTIVE, JobRow, Series, iterations_of, tables_of
+from trainer_backend.store.rows import ACTIVE, Job, Series, iterations_of, tables_of
 
 Row = Mapping[str, Any]
 Figure = tuple[str, str, str]
@@ -26,7 +26,7 @@ _ACTIONS = {
 
 
 def head_of(
-    job: JobRow,
+    job: Job,
     state: RunState | None,
     *,
     iteration: int,
@@ -69,7 +69,7 @@ def seconds_an_iteration(times: Mapping[str, Series]) -> float | None:
     return sum(sum(values) / len(values) for values in last) if last else None
 
 
-def _progress(job: JobRow, state: RunState | None, done: int, total: int, rate_s: float | None) -> str:
+def _progress(job: Job, state: RunState | None, done: int, total: int, rate_s: float | None) -> str:
     parts = [f"{done} of {total} iterations" if total else f"{done} iterations"]
     if job.state not in ACTIVE:
         return parts[0]
@@ -80,7 +80,7 @@ def _progress(job: JobRow, state: RunState | None, done: int, total: int, rate_s
     return " · ".join(parts)
 
 
-def _facts(job: JobRow, state: RunState | None, now: datetime, losses: Losses) -> list[tuple[str, str]]:
+def _facts(job: Job, state: RunState | None, now: datetime, losses: Losses) -> list[tuple[str, str]]:
     tables = tables_of(job.config)
     model, rollout = tables.get("model", {}), tables.get("rollout", {})
     facts = [

@@ -21,11 +21,12 @@ from trainer_backend.pages.page import (
     page_router,
     takes_part,
 )
-from trainer_backend.pages.run import names_of
+from trainer_backend.pages.run import MOST_RUNS, names_of
 from trainer_backend.pages.run_view import bounds_of
 from trainer_backend.pages.series import spark_of
 from trainer_backend.store import jobs, reads
 from trainer_backend.store.database import Store, UnknownJob
+from trainer_backend.store.metrics import numbers_of
 from trainer_backend.store.rows import (
     ACTIVE,
     ENDED,
@@ -36,14 +37,12 @@ from trainer_backend.store.rows import (
     iterations_of,
     tables_of,
 )
-from trainer_backend.store.sync_lines import numbers_of
 
 router = page_router()
 
 _SORTS = get_args(RunSort)
 _GROUPS: dict[str, frozenset[JobState]] = {"active": ACTIVE | {"queued", "paused"}, "ended": ENDED}
 _TEXT = 400  # characters of a detail; the run's own page has all of it
-_MOST_OVERLAID = 6  # a chart has as many colours
 _MOST_CHOSEN = 30
 _OUTCOME = "eval/outcome_reward"
 _SHOWN = ("episode/outcome_reward", _OUTCOME, f"{_OUTCOME}_low", f"{_OUTCOME}_high")
@@ -79,7 +78,7 @@ def list_runs(store: Store, params: QueryParams) -> dict[str, Any]:
         "filtered": where != RunFilter(), "sorts": _SORTS,
         "caption": describe_order(sort, down, "created"),
         "chosen": [{"id": job.id, "name": job.name, "shown": job.id in shown} for job in chosen],
-        "query": _query(ids), "can_overlay": len(ids) <= _MOST_OVERLAID,
+        "query": _query(ids), "can_overlay": len(ids) <= MOST_RUNS,
         "unchosen": f"/?{change_query(params, run=None)}",
         **link_list("/", params, sort=sort, down=down, sorts=_SORTS, cursor=rows.cursor),
     }  # fmt: skip
@@ -148,8 +147,8 @@ def compare(run: list[str] = Chosen) -> Response:
     if not run:
         raise BadAddress("no run is chosen; tick two or more in the list")
     first, *others = run
-    if len(run) > _MOST_OVERLAID:
-        raise BadAddress(f"{len(run)} runs are chosen; at most {_MOST_OVERLAID} can be told apart")
+    if len(run) > MOST_RUNS:
+        raise BadAddress(f"{len(run)} runs are chosen; at most {MOST_RUNS} can be told apart")
     return RedirectResponse(
         f"/runs/{first}?" + "&".join(f"with={other}" for other in others), status_code=303
     )
@@ -189,5 +188,5 @@ def compare_numbers(store: Store, job_ids: Sequence[str]) -> dict[str, Any]:
             for name, one in columns
         ],
         "differs": differing_keys([job.config for job in rows]),
-        "tables": tables, "query": _query(ids), "can_overlay": len(ids) <= _MOST_OVERLAID,
+        "tables": tables, "query": _query(ids), "can_overlay": len(ids) <= MOST_RUNS,
     }  # fmt: skip

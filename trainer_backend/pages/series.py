@@ -10,11 +10,12 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from trainer_backend.pages.figures import number
 from trainer_backend.pages.panels import Form, Line, Panel
-from trainer_backend.store.metrics import numbers_of
+from trainer_backend.store.metrics import MetricsFile, thin_together
 from trainer_backend.store.rows import Series
 
 Key = tuple[str, str]  # (kind, metric)
@@ -91,26 +92,11 @@ def _rounded(values: Values) -> list[float | None]:
     return [None if value is None else round(value, digits) for value in values]
 
 
-def curves_of(rows: Iterable[Mapping[str, Any]], *, points: int) -> Curves:
-    """Make the curves of a run from its rows of metrics, thinned in the same way as in the store."""
-    values: dict[Key, dict[int, float]] = {}
-    for row in rows:
-        for name, value in numbers_of(row):
-            values.setdefault((row["kind"], name), {})[row["iteration"]] = value
-    last = max((at for known in values.values() for at in known), default=0)
-    return {key: _thinned(known, last // points + 1) for key, known in values.items()}
-
-
-def _thinned(values: Mapping[int, float], stride: int) -> Series:
-    """Replace every `stride` iterations by their mean, minimum and maximum."""
-    stretches: dict[int, list[int]] = {}
-    for at in sorted(values):
-        stretches.setdefault(at // stride, []).append(at)
-    each = [[values[at] for at in stretch] for stretch in stretches.values()]
-    return Series(
-        tuple(stretch[-1] for stretch in stretches.values()),
-        tuple(sum(of) / len(of) for of in each), tuple(map(min, each)), tuple(map(max, each)),
-    )  # fmt: skip
+def read_curves(path: Path, *, points: int) -> Curves:
+    """Read the curves of a run from its metrics.jsonl, as the store gives them to the service's pages."""
+    file = MetricsFile(path)
+    file.read()
+    return thin_together({key: file.points(*key) for key in file.curves}, points)
 
 
 # Metrics of an iteration that the horizontal axes are made of.

@@ -21,8 +21,8 @@ from trainer_backend.rundir.data_record import DataRecord, read_record
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.state import read_status
 from trainer_backend.store.jobs import state_of_run
-from trainer_backend.store.rows import JobRow
-from trainer_backend.store.sync import checkpoint_rows
+from trainer_backend.store.reads import checkpoint_rows
+from trainer_backend.store.rows import Job
 
 Row = Mapping[str, Any]
 
@@ -137,14 +137,13 @@ class Story:
         path = self.directory.rollouts_file(name)
         return path if path.exists() else None
 
-    def job_row(self) -> JobRow:
+    def job_row(self) -> Job:
         """Return the job as a service's store would have it, created now."""
         directory = self.directory
         state, code, detail = state_of_run(read_status(directory.path))
-        return JobRow(
-            number=0, id="", name=self.name, state=state, wanted="run", config=self.config,
-            run_dir=str(directory.path), run_id=directory.run_id, origin="cli", home="", tags={}, attempt=1,
-            created=datetime.now(UTC), started=None, ended=None, code=code, detail=detail, version=0,
+        return Job(
+            name=self.name, state=state, config=self.config, run_dir=str(directory.path),
+            run_id=directory.run_id, origin="cli", home="", attempt=1, created=datetime.now(UTC), code=code, detail=detail, version=0,
         )  # fmt: skip
 
     def as_run(self, curves: Curves) -> Run:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from trainer_backend.store.rows import MetricLine, Series
 
 METRICS_FILE = "metrics.jsonl"
 Row = Mapping[str, Any]
+Key = TypeVar("Key")
 # A digest of the last bytes before the mark: if it is equal, the file has only grown.
 _TAIL = 256
 # Of all files in memory together. A row of a hundred numbers has some 3 kB, and its points as much again.
@@ -240,6 +241,12 @@ def thin(curve: Points, stride: int) -> Series:
         tuple(np.minimum.reduceat(of_N, begins).tolist()),
         tuple(np.maximum.reduceat(of_N, begins).tolist()),
     )
+
+
+def thin_together(curves: Mapping[Key, Points], points: int) -> dict[Key, Series]:
+    """Reduce curves to `points` or fewer by the same intervals, so that they can be laid over one another."""
+    last = max((curve.iterations_N[-1] for curve in curves.values()), default=0)
+    return {key: thin(curve, last // max(points, 1) + 1) for key, curve in curves.items()}
 
 
 class MetricsFiles:

@@ -16,7 +16,7 @@ from sqlalchemy import ColumnElement, Text, and_, cast, func, or_, select
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint, whole_checkpoints
 from trainer_backend.store.database import Store, UnknownJob
 from trainer_backend.store.jobs import job_row
-from trainer_backend.store.metrics import METRICS_FILE, Mark, MetricsFile, thin
+from trainer_backend.store.metrics import METRICS_FILE, Mark, MetricsFile, Points, thin_together
 from trainer_backend.store.paging import cursor_of, sort_page
 from trainer_backend.store.rows import (
     ALL_RUNS,
@@ -178,15 +178,16 @@ def series(
         points: the maximum per curve; longer curves are reduced to means of intervals, with their bounds.
     """
     starts = tuple(name[:-1] for name in names if name.endswith("/*"))
-    curves = {}
+    curves: dict[tuple[str, str], Points] = {}
     for job_id, run in _runs(store, job_ids).items():
         with _metrics(store, run) as (file, _):
-            found = sorted(name for of, name in file.curves if of == kind)
-            chosen = [name for name in found if name in names or name.startswith(starts)]
-            curves[job_id] = {name: file.points(kind, name) for name in chosen}
-    last = max((of.iterations_N[-1] for found in curves.values() for of in found.values()), default=0)
-    stride = last // max(points, 1) + 1
-    return {job: {name: thin(of, stride) for name, of in found.items()} for job, found in curves.items()}
+            for name in sorted(name for of, name in file.curves if of == kind):
+                if name in names or name.startswith(starts):
+                    curves[job_id, name] = file.points(kind, name)
+    found: dict[str, dict[str, Series]] = {job_id: {} for job_id in job_ids}
+    for (job_id, name), curve in thin_together(curves, points).items():
+        found[job_id][name] = curve
+    return found
 
 
 def metric_lines(

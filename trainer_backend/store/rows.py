@@ -273,8 +273,3 @@ def iterations_of(config: str) -> int | None:
     table = tables_of(config).get("training")
     iterations = table.get("iterations") if isinstance(table, Mapping) else None
     return iterations if isinstance(iterations, int) else None
-
-
-# Names of branches that began before; to go at the merge.
-JobRow = Job
-NewJob = Job

@@ -23,7 +23,7 @@ from trainer_backend.jobs.supervisor import Supervisor
 from trainer_backend.jobs.watcher import News, Watcher
 from trainer_backend.store import jobs
 from trainer_backend.store.database import Store, open_store, utc_now
-from trainer_backend.store.rows import Job, JobRow
+from trainer_backend.store.rows import Job
 
 CONFIG = dump_job(tiny_job())
 
@@ -59,7 +59,7 @@ class House:
         new = Job(name=plays, config=config, home=self.data.home, run_dir=str(self.data.new_run_dir(plays)))
         return jobs.create(self.store, new)[0].id
 
-    def row(self, job_id: str) -> JobRow:
+    def row(self, job_id: str) -> Job:
         return jobs.get(self.store, job_id)
 
     def folder(self, job_id: str) -> Path:

@@ -17,7 +17,7 @@ from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import Credit, read_rollouts, write_rollouts
 from trainer_backend.store import jobs
 from trainer_backend.store.database import JobConflict, Store, open_store
-from trainer_backend.store.rows import Job, JobRow
+from trainer_backend.store.rows import Job
 from trainer_backend.store.sync import sync_run
 
 NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
@@ -58,13 +58,13 @@ class DeskOfTests:
             return Findings(errors=(Finding("wrong <b>is</b> not a key", line=2),))
         return Findings(warnings=(Finding("[compute] is not read"),) if "compute" in text else ())
 
-    async def submit(self, text: str, form: str) -> JobRow:
+    async def submit(self, text: str, form: str) -> Job:
         if "wrong" in text:
             raise JobError("wrong is not a key")
         self.submitted.append((text, form))
         return jobs.create(self.store, Job(name="new", config=text, home="h"))[0]
 
-    async def control(self, job_id: str, action: str) -> JobRow:
+    async def control(self, job_id: str, action: str) -> Job:
         job = jobs.get(self.store, job_id)
         if job.state == "succeeded":
             raise JobConflict(f"job {job_id} is succeeded, so there is nothing to {action}")

@@ -21,11 +21,11 @@ from trainer_backend.pages.run_view import (
 )
 from trainer_backend.pages.series import spark_of
 from trainer_backend.rundir.state import ProcessRecord, RunState
-from trainer_backend.store.rows import JobRow, Series
+from trainer_backend.store.rows import Job, Series
 
 NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 CONFIG = '[job]\nname = "tiny"\n[model]\npreset = "tiny-0.3m"\n[training]\niterations = 20\n'
-JOB = JobRow(
+JOB = Job(
     number=1, id="a1", name="tiny", state="running", wanted="run", config=CONFIG, run_dir="/runs/tiny-2",
     run_id="r", origin="api", home="h", tags={"who": "me"}, attempt=1, created=NOON,
     started=NOON - timedelta(minutes=3), ended=None, code=None, detail=None, version=1,

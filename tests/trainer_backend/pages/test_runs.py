@@ -9,7 +9,7 @@ from tests.trainer_backend.pages.shown import Shown
 from trainer_backend.pages.page import BadAddress
 from trainer_backend.pages.runs import compare_numbers, count_values, list_runs
 from trainer_backend.store import jobs
-from trainer_backend.store.rows import RunFilter
+from trainer_backend.store.rows import Job, RunFilter
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_an_address_that_cannot_be_read_is_refused(shown: Shown):
 
 def test_a_long_list_is_turned_page_by_page(shown: Shown):
     for number in range(60):
-        jobs.create(shown.store, jobs.NewJob(name=f"run {number:02}", config="", home="h"))
+        jobs.create(shown.store, Job(name=f"run {number:02}", config="", home="h"))
     first = list_runs(shown.store, QueryParams("sort=name&down=0"))
     assert (len(first["lines"]), first["lines"][-1]["name"], first["paged"]) == (50, "run 49", False)
     later = list_runs(shown.store, QueryParams(first["later"].partition("?")[2]))

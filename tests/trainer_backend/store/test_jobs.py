@@ -14,10 +14,10 @@ from trainer_backend.store.database import (
     UnknownCursor,
     UnknownJob,
 )
-from trainer_backend.store.rows import Job, JobRow
+from trainer_backend.store.rows import Job
 
 
-def made(store: Store, name: str = "a", **given) -> JobRow:
+def made(store: Store, name: str = "a", **given) -> Job:
     return jobs.create(store, Job(name=name, config="", home="here", **given))[0]
 
 
@@ -111,7 +111,7 @@ def test_a_decision_may_be_to_change_nothing(store: Store):
 def test_what_a_decision_raises_leaves_the_job_as_it_was(store: Store):
     job = made(store)
 
-    def refuse(found: JobRow) -> jobs.Changes:
+    def refuse(found: Job) -> jobs.Changes:
         raise JobConflict("not now")
 
     with pytest.raises(JobConflict, match="not now"):

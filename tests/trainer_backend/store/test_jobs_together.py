@@ -8,7 +8,7 @@ import pytest
 
 from trainer_backend.store import jobs
 from trainer_backend.store.database import IdempotencyConflict, JobChanged, Store, open_store
-from trainer_backend.store.rows import Job, JobRow
+from trainer_backend.store.rows import Job
 
 THREADS = 6
 
@@ -28,7 +28,7 @@ Together = Callable[[int, Callable[[int], Any]], list[Any]]
 def test_each_queued_job_is_claimed_by_one(stores: tuple[Store, Store], together: Together):
     made = [jobs.create(stores[0], Job(name=str(n), config="", home="here"))[0].id for n in range(30)]
 
-    def claim_all(number: int) -> list[JobRow]:
+    def claim_all(number: int) -> list[Job]:
         found = []
         while (job := jobs.claim(stores[number % 2], "here")) is not None:
             found.append(job)
