@@ -143,7 +143,8 @@ class Story:
         state, code, detail = state_of_run(read_status(directory.path))
         return Job(
             name=self.name, state=state, config=self.config, run_dir=str(directory.path),
-            run_id=directory.run_id, origin="cli", home="", attempt=1, created=datetime.now(UTC), code=code, detail=detail, version=0,
+            run_id=directory.run_id, origin="cli", home="", attempt=1, created=datetime.now(UTC), code=code,
+            detail=detail, version=0,
         )  # fmt: skip
 
     def as_run(self, curves: Curves) -> Run:
