@@ -171,7 +171,7 @@ def judge_metrics(run: RunDirectory, place: Installation, job_id: str, seen: See
 
 
 def judge_store(run: RunDirectory, store: Store, job_id: str, seen: Seen) -> None:
-    """Check that the store has each rollout of the run directory once, and knows the learned ones."""
+    """Check that the store has each rollout of the run directory once."""
     written = Counter(
         (file.name, item.rollout_id, item.status)
         for file in rollout_files(run.path)
@@ -182,9 +182,6 @@ def judge_store(run: RunDirectory, store: Store, job_id: str, seen: Seen) -> Non
         "the store's rollouts",
         holds=Counter((row.file, row.rollout_id, row.status) for row in rows) == written,
     )
-    consumed = {name: line.iteration for line in read_ledger(run.path) for name in line.rollout_ids}
-    told = {row.rollout_id: reads_rollouts.learning_iteration(store, job_id, row.rollout_id) for row in rows}
-    seen.hold("the store's ledger", holds={name: n for name, n in told.items() if n is not None} == consumed)
 
 
 def every_rollout(store: Store, job_id: str) -> list[RolloutRow]:

@@ -20,6 +20,7 @@ from shared_schemas.rollouts import Rollout, RolloutPage, RolloutRequest
 from shared_schemas.trajectory import Sampling, Trajectory
 from trainer_backend import job_parts
 from trainer_backend.collect.apps import TaskApps
+from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.plan import Inference
 from trainer_backend.inference.pool import ReplicaPool
@@ -98,11 +99,12 @@ class SimulatedGateway:
         )
 
 
-class SimulatedTaskApp:
-    """What the dispatcher takes for the client of a task app: episodes on one core."""
+class SimulatedTaskApp(TaskAppClient):
+    """A task app that plays its episodes here, on one core."""
 
     def __init__(self, number: int, run: "SimulatedRun") -> None:
-        self.url, self.core, self._run = f"http://task-app-{number}", Core(), run
+        super().__init__(f"http://task-app-{number}", SecretStr(""), timeout_s=_FOR_EVER_S)
+        self.core, self._run = Core(), run
         self._ended: deque[Rollout] = deque()
         self._any_ended, self._tasks = asyncio.Event(), set[asyncio.Task[None]]()
 
@@ -191,7 +193,7 @@ class SimulatedRun:
         actor = Inference(first, "run/actor", SecretStr("key"), other_urls=tuple(others))
         self._planner = job_parts.planner(self.job, "run", actor)
         self._apps = [SimulatedTaskApp(number, self) for number in range(cluster.task_apps)]
-        task_apps = TaskApps.of(self._apps)  # type: ignore[arg-type]
+        task_apps = TaskApps.of(self._apps)
         for app in task_apps.members:
             app.at_most = -(-cluster.places // cluster.task_apps)
         self._dispatcher = Dispatcher(task_apps, timeout_s=_FOR_EVER_S, max_running=cluster.places)
