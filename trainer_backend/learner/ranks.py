@@ -67,6 +67,10 @@ class Ranks:
             number = first + self.index
             yield pieces[min(number, len(pieces) - 1)], number < len(pieces)
 
+    def sums_by_rank(self, sizes: Sequence[int]) -> list[int]:
+        """[ranks] what each rank gets by `own_pieces`, of pieces of these sizes, but what does not count."""
+        return [sum(sizes[index :: self.count]) for index in range(self.count)]
+
     def in_order(self, own: Sequence[Item]) -> list[Item]:
         """What all ranks found for the pieces that count, in the order of the pieces; alike on every rank."""
         if not self.are_several:

@@ -268,7 +268,7 @@ class PolicyUpdate:
         pieces = self._pieces(batch, rows, is_first=is_first)
         if ranks.are_several:
             tokens = [int(piece.packed.segment_ids_BL.count_nonzero()) for piece in pieces]
-            self._tokens_by_rank += [sum(tokens[rank :: ranks.count]) for rank in range(ranks.count)]
+            self._tokens_by_rank += ranks.sums_by_rank(tokens)
         with stepping(model):
             for piece, counts in ranks.own_pieces(pieces):
                 with torch.set_grad_enabled(moved <= drift_limit):
