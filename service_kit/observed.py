@@ -174,7 +174,8 @@ def metrics_response(collect: Callable[[], Iterable["Metric"]], *, accept: str) 
         def collect(self) -> Iterable["Metric"]:
             return collect()
 
-    disable_created_metrics()  # a second series of each counter, which tells only when the service began
+    # Otherwise each counter has a second series, which tells only when the service began.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Service())
     ProcessCollector(registry=registry)
