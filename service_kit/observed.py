@@ -87,8 +87,9 @@ class Requests:
 class RequestObserver:
     """Wraps the app; it reads no body, and stores only counts.
 
-    An id must neither be one of the keys nor hold one. Replies of `streams` end when clients leave, so their
-    duration means nothing.
+    Args:
+        keys: an id must neither be one of them nor hold one.
+        streams: routes whose replies end when clients leave, so their duration means nothing.
     """
 
     def __init__(self, app: ASGIApp, *, requests: Requests, keys: Keys, streams: Iterable[str] = ()) -> None:
@@ -173,7 +174,8 @@ def metrics_response(collect: Callable[[], Iterable["Metric"]], *, accept: str) 
         def collect(self) -> Iterable["Metric"]:
             return collect()
 
-    disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series of each counter, which tells only when the service began
+    # Otherwise each counter has a second series, which tells only when the service began.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Service())
     ProcessCollector(registry=registry)
