@@ -58,7 +58,8 @@ def upgrade() -> None:
     if sa.inspect(op.get_bind()).has_table("jobs"):
         _convert()
     else:
-        _create()
+        _create_jobs()
+        _create_index()
 
 
 def downgrade() -> None:
@@ -71,7 +72,7 @@ def _refer(column: str, table: str) -> sa.Column[int]:
     return sa.Column(column, sa.Integer, sa.ForeignKey(f"{table}.number", ondelete="CASCADE"), nullable=False)
 
 
-def _create() -> None:
+def _create_jobs() -> None:
     op.create_table(
         "jobs",
         sa.Column("number", sa.Integer, primary_key=True),
@@ -98,6 +99,9 @@ def _create() -> None:
         sa.UniqueConstraint("home", "idempotency_key", name="uq_jobs_home_idempotency_key"),
         sqlite_autoincrement=True,
     )
+
+
+def _create_index() -> None:
     op.create_table(
         "synced_files",
         sa.Column("number", sa.Integer, primary_key=True),
