@@ -35,11 +35,8 @@ class Controlled(Protocol):
 
 
 class ControlledGateway:
-    """An ASGI app: the gateway, and the control routes.
-
-    Args:
-        verify: checks the policies beside the actor, and returns a line for each.
-        key: of the control routes; the gateway's own key opens none of them.
+    """An ASGI app: the gateway, and the control routes, by a key of their own, which the gateway's does not
+    open. `verify` checks the policies beside the actor, and returns a line for each.
     """
 
     def __init__(

@@ -164,9 +164,7 @@ class Rotation:
 class Stream:
     """The residual stream of one pass, and what is computed of it between products, by torch's operators.
 
-    Args:
-        residual_TW: float32, changed in place.
-        turns: of all positions.
+    `residual_TW` is float32 and changed in place; `turns` are of all positions.
     """
 
     def __init__(self, residual_TW: Tensor, turns: Rotation, positions_T: Tensor) -> None:
@@ -262,10 +260,8 @@ class Layer:
 class Decoder:
     """The forward pass of a model. It computes with the model's own weights, and moves them together.
 
-    Args:
-        model: one that is supported (`unsupported_because`). No other decoder may use it.
-        max_len: one more than the last position.
-        by_kernel: by Triton's kernels (`kernels_are_here`), or by torch.
+    No other decoder may use the model, which is supported (`unsupported_because`). `max_len` is one more than
+    the last position. `by_kernel` says whether Triton's kernels compute (`kernels_are_here`), or torch.
     """
 
     def __init__(self, model: PreTrainedModel, *, max_len: int, by_kernel: bool = False) -> None:

@@ -41,9 +41,8 @@ class CallOpening:
 
 
 def find_opening(renderer: ChatRenderer, tool_format: ToolFormat) -> CallOpening | None:
-    """Read the opening from a call that the template writes.
-
-    None if it cannot be told from that, or if the format would not read the call.
+    """Read the opening from a call of the template; None: it does not tell, or the format would not read the
+    call.
     """
     try:
         written = renderer.answer_text(QUESTION, ANSWER, TOOLS)

@@ -14,12 +14,7 @@ Counts = NDArray[np.int64]
 
 
 class DecodeAttention:
-    """One token a row; everything is read on the device.
-
-    Args:
-        slots_B: int64, where the tokens' keys and values go.
-        table_BP, lengths_B: as `paged_attention.attend` has them.
-    """
+    """One token a row, read on the device: its keys and values go to `slots_B` (int64)."""
 
     def __init__(self, memory: PageMemory, slots_B: Tensor, table_BP: Tensor, lengths_B: Tensor) -> None:
         self._memory, self._slots_B = memory, slots_B

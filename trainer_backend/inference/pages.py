@@ -124,13 +124,9 @@ class PagePool:
 
 
 def victim(arrivals: Sequence[int]) -> int | None:
-    """Return the index of the row to preempt: the youngest, so that the oldest always gets on and ends.
+    """Return the row to preempt: the youngest by `arrivals`, so that the oldest always gets on and ends.
 
-    Args:
-        arrivals: of each running row, the number of its arrival.
-
-    Returns:
-        None if preemption cannot help: with one row alone all pages are its own.
+    None if preemption cannot help: with one row alone all pages are its own.
     """
     if len(arrivals) < 2:
         return None

@@ -109,10 +109,8 @@ class ChatRenderer:
         return self.encode(self.prompt_text(messages, tools))
 
     def refuse_unread_settings(self, settings: JsonObject) -> None:
-        """Refuse settings that the chat template does not read: jinja ignores them.
-
-        Raises:
-            ModelFolderError: a name of model.chat_template_kwargs is none of the template's variables.
+        """Refuse settings of model.chat_template_kwargs that the chat template does not read: jinja ignores
+        them.
         """
         template: str | Mapping[str, str] = self.tokenizer.chat_template
         jinja = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
@@ -147,9 +145,8 @@ class ChatRenderer:
     def answer_text(
         self, messages: Sequence[JsonObject], answer: JsonObject, tools: Sequence[JsonObject]
     ) -> str | None:
-        """Return the text the model must write, end token included, to give `answer` to `messages`.
-
-        None if the template changes the prompt once an answer follows, so that the text is unknown.
+        """Return the text the model must write, end token included, to give `answer` to `messages`; None:
+        unknown, since the template changes the prompt once an answer follows.
         """
         (text,) = self.answer_texts([messages], [answer], tools)[1]
         return text

@@ -36,9 +36,8 @@ class GrowingText:
 
 
 class StopStrings:
-    """The first of some strings to appear in the sampled text ends it.
-
-    Source: `stop` of OpenAI's chat completions.
+    """The first of some strings to appear in the sampled text ends it, as `stop` of OpenAI's chat
+    completions.
     """
 
     def __init__(self, decode: Decode, strings: Sequence[str]) -> None:

@@ -81,10 +81,8 @@ def weighed(
 ) -> Weighed:
     """The weight of every sampled token, from all segments of an iteration: steps may part an episode.
 
-    Args:
-        drafts: all of the iteration, not scored yet but by what a KL term pulls towards.
-        proximal: for each, [N] the learner's own log-probs.
-        objectives: by policy.
+    `drafts` are not scored yet but by what a KL term pulls towards; `proximal` are for each [N] the learner's
+    own log-probs; `objectives` are by policy.
     """
     for draft, own in zip(drafts, proximal, strict=True):
         reference = () if draft.reference is None else draft.reference

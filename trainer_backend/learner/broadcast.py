@@ -204,9 +204,7 @@ def checkpoint_tensors(model: PreTrainedModel, placement: Placement) -> Iterator
     """Name and value of each weight as a checkpoint in the layout of Hugging Face has them, one at a time.
 
     A tied weight comes once, under its first name. Of a sharded model every rank has to take each.
-
-    Args:
-        placement: where they are sent from, and what matrices are served in.
+    `placement` says where they are sent from, and what matrices are served in.
     """
     held = weights_of(model)
     empty = {name: torch.empty(tensor.shape, device="meta") for name, tensor in held.items()}

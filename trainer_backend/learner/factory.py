@@ -24,15 +24,7 @@ from trainer_backend.run.preflight import checked_folders
 
 
 class LocalFactory:
-    """Implements `protocols.LearnerFactory` in this process.
-
-    Args:
-        fixed: tables of the fixed policies.
-        ranks: that hold the learner together with this process.
-
-    Raises:
-        JobError: the device that the job names is not there.
-    """
+    """Implements `protocols.LearnerFactory` in this process; `fixed` are tables of the fixed policies."""
 
     def __init__(
         self, config: LearnerConfig, fixed: Sequence[RolloutOnlyTable] = (), ranks: Ranks = ALONE

@@ -133,9 +133,7 @@ class LocalLearner:
     ) -> "LocalLearner":
         """A learner of the model that [model] names.
 
-        Args:
-            prompts: a preset's tokenizer is trained on their texts, where none is given.
-            tokenizer: for a preset beside a fixed policy, which must share its tokenizer.
+        A preset's tokenizer is trained on the texts of `prompts`, unless it shares one with a fixed policy.
         """
         table = config.model
         if table.preset is not None and tokenizer is None:
@@ -251,9 +249,8 @@ class LocalLearner:
         return {name: values_of_episode(parts, rows[name], level=level) for name, parts in episodes.items()}
 
     def score(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, ScoredTokens]:
-        """Log-probs of each episode's tokens, under the policy and the one that RL started from.
-
-        By rollout id.
+        """By rollout id, log-probs of the episode's tokens, under the policy and the one that RL started
+        from.
         """
         torch.set_num_threads(self.config.training.threads)
         new = {name: parts for name, parts in episodes.items() if name not in self._proximal}

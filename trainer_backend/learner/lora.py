@@ -54,8 +54,7 @@ class Adapter:
     def fresh(cls, model: PreTrainedModel, table: LoraTable, *, seed: int, base: str | None) -> "Adapter":
         """Adapters that change nothing yet; torch's global generator is left as it was.
 
-        Args:
-            base: the path or hub name of the model, for whoever loads the saved adapters.
+        `base` is the path or hub name of the model, for whatever loads the saved adapters.
         """
         adapted_layers(model, table.target_modules)
         config = LoraConfig(
@@ -114,10 +113,7 @@ class Adapter:
 
     @torch.no_grad()
     def merged(self) -> dict[str, Tensor]:
-        """The weights of the plain model that computes the same, in float32 in main memory.
-
-        Made tensor by tensor, so that the device holds none of it.
-        """
+        """The weights of the plain model that computes the same, float32 in main memory, one by one."""
         return {name: self.merged_in(name, tensor) for name, tensor in self.under().items()}
 
     @torch.no_grad()

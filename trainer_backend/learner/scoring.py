@@ -138,9 +138,8 @@ def read_pieces(
 ) -> list[list[NDArray[Any]]]:
     """For each [N] column of the pieces: for each segment, the numbers of its sampled tokens.
 
-    Args:
-        forward: a forward pass of a piece, which all ranks make at a time.
-        columns: what is read of it, on the rank that its numbers are taken from.
+    All ranks make the `forward` pass of a piece at a time; `columns` reads the numbers, on the rank that
+    gives them.
     """
     packed, pieces = cut_pieces(segments, keys, ranks)
     passes = ((forward(piece), counts) for piece, counts in ranks.own_pieces(pieces))

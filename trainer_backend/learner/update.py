@@ -60,12 +60,10 @@ EMPTY = LogprobCache()
 
 
 class PolicyUpdate:
-    """Updates the scorer's model in place, and `head` beside it.
+    """Updates the scorer's model in place, and with it `head`: a critic's; None where no episode has targets
+    for it.
 
-    Args:
-        reference: the policy that a KL term pulls towards; None without such a term.
-        head: a critic's; None where no episode has targets for it.
-        share: of the iteration's sampled tokens, that the episodes of `run` hold.
+    A KL term pulls towards `reference`. The episodes of `run` hold `share` of the iteration's sampled tokens.
     """
 
     def __init__(

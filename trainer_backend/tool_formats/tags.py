@@ -49,10 +49,7 @@ def _calls(text: str, position: int, read_call: Callable[[int], tuple[ParsedCall
 
 
 def parse_hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
-    """Parse calls with text around them.
-
-    Source: NousResearch's Hermes function calling; Qwen's chat templates.
-    """
+    """Parse calls with text around them (NousResearch's Hermes function calling; Qwen's chat templates)."""
 
     def read_call(start: int) -> tuple[ParsedCall, int]:
         # The JSON decoder finds the end, since an argument may contain the closing tag as text.

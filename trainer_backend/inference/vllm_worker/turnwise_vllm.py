@@ -40,10 +40,8 @@ class TurnwiseWorker:
         return True
 
     def turnwise_receives(self: Any) -> bool:
-        """Say that it can receive weights from the learner's process; the trainer asks likewise.
-
-        Raises:
-            RuntimeError: the server was started without what that needs.
+        """Say that it can receive weights from the learner's process; RuntimeError: the server was not
+        started for it.
         """
         if not isinstance(self.weight_transfer_engine, TurnwiseTransfer):
             raise RuntimeError("turnwise_receives: --weight-transfer-config names no backend of Turnwise")
