@@ -41,9 +41,7 @@ class CallOpening:
 
 
 def find_opening(renderer: ChatRenderer, tool_format: ToolFormat) -> CallOpening | None:
-    """Read the opening from a call of the template; None: it does not tell, or the format would not read the
-    call.
-    """
+    """Read the opening from a call of the template; None: it does not tell, or the format cannot read it."""
     try:
         written = renderer.answer_text(QUESTION, ANSWER, TOOLS)
     except BadChatRequest:

@@ -31,12 +31,9 @@ class DecodeAttention:
 class PrefillAttention:
     """Many tokens a row: token by token, row after row.
 
-    Args:
-        tables_BP: int32 pages of B rows.
-        starts_B: each row's position of its first token in the pass; all before are cached.
-        counts_B: its tokens in the pass, at least 1.
-        heads: of queries.
-        by_kernel: by Triton's kernel (`kernels_are_here`), or by torch.
+    `tables_BP` are int32 pages of B rows; `starts_B` each row's position of its first token in the pass,
+    before which all are cached; `counts_B` its tokens in the pass, at least 1. `heads` counts those of
+    queries.
     """
 
     def __init__(

@@ -109,9 +109,7 @@ class ChatRenderer:
         return self.encode(self.prompt_text(messages, tools))
 
     def refuse_unread_settings(self, settings: JsonObject) -> None:
-        """Refuse settings of model.chat_template_kwargs that the chat template does not read: jinja ignores
-        them.
-        """
+        """Refuse model.chat_template_kwargs that the template does not read: jinja ignores them."""
         template: str | Mapping[str, str] = self.tokenizer.chat_template
         jinja = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
         variables = set[str]()  # the names that the template, or any of several, reads and is given

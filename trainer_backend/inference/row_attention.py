@@ -103,9 +103,7 @@ class RowAttentions:
         )
 
     def prefill(self, *, first_row: int, starts_B: Counts, counts_B: Counts) -> RowAttention:
-        """Feed each of B rows, `first_row` and on, its `counts_B` tokens (at least 1) from position `start`
-        on.
-        """
+        """Feed each of B rows, `first_row` and on, its `counts_B` tokens (at least 1) from `start` on."""
         self._cache.reserve(int((starts_B + counts_B).max()))
         rows = np.repeat(np.arange(first_row, first_row + len(counts_B)), counts_B)
         befores_B = counts_B.cumsum() - counts_B

@@ -103,12 +103,7 @@ class Launcher(Protocol):
     """Starts the processes of a run."""
 
     async def start(self, role: Role) -> Process:
-        """Start the process of a role, where it has room.
-
-        Raises:
-            JobError: it can never be placed or started.
-            NotPlaced: it had no place in time.
-        """
+        """Start the process of a role, where it has room; JobError: never; NotPlaced: it had none in time."""
 
     def key(self, variable: str) -> str:
         """Return the key of a role that listens, which it reads from this variable."""

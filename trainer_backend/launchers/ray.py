@@ -88,7 +88,7 @@ class Host:
     ) -> int:
         """Start a process in place of one that may still run; return its number.
 
-        OSError: its program cannot be run or its log written; NotADirectoryError: its log's folder is not here.
+        OSError: it cannot be run or its log written; NotADirectoryError: its log's folder is not here.
         """
         await self.end(_STOP_S)
         if not log_file.parent.is_dir():

@@ -168,9 +168,8 @@ class _Stream:
             self._tell(error=f"the group has failed at {name}: {error}")
 
     def end(self) -> set[int]:
-        """Wait until the members have loaded all, or have given up; return the ranks of those that have it.
-
-        As at the start, the first one is waited for, then the others as long again.
+        """Wait until the members have loaded all, or given up: the first one, and the others as long again;
+        return the ranks of those that have it.
         """
         done: set[int] = set()
         if not self._has_failed:

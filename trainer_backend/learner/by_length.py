@@ -41,8 +41,7 @@ class SegmentBounds:
 
 
 def one_row(packed: Packed) -> tuple[Packed, SegmentBounds]:
-    """The same tokens in the same order, all in one row, the padding left out; and the bounds of its
-    segments.
+    """The same tokens in the same order, all in one row without padding; and its segments' bounds.
 
     Flat columns keep their order, so a `Batch` of `packed` still fits. Segments are numbered from 1 over the
     whole row. `packed` is on the CPU: the shapes of the result depend on what is in it, and a device would

@@ -68,12 +68,9 @@ _PASSES = 3
 class LocalLearner:
     """Holds the policy on this machine, on `model.device`. Not thread-safe: one call at a time.
 
-    Args:
-        model, tokenizer: the policy; moved to the device, and given adapters where the job has [lora].
-        started_from: the checkpoint that RL started from, which a KL pulls towards; None: the policy
-            of the first update.
-        adapter_folder: adapters to go on with; None: fresh ones.
-        ranks: that hold a share of the weights each and make every call together.
+    `started_from` is the checkpoint that RL started from, which a KL pulls towards; None: the policy of the
+    first update. With `adapter_folder` None, adapters are fresh. `ranks` hold a share of the weights each and
+    make every call together.
     """
 
     def __init__(
@@ -249,9 +246,7 @@ class LocalLearner:
         return {name: values_of_episode(parts, rows[name], level=level) for name, parts in episodes.items()}
 
     def score(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, ScoredTokens]:
-        """By rollout id, log-probs of the episode's tokens, under the policy and the one that RL started
-        from.
-        """
+        """By rollout id, log-probs of its tokens, under the policy and the one that RL started from."""
         torch.set_num_threads(self.config.training.threads)
         new = {name: parts for name, parts in episodes.items() if name not in self._proximal}
         with memory_watched("scoring the log-probs ran out of memory", hint=less_memory(self.config)):
@@ -444,11 +439,9 @@ class LocalLearner:
 def uncertain_segments(episodes: Sequence[CreditedEpisode], probability: float) -> dict[str, list[int]]:
     """By rollout id, the numbers of its segments but for those of the actor that it was certain of.
 
-    Of a token with probability p, the gradient of the log-prob is of the size 1 - p: at 0.99 it costs as much
-    as that of any other. What leaving it out biases is in docs/credit.md.
-
-    Args:
-        probability: a segment is certain where each of its tokens had a higher one when it was sampled.
+    It was where each token had a higher probability than this one when it was sampled. The gradient of a
+    log-prob is of the size 1 - p: at 0.99 it costs as much as any other. What leaving it out biases is in
+    docs/credit.md.
 
     Source: the idea of a gradient of few tokens: Wang et al., Beyond the 80/20 Rule, arXiv:2506.01939, who
     choose by entropy.

@@ -177,10 +177,8 @@ def adapted_layers(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, 
     """Return the layers that get an adapter, by their names in the model, which may be without memory.
 
     A target is a layer's whole name or the end of it, as in peft. peft refuses targets only where none of
-    them is there, and skips the others in silence.
-
-    Raises:
-        JobError: a target names no linear layer of the model, or one of its ends.
+    them is there, and skips the others in silence; here one that names no linear layer of the model is a
+    JobError.
     """
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     ends = {id(model.get_input_embeddings()): "the embedding", id(head): "the head"}

@@ -111,8 +111,7 @@ class MemoryNeeds:
 def memory_needs(
     shape: ModelShape, use: MemoryUse, *, is_gpu: bool, fixed: Sequence[ModelShape] = ()
 ) -> MemoryNeeds:
-    """What a run holds at its peak, in an optimizer step; each fixed policy of the shapes `fixed` has a cache
-    too.
+    """What a run holds at its peak, in an optimizer step; each policy of the shapes `fixed` has a cache.
 
     Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 3 (weights, gradients, moments).
     """

@@ -168,11 +168,7 @@ ALONE = Ranks()
 
 
 def join_ranks() -> Ranks:
-    """Join the ranks that torchrun has started.
-
-    Raises:
-        LearnerFailed: their versions differ, or they did not come together.
-    """
+    """Join the ranks of torchrun; LearnerFailed: their versions differ, or they did not come together."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ALONE
     limit = timedelta(seconds=RANKS_JOIN_S)

@@ -60,9 +60,7 @@ class Relay:
         self._store = distributed_c10d._get_default_store() if ranks.are_several else None
 
     def call(self, name: str, body: bytes, caller: Caller) -> Any:
-        """Have all ranks carry out a call, with its body as it came; asked of the first one. Halted: it was
-        stopped.
-        """
+        """Have all ranks carry out a call; asked of the first one. Halted: it was stopped."""
         if self._store is None:
             return self._carry_out(name, body, caller)
         self._number += 1

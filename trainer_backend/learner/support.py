@@ -23,8 +23,7 @@ ROUNDING = 1e-3
 
 
 def refuse_unsupported(model: PreTrainedModel, *, longest: int) -> None:
-    """Refuse a model whose log-probs the learner would compute wrongly on sequences of up to `longest`
-    tokens.
+    """Refuse a model whose log-probs of up to `longest` tokens the learner would compute wrongly.
 
     Scoring runs `model.model` under a mask of its own and applies `lm_head` itself (`learner.scoring`). So
     nothing else may stand between hidden states and logits, every layer must attend as the mask says, and

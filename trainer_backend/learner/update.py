@@ -60,8 +60,7 @@ EMPTY = LogprobCache()
 
 
 class PolicyUpdate:
-    """Updates the scorer's model in place, and with it `head`: a critic's; None where no episode has targets
-    for it.
+    """Updates the scorer's model in place, and with it `head`, a critic's, where episodes have targets.
 
     A KL term pulls towards `reference`. The episodes of `run` hold `share` of the iteration's sampled tokens.
     """

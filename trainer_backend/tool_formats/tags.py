@@ -15,9 +15,8 @@ THINK_START, THINK_END = "<think>", "</think>"
 def parse_tagged(text: str, read_call: Callable[[int], tuple[ParsedCall, int]]) -> ParsedReply:
     """Return the calls of a reply; all other text, reasoning included, stays as content.
 
-    Args:
-        read_call: takes the position behind an opening tag; returns the call and the position behind its
-            closing tag. Raises ValueError or RecursionError.
+    `read_call` makes of the position behind an opening tag the call and the position behind its closing tag,
+    or raises ValueError or RecursionError.
     """
     if text.lstrip().startswith(THINK_START):
         end = text.find(THINK_END)
