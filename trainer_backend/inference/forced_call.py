@@ -31,10 +31,7 @@ class CallOpening:
         return [call.name for call in tool_format.parse(written, TOOLS).tool_calls] == [name]
 
     def text(self, name: str | None) -> str:
-        """Return the opening without `lead`; None: the model is to write the name too.
-
-        It ends before a space or a quotation mark, which tokenizers join with what follows.
-        """
+        """The opening but for `lead`, up to what tokenizers join with what follows; None: without a name."""
         if name is None:
             return self.before_name.removesuffix('"').rstrip(" ")
         return self.before_name + name + self.after_name.rstrip(" ")

@@ -143,8 +143,9 @@ class ChatRenderer:
     def answer_text(
         self, messages: Sequence[JsonObject], answer: JsonObject, tools: Sequence[JsonObject]
     ) -> str | None:
-        """Return the text the model must write, end token included, to give `answer` to `messages`; None:
-        unknown, since the template changes the prompt once an answer follows.
+        """Return the text the model must write, end token included, to give `answer` to `messages`.
+
+        None: unknown, since the template changes the prompt once an answer follows.
         """
         (text,) = self.answer_texts([messages], [answer], tools)[1]
         return text

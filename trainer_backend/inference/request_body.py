@@ -38,10 +38,7 @@ BYSTANDERS = frozenset(
 
 @with_optional(Sampling)
 class SamplingRequest(OpenBody):
-    """A request with OpenAI's names, the options of `Sampling`, and a bound on every number.
-
-    `neutral` lists known but unsupported keys.
-    """
+    """A request with OpenAI's names and the options of `Sampling`; `neutral`: known, but unsupported."""
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **NEUTRAL,

@@ -40,9 +40,7 @@ def runner_of(
 
 
 class DecoderRunner:
-    """Runs our own decoder over flat lists of tokens. A call that raises (out of memory) changes no row that
-    runs, and may be repeated.
-    """
+    """Runs our own decoder over flat lists of tokens. A call that raises (out of memory) changes no row."""
 
     def __init__(self, model: PreTrainedModel, *, slots: int, max_len: int) -> None:
         self._decoder = Decoder(model, max_len=max_len)

@@ -140,10 +140,7 @@ class NotReady(Exception):
 
 
 async def address_of(process: Process, log_file: Path, within_s: float) -> str:
-    """Return the address of a process once it is ready.
-
-    NotReady: it has ended, with the last line of its log, or was not ready in time.
-    """
+    """The address of a process once it is ready; NotReady: it has ended, or was not ready in time."""
     try:
         async with asyncio.timeout(within_s):
             address = await process.address()

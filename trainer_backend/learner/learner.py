@@ -128,9 +128,8 @@ class LocalLearner:
         tokenizer: PreTrainedTokenizerFast | None = None,
         ranks: Ranks = ALONE,
     ) -> "LocalLearner":
-        """A learner of the model that [model] names.
-
-        A preset's tokenizer is trained on the texts of `prompts`, unless it shares one with a fixed policy.
+        """A learner of [model]; a preset's tokenizer, where none is given, is trained on the texts of
+        `prompts`.
         """
         table = config.model
         if table.preset is not None and tokenizer is None:
@@ -354,8 +353,7 @@ class LocalLearner:
     def _open_sender(self, host: str) -> None:
         backend = "nccl" if self.scorer.placement.device.type == "cuda" else "gloo"
         # The other ranks wait in a collective as long as this one waits for a server.
-        limits = (self.config.inference.replica_wait_s, self.config.ranks.timeout_s)
-        timeout_s = min(limits) / _PASSES
+        timeout_s = min(self.config.inference.replica_wait_s, self.config.ranks.timeout_s) / _PASSES
         self._sender = WeightSender(host, backend=backend, timeout_s=timeout_s)
 
     def broadcast(self, expected: int, wait_s: float, tell: Callable[[int, int], None]) -> int:

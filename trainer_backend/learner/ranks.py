@@ -143,10 +143,7 @@ class Ranks:
         raise body.error()
 
     def in_turns(self, work: Callable[[], Result]) -> Result:
-        """Do on the ranks of a node, one after the other, what needs much main memory for a while.
-
-        Nothing in it may communicate.
-        """
+        """Do on a node's ranks, one by one, what needs much main memory and does not communicate."""
         if not self.are_several:
             return work()
         local, turns = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])

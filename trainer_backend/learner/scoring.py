@@ -28,11 +28,7 @@ Piece = TypeVar("Piece")
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """What a forward pass leaves for a value head.
-
-    rows: as the model was given them, on its device.
-    hidden_ND: last hidden states, in the order of `rows.target_N`.
-    """
+    """What a forward pass leaves for a value head: last hidden states, in the order of `rows.target_N`."""
 
     rows: Packed
     hidden_ND: Tensor
@@ -40,10 +36,7 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class States(Hidden):
-    """What a forward pass leaves for both heads.
-
-    logprobs_N, entropies_N: of the sampled tokens.
-    """
+    """What a forward pass leaves for both heads: of the sampled tokens, log-probs and entropies too."""
 
     logprobs_N: Tensor
     entropies_N: Tensor

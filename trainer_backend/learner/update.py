@@ -38,9 +38,8 @@ Reference = Callable[[Packed], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LogprobCache:
-    """Log-probs that the weights of now gave before an update, by rollout id, [N] for each segment.
-
-    An update that finds all its episodes here scores none again.
+    """By rollout id, [N] log-probs of each segment under the weights of now; what is here is not scored
+    again.
     """
 
     proximal: Mapping[str, Sequence[Row]] = field(default_factory=dict)

@@ -60,9 +60,8 @@ class ValueHead:
         return first_N if self.level == "decision" else torch.ones_like(first_N)
 
     def values(self, states: Hidden) -> Tensor:
-        """[N] V in reward units, float32, 0 where none is read.
-
-        Its gradient reaches the policy with training.value_trunk_gradient.
+        """[N] V in reward units, float32, 0 where none is read; with training.value_trunk_gradient, to the
+        policy.
         """
         hidden_RD = states.hidden_ND[self._read(states)].float()
         inputs_RD = ((hidden_RD if self._through else hidden_RD.detach()) - self._mean_D) / self._std_D
@@ -78,9 +77,10 @@ class ValueHead:
 
     def settle(self, ranks: Ranks) -> None:
         """Take mean and std from what the ranks have scored, and keep them; w is 0: no value changes."""
-        if self._seen is not None:
-            self._seen.sum_over(ranks)
-        if self._seen is not None and self._seen.count:
+        if self._seen is None:
+            return
+        self._seen.sum_over(ranks)
+        if self._seen.count:
             mean, std = self._seen.mean_and_std()
             self._mean_D.copy_(mean)
             self._std_D.copy_(std)

@@ -50,10 +50,7 @@ class Interrupted(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One of the workers that a server's model is spread over: the number `rank` of `size`.
-
-    No other load of weights has the name `server`.
-    """
+    """One of the `size` workers of a server; no other load of weights has the name `server`."""
 
     server: str
     rank: int
