@@ -35,8 +35,9 @@ class Controlled(Protocol):
 
 
 class ControlledGateway:
-    """An ASGI app: the gateway, and the control routes, by a key of their own, which the gateway's does not
-    open. `verify` checks the policies beside the actor, and returns a line for each.
+    """An ASGI app: the gateway, and the control routes, which have a key of their own.
+
+    `verify` checks the policies beside the actor, and returns a line for each.
     """
 
     def __init__(

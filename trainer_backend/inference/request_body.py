@@ -38,7 +38,7 @@ BYSTANDERS = frozenset(
 
 @with_optional(Sampling)
 class SamplingRequest(OpenBody):
-    """A request with OpenAI's names and the options of `Sampling`; `neutral`: known, but unsupported."""
+    """OpenAI's names and `Sampling`'s options, all bounded; `neutral` keys are known, but unsupported."""
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **NEUTRAL,

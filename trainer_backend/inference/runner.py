@@ -40,7 +40,10 @@ def runner_of(
 
 
 class DecoderRunner:
-    """Runs our own decoder over flat lists of tokens. A call that raises (out of memory) changes no row."""
+    """Runs our own decoder over flat lists of tokens.
+
+    A call that raises (out of memory) changes no row that runs, and may be repeated.
+    """
 
     def __init__(self, model: PreTrainedModel, *, slots: int, max_len: int) -> None:
         self._decoder = Decoder(model, max_len=max_len)

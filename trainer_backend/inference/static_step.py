@@ -47,7 +47,7 @@ class Launched:
     done: torch.cuda.Event | None
 
     def read(self) -> NDArray[np.float64]:
-        """Wait for [B, 3]: ids, log-probs, and what truncation kept of 1; valid for two more launches."""
+        """Wait for [B, 3]: ids, log-probs, the mass that truncation kept; valid until two more launches."""
         if self.done is not None:
             self.done.synchronize()
         return self.host[: self.rows].numpy()

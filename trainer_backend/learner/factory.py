@@ -24,7 +24,7 @@ from trainer_backend.run.preflight import checked_folders
 
 
 class LocalFactory:
-    """Implements `protocols.LearnerFactory` in this process; `fixed` are tables of the fixed policies."""
+    """Implements `protocols.LearnerFactory` here; JobError: the device that the job names is not there."""
 
     def __init__(
         self, config: LearnerConfig, fixed: Sequence[RolloutOnlyTable] = (), ranks: Ranks = ALONE

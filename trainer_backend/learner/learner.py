@@ -128,8 +128,10 @@ class LocalLearner:
         tokenizer: PreTrainedTokenizerFast | None = None,
         ranks: Ranks = ALONE,
     ) -> "LocalLearner":
-        """A learner of [model]; a preset's tokenizer, where none is given, is trained on the texts of
-        `prompts`.
+        """A learner of the model that [model] names.
+
+        A preset's tokenizer is trained on the texts of `prompts`, but beside a fixed policy, which shares
+        `tokenizer`.
         """
         table = config.model
         if table.preset is not None and tokenizer is None:
@@ -437,9 +439,9 @@ class LocalLearner:
 def uncertain_segments(episodes: Sequence[CreditedEpisode], probability: float) -> dict[str, list[int]]:
     """By rollout id, the numbers of its segments but for those of the actor that it was certain of.
 
-    It was where each token had a higher probability than this one when it was sampled. The gradient of a
-    log-prob is of the size 1 - p: at 0.99 it costs as much as any other. What leaving it out biases is in
-    docs/credit.md.
+    It was certain of a segment where each token had a higher `probability` when it was sampled. Of a token
+    with probability p, the gradient of the log-prob is of the size 1 - p: at 0.99 it costs as much as that of
+    any other. What leaving it out biases is in docs/credit.md.
 
     Source: the idea of a gradient of few tokens: Wang et al., Beyond the 80/20 Rule, arXiv:2506.01939, who
     choose by entropy.

@@ -108,7 +108,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def own_part(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """[n] numbers of a tensor that this rank alone adds to a sum: of what several have, the first one."""
+    """[n] numbers of a tensor that this rank adds to a sum; of what several have, the first adds it."""
     is_counted, own = ranks.is_first, tensor
     if isinstance(tensor, DTensor):
         own, place = tensor.to_local(), tensor.device_mesh.get_coordinate() or ()

@@ -38,9 +38,7 @@ Reference = Callable[[Packed], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LogprobCache:
-    """By rollout id, [N] log-probs of each segment under the weights of now; what is here is not scored
-    again.
-    """
+    """By rollout id, [N] log-probs of each segment under the weights of now; these are not scored again."""
 
     proximal: Mapping[str, Sequence[Row]] = field(default_factory=dict)
     reference: Mapping[str, Sequence[Row]] = field(default_factory=dict)

@@ -60,8 +60,9 @@ class ValueHead:
         return first_N if self.level == "decision" else torch.ones_like(first_N)
 
     def values(self, states: Hidden) -> Tensor:
-        """[N] V in reward units, float32, 0 where none is read; with training.value_trunk_gradient, to the
-        policy.
+        """[N] V in reward units, float32, 0 where none is read.
+
+        Its gradient reaches the policy with training.value_trunk_gradient.
         """
         hidden_RD = states.hidden_ND[self._read(states)].float()
         inputs_RD = ((hidden_RD if self._through else hidden_RD.detach()) - self._mean_D) / self._std_D
