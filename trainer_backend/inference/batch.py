@@ -70,10 +70,7 @@ class RunningBatch:
         matches = {request: self.prefixes.find(request.prefix) for request in requests}
 
         def order(request: Request) -> tuple[bool, bool, int]:
-            """Whole prompts, those with a cached prefix, those that are cached; the longest first.
-
-            Rows of like lengths are adjacent then, and attention pads them to the longest of few.
-            """
+            """Whole prompts, those with a cached prefix, those that are cached; like lengths are adjacent."""
             length = matches[request].length
             return length == request.cached, length > 0, length - request.cached
 

@@ -86,10 +86,7 @@ class SlotCache(Cache):
         self._positions_BQ = None
 
     def begin_append(self, positions_BQ: Tensor, *, first_row: int, visible: int) -> None:
-        """Let the next forward pass add Q tokens to each of B rows, `first_row` and on, at given positions.
-
-        The pass sees the first `visible` columns; all positions lie below.
-        """
+        """Let the next pass add Q tokens, at positions below `visible`, to B rows, `first_row` and on."""
         self.reserve(visible)
         self._first_row = first_row
         self._positions_BQ = positions_BQ

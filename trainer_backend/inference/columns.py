@@ -10,29 +10,17 @@ _FIRST = 64
 
 
 class Columns:
-    """Numbers by rows.
-
-    Attributes:
-        ids: the token that the row feeds next.
-        cached: its position.
-        keys, counters: of its random number.
-        limits: tokens that it may sample.
-        sources: its place in the step launched last, whose token it feeds; -1: `ids` has it.
-        options: its sampling, by OPTIONS.
-        truncated: whether a token of some probability cannot be drawn.
-        processed: whether its log-probs are taken after truncation.
-    """
-
     def __init__(self) -> None:
-        self.ids = np.zeros(_FIRST, dtype=np.int64)
-        self.cached = np.zeros(_FIRST, dtype=np.int64)
-        self.keys = np.zeros(_FIRST, dtype=np.uint64)
+        self.ids = np.zeros(_FIRST, dtype=np.int64)  # the token that the row feeds next
+        self.cached = np.zeros(_FIRST, dtype=np.int64)  # its position
+        self.keys = np.zeros(_FIRST, dtype=np.uint64)  # with `counters`: of its random number
         self.counters = np.zeros(_FIRST, dtype=np.uint64)
-        self.limits = np.zeros(_FIRST, dtype=np.uint64)
+        self.limits = np.zeros(_FIRST, dtype=np.uint64)  # tokens that it may sample
+        # Its place in the step launched last, whose token it feeds; -1: `ids` has it.
         self.sources = np.zeros(_FIRST, dtype=np.int64)
         self.options = np.zeros((_FIRST, len(OPTIONS)), dtype=np.float64)
-        self.processed = np.zeros(_FIRST, dtype=np.bool_)
-        self.truncated = np.zeros(_FIRST, dtype=np.bool_)
+        self.processed = np.zeros(_FIRST, dtype=np.bool_)  # log-probs are taken after truncation
+        self.truncated = np.zeros(_FIRST, dtype=np.bool_)  # a token of some probability cannot be drawn
 
     def set(self, row: int, request: Request) -> None:
         if row == len(self.ids):

@@ -35,11 +35,9 @@ class Controlled(Protocol):
 
 
 class ControlledGateway:
-    """An ASGI app: the gateway, and the control routes.
+    """An ASGI app: the gateway, and the control routes, which have a key of their own.
 
-    Args:
-        verify: checks the policies beside the actor, and returns a line for each.
-        key: of the control routes; the gateway's own key opens none of them.
+    `verify` checks the policies beside the actor, and returns a line for each.
     """
 
     def __init__(

@@ -156,6 +156,11 @@ def next_prompt(
     cut_count = _common_cuts(turn, text)
     text_end, ids_end = turn.cuts[cut_count - 1] if cut_count else (0, 0)
     ids = turn.ids[:ids_end] + array("i", turn.renderer.encode(text[text_end:]))
+    newest, drift = turn.answers[-1], None
+    if newest.stands_in(hashes.messages):
+        start, first = turn.cuts[-2]
+        before, sampled = turn.text[max(0, start - TAIL) : start], turn.ids[first:]
+        drift = drift_of(newest, sampled, before, messages[newest.index :], turn.renderer)
     is_repeat = ids_end == len(ids)  # a repeated prompt continues nothing: it is a new request
     return Prompt(
         text,
@@ -166,7 +171,7 @@ def next_prompt(
         break_cause=None if ids_end == len(turn.ids) else _cause(turn, hashes, text),
         answers=answers,
         cuts=turn.cuts[: cut_count - is_repeat],
-        drift=_drift(turn, messages) if turn.answers[-1].stands_in(hashes.messages) else None,
+        drift=drift,
     )
 
 
@@ -205,10 +210,3 @@ def _cause(turn: Turn, hashes: RequestHashes, text: str) -> str:
         return EDITED
     thoughts = [a.raw_text.partition(THINK_END)[0] for a in turn.answers if THINK_END in a.raw_text]
     return REASONING if any(thought.strip() not in text for thought in thoughts) else TEMPLATE
-
-
-def _drift(turn: Turn, messages: Sequence[JsonObject]) -> Drift:
-    newest = turn.answers[-1]
-    text_end, ids_end = turn.cuts[-2]
-    before, sampled = turn.text[max(0, text_end - TAIL) : text_end], turn.ids[ids_end:]
-    return drift_of(newest, sampled, before, messages[newest.index :], turn.renderer)

@@ -45,10 +45,7 @@ class TokenAttention(Protocol):
         """Store a layer's keys (rotated) and values of the tokens, [T, key-value heads, head_dim]."""
 
     def attend(self, layer: int, queries_THD: Tensor) -> Tensor:
-        """Return [T, heads, head_dim] for rotated queries, each over its row up to its own position.
-
-        It is called after `write` for the same layer.
-        """
+        """Return [T, heads, head_dim] for rotated queries, each over its row up to itself, after `write`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +150,7 @@ class Rotation:
         return Rotation(self.cos_T1D.index_select(0, positions_T), self.sin_T1D.index_select(0, positions_T))
 
     def __call__(self, heads_THD: Tensor) -> Tensor:
-        """Rotate each pair (i, i + head_dim / 2) of each head.
-
-        Source: Su et al., RoFormer, arXiv:2104.09864, eq. 34, with pairs as in GPT-NeoX.
-        """
+        """Rotate each pair (i, i + head_dim / 2) of each head (Su et al., arXiv:2104.09864, eq. 34)."""
         swapped_THD = heads_THD.roll(heads_THD.shape[-1] // 2, dims=-1)
         return (heads_THD * self.cos_T1D).addcmul_(swapped_THD, self.sin_T1D)
 
@@ -164,9 +158,7 @@ class Rotation:
 class Stream:
     """The residual stream of one pass, and what is computed of it between products, by torch's operators.
 
-    Args:
-        residual_TW: float32, changed in place.
-        turns: of all positions.
+    `residual_TW` is float32 and changed in place; `turns` are of all positions.
     """
 
     def __init__(self, residual_TW: Tensor, turns: Rotation, positions_T: Tensor) -> None:
@@ -262,10 +254,8 @@ class Layer:
 class Decoder:
     """The forward pass of a model. It computes with the model's own weights, and moves them together.
 
-    Args:
-        model: one that is supported (`unsupported_because`). No other decoder may use it.
-        max_len: one more than the last position.
-        by_kernel: by Triton's kernels (`kernels_are_here`), or by torch.
+    No other decoder may use the model, which is supported (`unsupported_because`). `max_len` is one more than
+    the last position. `by_kernel` says whether Triton's kernels compute (`kernels_are_here`), or torch.
     """
 
     def __init__(self, model: PreTrainedModel, *, max_len: int, by_kernel: bool = False) -> None:

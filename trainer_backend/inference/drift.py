@@ -29,14 +29,11 @@ def drift_of(
     messages: Sequence[JsonObject],
     renderer: ChatRenderer,
 ) -> Drift:
-    """Compute the drift of one answer, at a cost independent of the conversation's length.
+    """Compute the drift of the last answer, at a cost independent of the conversation's length.
 
-    Args:
-        answer: the last one.
-        sampled: its ids, stop token included.
-        before: the last TAIL characters before it.
-        messages: the answer as it was sent back, and the messages after it; a template may write an answer
-            differently when it is not the last.
+    `sampled` are its ids, stop token included; `before` the last TAIL characters before it; `messages` the
+    answer as it was sent back, and those after it: a template may write it differently when it is not the
+    last.
     """
     again = renderer.encode(before + answer.raw_text + answer.stop_text)
     differs: bool | None = None

@@ -48,12 +48,10 @@ class LocalEngine:
     Args:
         model: any causal model with full attention, in evaluation mode, on its device. Its weights may be
             moved together (`decoder`); it must not be moved to another device afterwards.
-        stop_ids: the token ids that end a generation; see `stop_token_ids`.
-        version: the policy version of the model's current weights.
+        stop_ids: see `stop_token_ids`.
         keys: absent: the defaults, and the model's `max_position_embeddings` as the longest request.
         paged: whether the cache is in pages; None: where there are kernels for it, on CUDA.
         prefill_tokens: the most of a turn, padding included; one prompt always fits.
-        max_waiting: the most requests that wait.
     """
 
     request_timeout_s = order_timeout_s = 600.0

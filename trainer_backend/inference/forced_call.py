@@ -31,20 +31,14 @@ class CallOpening:
         return [call.name for call in tool_format.parse(written, TOOLS).tool_calls] == [name]
 
     def text(self, name: str | None) -> str:
-        """Return the opening without `lead`; None: the model is to write the name too.
-
-        It ends before a space or a quotation mark, which tokenizers join with what follows.
-        """
+        """The opening but for `lead`, up to what tokenizers join with what follows; None: without a name."""
         if name is None:
             return self.before_name.removesuffix('"').rstrip(" ")
         return self.before_name + name + self.after_name.rstrip(" ")
 
 
 def find_opening(renderer: ChatRenderer, tool_format: ToolFormat) -> CallOpening | None:
-    """Read the opening from a call that the template writes.
-
-    None if it cannot be told from that, or if the format would not read the call.
-    """
+    """Read the opening from a call of the template; None: it does not tell, or the format cannot read it."""
     try:
         written = renderer.answer_text(QUESTION, ANSWER, TOOLS)
     except BadChatRequest:

@@ -75,9 +75,8 @@ def create_gateway(
 ) -> Starlette:
     """Build the ASGI app.
 
-    Args:
-        policies: the policy behind each model name (`{job}/{policy}`).
-        key: the Bearer key of this job; it is only compared, never logged. None: this machine needs none.
+    `policies` are by model name (`{job}/{policy}`). `key`, the Bearer key of this job, is only compared,
+    never logged; None: this machine needs none.
     """
     secret = SecretStr(key) if isinstance(key, str) else key
     if secret is not None and not secret.get_secret_value():
@@ -299,8 +298,7 @@ class TextEndpoint(_Endpoint):
 def _rollout_id(scope: Scope) -> str:
     """The conversation that the request continues: a rollout's, or one of a captured agent; empty: none.
 
-    Raises:
-        BadChatRequest: there are several; it would be kept under another name.
+    Several are a BadChatRequest: it would be kept under another name.
     """
     values = [value.decode("latin-1") for name, value in scope["headers"] if name == _ROLLOUT_HEADER]
     if len(values) > 1:

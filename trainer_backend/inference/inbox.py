@@ -142,10 +142,7 @@ class Inbox:
     def admit(
         self, *, free_slots: int, prefill_tokens: int, to_prefill: Callable[[Request], int]
     ) -> list[Request]:
-        """Take the oldest queued requests that fit: at least one if a slot is free.
-
-        While a swap waits, only those that have begun.
-        """
+        """Take the oldest requests that fit, at least one; while a swap waits, those that have begun."""
         newcomers: list[Request] = []
         longest = 0
         with self._change:

@@ -128,10 +128,7 @@ class EngineKeys(Table):
 
     @property
     def slots(self) -> int:
-        """Requests that are decoded together.
-
-        The composition of a batch changes the last bits of a number.
-        """
+        """Requests that are decoded together. A batch's composition changes the last bits of a number."""
         return 1 if self.deterministic else self.max_running
 
     @property

@@ -20,11 +20,9 @@ class PageMemory:
     """Slabs [2, layers, slab_pages, PAGE, kv_heads, head_dim], keys first; `slab_pages` is a power of 2.
 
     Page p is page p % slab_pages of slab p // slab_pages. `bases_S` holds the address of each slab on the
-    device: kernels of a captured graph find slabs that are allocated later, or anew.
-
-    Args:
-        limit: the most pages; the last slab may hold more, which nobody uses (see `whole_slabs`).
-        least: so many pages are allocated as long as the device has memory at all, without a reserve.
+    device: kernels of a captured graph find slabs that are allocated later, or again. `limit` is the most
+    pages; the last slab may hold more, which are not used (see `whole_slabs`). The `least` pages are
+    allocated as long as the device has memory at all, without a reserve.
     """
 
     def __init__(

@@ -20,11 +20,9 @@ log = structlog.get_logger(__name__)
 
 
 def store(memory: PageMemory, layer: int, slots_T: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
-    """Write keys and values of T tokens into their slots.
+    """Write keys and values of T tokens, of any type, into their slots; their last axis has stride 1.
 
-    Args:
-        slots_T: int64, page * PAGE + place in the page; -1 for none. No two are equal.
-        k_THD, v_THD: of any type and strides, but that of the last axis is 1.
+    `slots_T` are int64, page * PAGE + place in the page; -1 for none. No two are equal.
     """
     if kernels_are_here(memory.device):
         from trainer_backend.inference import paged_kernel

@@ -13,11 +13,8 @@ from trainer_backend.inference.pages import PAGE, PagePool, pages_for
 class PagedCache:
     """`RowCache` in pages: nothing is copied but the last page of a shared prefix. A copy is a list of pages.
 
-    Out of pages is out of memory: a `torch.OutOfMemoryError`, once every kept prefix is evicted.
-
-    Args:
-        limit: the most pages; at least those of one row of `max_len`.
-        tables: [slots, pages of a row] int32, the pages of each row, for the device.
+    Out of pages is out of memory: a `torch.OutOfMemoryError`, once every kept prefix is evicted. `limit` is
+    the most pages, at least those of one row of `max_len`; `tables` are [slots, pages of a row] int32.
     """
 
     def __init__(self, memory: PageMemory, *, slots: int, max_len: int, limit: int) -> None:

@@ -235,9 +235,8 @@ def attend_blocks(
 ) -> Tensor:
     """[T, H, D] causal attention of many queries a row, in the type of the cache.
 
-    Args:
-        blocks_N4: int32, each the first token of a block in `q_THD`, the number of its tokens, their row, and
-            the position of the first. A block has at most `block_rows` queries.
+    `blocks_N4` are int32, each the first token of a block in `q_THD`, the number of its tokens, their row,
+    and the position of the first. A block has at most `block_rows` queries.
     """
     tokens, heads, dim = q_THD.shape
     keys, values = memory.offsets(layer)

@@ -14,12 +14,7 @@ Counts = NDArray[np.int64]
 
 
 class DecodeAttention:
-    """One token a row; everything is read on the device.
-
-    Args:
-        slots_B: int64, where the tokens' keys and values go.
-        table_BP, lengths_B: as `paged_attention.attend` has them.
-    """
+    """One token a row, read on the device: its keys and values go to `slots_B` (int64)."""
 
     def __init__(self, memory: PageMemory, slots_B: Tensor, table_BP: Tensor, lengths_B: Tensor) -> None:
         self._memory, self._slots_B = memory, slots_B
@@ -36,12 +31,9 @@ class DecodeAttention:
 class PrefillAttention:
     """Many tokens a row: token by token, row after row.
 
-    Args:
-        tables_BP: int32 pages of B rows.
-        starts_B: each row's position of its first token in the pass; all before are cached.
-        counts_B: its tokens in the pass, at least 1.
-        heads: of queries.
-        by_kernel: by Triton's kernel (`kernels_are_here`), or by torch.
+    `tables_BP` are int32 pages of B rows; `starts_B` each row's position of its first token in the pass,
+    before which all are cached; `counts_B` its tokens in the pass, at least 1. `heads` counts those of
+    queries.
     """
 
     def __init__(

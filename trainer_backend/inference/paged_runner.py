@@ -53,11 +53,9 @@ class PagedRunner:
 
     `step` launches a step and returns the one before it, so the host works on a step's tokens while the
     device computes the next. A row that has ended by then, or was dropped, has sampled one token too many,
-    which nobody reads: its place in the cache is behind everything that is kept of the row.
-
-    Args:
-        kept: the most kept prefixes, which bound the pages together with `slots` rows of `max_len`.
-        most_bytes: of all pages, if they are to be fewer; those of one row are always there.
+    which is not read: its place in the cache is behind everything that is kept of the row. `kept` is the most
+    kept prefixes, which bound the pages together with `slots` rows of `max_len`. `most_bytes` bounds all
+    pages further; those of one row are always there.
     """
 
     def __init__(

@@ -124,14 +124,7 @@ class PagePool:
 
 
 def victim(arrivals: Sequence[int]) -> int | None:
-    """Return the index of the row to preempt: the youngest, so that the oldest always gets on and ends.
-
-    Args:
-        arrivals: of each running row, the number of its arrival.
-
-    Returns:
-        None if preemption cannot help: with one row alone all pages are its own.
-    """
+    """The row to preempt: the youngest, so that the oldest always ends; None: one row alone has all pages."""
     if len(arrivals) < 2:
         return None
     return max(range(len(arrivals)), key=lambda row: arrivals[row])

@@ -106,9 +106,7 @@ class ReplicaPool:
     ) -> Generation:
         """As `FrozenEngine` has it; a request whose replica is lost is sampled anew by another.
 
-        Raises:
-            EngineStopped: no replica has served for `wait_s`.
-            EngineBusy: none has had time for the request for as long.
+        EngineStopped: no replica has served for `wait_s`. EngineBusy: none has had time for it for as long.
         """
         failed: set[Replica] = set()
         attempts, deadline = 0, time.monotonic() + self._wait_s
@@ -150,8 +148,7 @@ class ReplicaPool:
         It waits for the first one, and then for the others as long again: one that is wedged delays nobody
         but its own sessions. Those wait as long, since the first one that serves could not take them all.
 
-        Raises:
-            WeightsRefused: no replica serves it, for `wait_s`.
+        WeightsRefused: no replica serves it, for `wait_s`.
         """
         self._published = version
         for replica in self.replicas:

@@ -81,9 +81,8 @@ class Generation:
 
 
 class FrozenEngine(Protocol):
-    """An engine that generates from token ids, with weights that others manage; all that the gateway needs.
-
-    All methods may be called from any thread with a running event loop.
+    """An engine that generates from token ids, with weights that others manage. It may be called from any
+    thread with a running event loop.
     """
 
     @property

@@ -49,11 +49,8 @@ _THEIR_LIMIT = re.compile(r"maximum context length is (\d{1,9})")
 class RemoteEngine:
     """A `FrozenEngine` that belongs to one event loop at a time, which must also `close` it.
 
-    Args:
-        url: the server's base URL.
-        model: the model's name there.
-        stop_ids, vocabulary, max_model_len: the actor's end tokens, number of ids, and limit of tokens.
-        processed: whether the server reports log-probs of its sampling distribution, not of softmax(logits).
+    `stop_ids`, `vocabulary` and `max_model_len` are the actor's. `processed` says that the server reports
+    log-probs of its sampling distribution, not of softmax(logits).
     """
 
     # The server in an error.

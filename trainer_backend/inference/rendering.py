@@ -109,11 +109,7 @@ class ChatRenderer:
         return self.encode(self.prompt_text(messages, tools))
 
     def refuse_unread_settings(self, settings: JsonObject) -> None:
-        """Refuse settings that the chat template does not read: jinja ignores them.
-
-        Raises:
-            ModelFolderError: a name of model.chat_template_kwargs is none of the template's variables.
-        """
+        """Refuse model.chat_template_kwargs that the template does not read: jinja ignores them."""
         template: str | Mapping[str, str] = self.tokenizer.chat_template
         jinja = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
         variables = set[str]()  # the names that the template, or any of several, reads and is given
@@ -149,7 +145,7 @@ class ChatRenderer:
     ) -> str | None:
         """Return the text the model must write, end token included, to give `answer` to `messages`.
 
-        None if the template changes the prompt once an answer follows, so that the text is unknown.
+        None: unknown, since the template changes the prompt once an answer follows.
         """
         (text,) = self.answer_texts([messages], [answer], tools)[1]
         return text

@@ -38,10 +38,7 @@ BYSTANDERS = frozenset(
 
 @with_optional(Sampling)
 class SamplingRequest(OpenBody):
-    """A request with OpenAI's names, the options of `Sampling`, and a bound on every number.
-
-    `neutral` lists known but unsupported keys.
-    """
+    """OpenAI's names and `Sampling`'s options, all bounded; `neutral` keys are known, but unsupported."""
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **NEUTRAL,
@@ -86,17 +83,18 @@ class SamplingRequest(OpenBody):
 
 
 def read_request(kind: type[Request], body: bytes, leaves_out: Collection[str] = ()) -> Request:
-    """Parse and check a body, in which a key that is null counts as absent.
-
-    Args:
-        leaves_out: keys that are not offered, and are not refused either (see `SamplingRequest.left_out`).
-    """
+    """Parse and check a body. A null counts as absent; keys of `leaves_out` are neither read nor refused."""
     try:
         request = kind.model_validate_json(_without_nulls(without_mark(body)))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        message = _encoding_fault(body) if first["type"] == "json_invalid" else None
-        raise BadChatRequest(message or first["msg"], where=_place(first["loc"])) from error
+        message = first["msg"]
+        if first["type"] == "json_invalid":
+            try:
+                decode_text(body)
+            except ValueError as fault:
+                message = str(fault)
+        raise BadChatRequest(message, where=_place(first["loc"])) from error
     for name, value in (request.model_extra or {}).items():
         if name not in leaves_out:
             _refuse_unread(name, value, kind)
@@ -111,14 +109,6 @@ def _without_nulls(body: bytes) -> bytes:
         return to_json(without_nulls(from_json(body)))
     except ValueError:  # it is no JSON, and `read_request` says where
         return body
-
-
-def _encoding_fault(body: bytes) -> str | None:
-    try:
-        decode_text(body)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def _place(loc: tuple[int | str, ...]) -> str:

@@ -38,8 +38,7 @@ class Span:
 class RowAttention:
     """`TokenAttention` of a pass over adjacent rows: token by token, row after row.
 
-    Args:
-        heads_TK: number of each token's key-value heads among those of all rows, row * heads + head.
+    `heads_TK` are each token's key-value heads among those of all rows, row * heads + head.
     """
 
     def __init__(
@@ -104,11 +103,7 @@ class RowAttentions:
         )
 
     def prefill(self, *, first_row: int, starts_B: Counts, counts_B: Counts) -> RowAttention:
-        """Feed each of B rows, `first_row` and on, its tokens from position `start` on.
-
-        Args:
-            counts_B: how many, at least 1; all before `start` are cached.
-        """
+        """Feed each of B rows, `first_row` and on, its `counts_B` tokens (at least 1) from `start` on."""
         self._cache.reserve(int((starts_B + counts_B).max()))
         rows = np.repeat(np.arange(first_row, first_row + len(counts_B)), counts_B)
         befores_B = counts_B.cumsum() - counts_B
@@ -159,9 +154,8 @@ class RowAttentions:
 def spans_of(starts_B: Counts, counts_B: Counts, *, most_waste: int) -> list[tuple[int, int]]:
     """Cut rows into spans [first, last): whole prompts apart from others, and like lengths together.
 
-    Args:
-        starts_B, counts_B: each row's first position, and its tokens in the pass.
-        most_waste: (query, key) pairs of padding that a span may have.
+    `starts_B` are first positions, `counts_B` tokens in the pass; a span may have `most_waste` (query, key)
+    pairs of padding.
     """
     spans: list[tuple[int, int]] = []
     first, width, visible, pairs = 0, 0, 0, 0

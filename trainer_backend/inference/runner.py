@@ -64,7 +64,9 @@ class DecoderRunner:
         needs no computation comes last.
         """
         for chunk in self._chunks(_to_compute(requests)):
-            self._prefill(chunk, first_row=first_row)
+            ids_T, starts_B, counts_B = read_rests(chunk)
+            attention = self._attentions.prefill(first_row=first_row, starts_B=starts_B, counts_B=counts_B)
+            self._decoder.prefill(self._on_device(ids_T), attention.positions_T, attention)
             first_row += len(chunk)
 
     def decode(self, ids_B: NDArray[np.int64], cached_B: NDArray[np.int64]) -> Tensor:
@@ -75,11 +77,6 @@ class DecoderRunner:
     def take_weights(self) -> None:
         """Compute with the model's new weights from now on."""
         self._decoder.assert_in_place()
-
-    def _prefill(self, requests: Sequence[Request], *, first_row: int) -> None:
-        ids_T, starts_B, counts_B = read_rests(requests)
-        attention = self._attentions.prefill(first_row=first_row, starts_B=starts_B, counts_B=counts_B)
-        self._decoder.prefill(self._on_device(ids_T), attention.positions_T, attention)
 
     def _chunks(self, requests: Sequence[Request]) -> Iterator[Sequence[Request]]:
         most = CHUNK_TOKENS if self._device.type == "cpu" else sum(request.cached for request in requests)
@@ -140,10 +137,7 @@ class TransformersRunner:
         self._append(ids_BQ, positions_BQ.clamp(max=visible - 1), first_row=first_row, visible=visible)
 
     def _append(self, ids_BQ: Tensor, positions_BQ: Tensor, *, first_row: int, visible: int) -> Tensor:
-        """Feed Q tokens to each of B rows, with causal visibility.
-
-        Return [B, V] logits of the last tokens.
-        """
+        """Feed Q tokens to each of B rows, with causal visibility; return [B, V] logits of the last ones."""
         columns_L = torch.arange(visible, device=positions_BQ.device)
         masked = torch.finfo(self._dtype).min
         mask_BQL = torch.where(columns_L <= positions_BQ[:, :, None], 0.0, masked).to(self._dtype)

@@ -70,12 +70,7 @@ class RowSettings:
 
     @classmethod
     def of(cls, options_BN: Tensor, processed_B: Tensor | None) -> Self:
-        """Settings of rows; nothing is read back from the device.
-
-        Args:
-            options_BN: [B, N] their OPTIONS.
-            processed_B: None if no row truncates.
-        """
+        """Settings of rows by their OPTIONS; nothing is read back. `processed_B` None: no row truncates."""
         options = dict(zip(OPTIONS, options_BN.float().unbind(1), strict=True))
         greedy_B = options["temperature"] == 0.0
         temperatures_B = torch.where(greedy_B, 1.0, options["temperature"])
@@ -111,9 +106,7 @@ class Draw(NamedTuple):
 def sample(logits_BV: Tensor, settings: RowSettings, uniforms_B: Tensor) -> Draw:
     """Draw one token per row; nothing is read back from the device.
 
-    Args:
-        logits_BV: [B, V] of any float type; the arithmetic is fp32.
-        uniforms_B: [B] float64 in [0, BELOW_ONE].
+    `logits_BV` are of any float type; the arithmetic is fp32. `uniforms_B` are float64 in [0, BELOW_ONE].
     """
     tempered_BV = tempered(logits_BV, settings.temperatures_B)
     probs_BV, mass_B = tempered_BV.softmax(dim=-1), None
@@ -196,10 +189,8 @@ def truncation_mask(probs_BV: Tensor, options: Mapping[str, Tensor]) -> Tensor:
     """[B, V] True for the tokens that top_k and then top_p keep; the most likely one always stays.
 
     top_p keeps the smallest set of the likeliest tokens whose mass, after top_k, reaches top_p. The mass is
-    cumulated as in `inverse_cdf`: it is off by 1e-7 of a block's at most.
-
-    Args:
-        options: [B] each, by name; fp32 holds the rank of any token exactly.
+    cumulated as in `inverse_cdf`: it is off by 1e-7 of a block's at most. `options` are [B] each, by name;
+    fp32 holds the rank of any token exactly.
     """
     top_ps_B, top_ks_B = options["top_p"], options["top_k"]
     sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)

@@ -47,10 +47,7 @@ class Launched:
     done: torch.cuda.Event | None
 
     def read(self) -> NDArray[np.float64]:
-        """Wait for it; return [B, 3]: ids, log-probs, and the probability that truncation kept.
-
-        Valid until two more steps are launched.
-        """
+        """Wait for [B, 3]: ids, log-probs, the mass that truncation kept; valid until two more launches."""
         if self.done is not None:
             self.done.synchronize()
         return self.host[: self.rows].numpy()
@@ -73,12 +70,10 @@ class _Buffers:
 
 
 class StaticStep:
-    """Steps of up to `slots` rows. Belongs to the engine thread.
+    """Steps of up to `slots` rows of at most `pages`. Belongs to the engine thread.
 
-    Args:
-        pages: the most of a row.
-        graphs: whether to capture graphs, which takes a CUDA device.
-        by_kernel: whether to sample by Triton's kernels (`kernels_are_here`), where nothing is truncated.
+    `graphs` says whether to capture graphs, which takes a CUDA device; `by_kernel` whether to sample by
+    Triton's kernels (`kernels_are_here`), where nothing is truncated.
     """
 
     def __init__(

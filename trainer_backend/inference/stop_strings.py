@@ -36,10 +36,7 @@ class GrowingText:
 
 
 class StopStrings:
-    """The first of some strings to appear in the sampled text ends it.
-
-    Source: `stop` of OpenAI's chat completions.
-    """
+    """The first of some strings to appear in the sampled text ends it (`stop` of OpenAI's API)."""
 
     def __init__(self, decode: Decode, strings: Sequence[str]) -> None:
         self._decode = decode

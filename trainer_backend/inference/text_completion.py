@@ -21,10 +21,7 @@ _MAX_TOKENS = 16
 
 
 class TextRequest(SamplingRequest):
-    """A text request with OpenAI's names and vLLM's `return_token_ids`.
-
-    `logprobs` 0: of the sampled tokens.
-    """
+    """A request with OpenAI's names and vLLM's `return_token_ids`; `logprobs` 0: of the sampled tokens."""
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **SamplingRequest.neutral,

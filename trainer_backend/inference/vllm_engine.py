@@ -273,9 +273,8 @@ class VllmEngine(RemoteEngine):
     ) -> tuple[int, bytes]:
         """Status and body, on a connection of its own: its caller may run in another loop.
 
-        Args:
-            timeout_s: None: the caller has a deadline around it.
-            sent: the `params` or the `json` of the request.
+        `timeout_s` None: the caller has a deadline around it. `sent` is the `params` or `json` of the
+        request.
         """
         where, timeout = self.url + route, aiohttp.ClientTimeout(total=timeout_s)
         with connection_errors(where, timeout):
@@ -516,11 +515,7 @@ def _reply(status: int, text: bytes, where: str) -> Mapping[str, Any]:
 
 
 async def _chunks(content: aiohttp.StreamReader, where: str) -> AsyncIterator[Mapping[str, Any]]:
-    """The JSON objects of server-sent events, up to [DONE].
-
-    Raises:
-        RemoteUnavailable: the stream ends without it.
-    """
+    """The JSON objects of server-sent events, up to [DONE]; a stream without it is RemoteUnavailable."""
     lines = Lines(MOST_REPLY_BYTES)
     async for part in content.iter_any():
         for line in lines.take(part):
@@ -533,10 +528,8 @@ async def _chunks(content: aiohttp.StreamReader, where: str) -> AsyncIterator[Ma
 
 
 def _tell(answer: _Answer, count: int, extras: Extras) -> int:
-    """Call `on_token` with each token after the first `count` but the newest, which may be the last.
-
-    Returns:
-        With how many tokens it was called so far.
+    """Call `on_token` with each token after the first `count` but the newest, which may be the last; return
+    how many it has had so far.
     """
     assert extras.on_token is not None
     newest = len(answer.token_ids) - 1

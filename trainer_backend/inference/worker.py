@@ -194,10 +194,7 @@ class EngineWorker:
         # one that moves goes on: an ended row would leave what is not finite where it was.
         for request, end in reversed(ended):
             row = self.batch.rows.index(request)
-            if isinstance(end, InferenceError):
-                self.batch.drop_invalid(row)
-            else:
-                self.batch.drop(row)
+            (self.batch.drop_invalid if isinstance(end, InferenceError) else self.batch.drop)(row)
         if ended:
             self.inbox.forget(request for request, _ in ended)
         self.counters.requests += len(ended)

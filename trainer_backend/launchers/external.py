@@ -41,10 +41,7 @@ class Elsewhere:
 
 
 class ExternalLauncher:
-    """Addresses of processes that somebody else starts; the other roles are children of this process.
-
-    `urls` are by the name of the role.
-    """
+    """Addresses, by role, of processes that others start; the other roles are children of this process."""
 
     def __init__(self, urls: Mapping[str, str]) -> None:
         self._urls = urls

@@ -103,12 +103,7 @@ class Launcher(Protocol):
     """Starts the processes of a run."""
 
     async def start(self, role: Role) -> Process:
-        """Start the process of a role, where it has room.
-
-        Raises:
-            JobError: it can never be placed or started.
-            NotPlaced: it had no place in time.
-        """
+        """Start the process of a role, where it has room; JobError: never; NotPlaced: it had none in time."""
 
     def key(self, variable: str) -> str:
         """Return the key of a role that listens, which it reads from this variable."""
@@ -145,11 +140,7 @@ class NotReady(Exception):
 
 
 async def address_of(process: Process, log_file: Path, within_s: float) -> str:
-    """Return the address of a process once it is ready.
-
-    Raises:
-        NotReady: it has ended, with the last line of its log, or was not ready in time.
-    """
+    """The address of a process once it is ready; NotReady: it has ended, or was not ready in time."""
     try:
         async with asyncio.timeout(within_s):
             address = await process.address()

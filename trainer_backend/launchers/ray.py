@@ -61,11 +61,9 @@ class Node:
     port: int
     """One that is free there."""
     python: str
-    """The interpreter of the package there."""
     folder: str
-    """The folder of the package there."""
+    """The interpreter and the folder of the package there."""
     release: str
-    """The release of the package."""
 
 
 class Host:
@@ -90,9 +88,7 @@ class Host:
     ) -> int:
         """Start a process in place of one that may still run; return its number.
 
-        Raises:
-            NotADirectoryError: the folder of its log is not here.
-            OSError: its program cannot be run, or its log cannot be written.
+        OSError: it cannot be run or its log written; NotADirectoryError: its log's folder is not here.
         """
         await self.end(_STOP_S)
         if not log_file.parent.is_dir():
@@ -275,10 +271,8 @@ class RayProcess:
 class RayLauncher:
     """Starts roles with resources where Ray has room for them, and the others as children of this process.
 
-    Args:
-        run: names the places of the run.
-        wait_s: how long a place is waited for; `say` is given a line then.
-        lease_s: how long places are kept for the run when this process is gone.
+    A place is waited for `wait_s`; `say` is given a line then. When this process is gone, places are kept for
+    the run for `lease_s`.
     """
 
     def __init__(self, run: str, wait_s: float, say: Callable[[str], None], lease_s: float = LEASE_S) -> None:
@@ -292,9 +286,7 @@ class RayLauncher:
     async def open(self, address: str) -> None:
         """Connect to Ray, and take over what is left of an earlier start.
 
-        Raises:
-            JobError: there is no Ray, or it is of another version.
-            NotPlaced: it starts no actor.
+        JobError: there is no Ray, or it is of another version. NotPlaced: it starts no actor.
         """
         await _refuse_nobody(address)
         await asyncio.to_thread(_connect, address)
@@ -433,11 +425,7 @@ def _no_ray(address: str, error: Exception) -> JobError:
 
 
 def bundle_of(resources: Resources) -> dict[str, float]:
-    """What Ray is asked for, for one node or replica of a group.
-
-    Raises:
-        JobError: the nodes that there are could never have it.
-    """
+    """What Ray is asked for, for one node or replica of a group; JobError: no nodes could ever have it."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     has_gpus = any(node.get("GPU") for node in nodes)
     uses_gpus = resources.device == "cuda" or (resources.device == "auto" and has_gpus)

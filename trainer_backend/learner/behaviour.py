@@ -81,10 +81,8 @@ def weighed(
 ) -> Weighed:
     """The weight of every sampled token, from all segments of an iteration: steps may part an episode.
 
-    Args:
-        drafts: all of the iteration, not scored yet but by what a KL term pulls towards.
-        proximal: for each, [N] the learner's own log-probs.
-        objectives: by policy.
+    `drafts` are not scored yet but by what a KL term pulls towards; `proximal` are for each [N] the learner's
+    own log-probs; `objectives` are by policy.
     """
     for draft, own in zip(drafts, proximal, strict=True):
         reference = () if draft.reference is None else draft.reference
@@ -139,11 +137,8 @@ class FirstStep:
 class Scores:
     """The scores of an iteration's segments: before the first step, or with the first step's own passes.
 
-    Args:
-        drafts: all segments.
-        proximal: by number, [N] log-probs of each segment, but for those of `first`.
-        members: the numbers of the first step's segments.
-        first: None: all are scored.
+    `proximal` are by number, [N] log-probs of each segment, but for those of `first`, whose numbers are
+    `members`; None: all are scored.
     """
 
     def __init__(
@@ -194,15 +189,12 @@ _OF_THE_LOSS = ("clip_low_share", "clip_high_share", "ratio_mean", "entropy")
 def mismatch(scored: Sequence[Scored], policy_version: int | None, *, limit: float) -> dict[str, float]:
     """How far the sampler's log-probs are from the learner's own: the token-in, token-out check.
 
-    Of what the learner's own version sampled: another policy's samples are far away, and an older version's
-    may be.
-
-    Args:
-        policy_version: whose tokens are checked; None: all of the actor's.
+    Of what `policy_version` sampled (None: of all of the actor's): another policy's samples are far away, and
+    an older version's may be.
 
     Returns:
-        mismatch/logprob_max and mismatch/logprob_mean (nats); mismatch/checked_share beside them where older
-        versions have sampled too. Empty, or that share alone, where there is nothing to check.
+        mismatch/logprob_max and mismatch/logprob_mean (nats), and mismatch/checked_share where older versions
+        may have sampled too. Empty, or that share alone, where there is nothing to check.
     """
     of_actor = [item for item in scored if item.policy == ACTOR]
     sampled = sum(len(item.proximal) for item in of_actor)
@@ -256,10 +248,7 @@ def mixture_metrics(
                                             policy's probability lies on tokens that it never says, in the
                                             states that it visits: 1 - mean p/mu of a token, an estimate
 
-    Args:
-        objectives: by policy.
-        samples: of the iteration.
-        metrics: of its steps; the actor's `loss/…` are reported again as `mixture/actor/…`.
+    The actor's `loss/…` of `metrics`, which are those of the steps, are reported again as `mixture/actor/…`.
 
     Source: 4-mixture-of-rollout-models.md, "Monitoring and Logging" (names).
     """

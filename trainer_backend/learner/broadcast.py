@@ -168,9 +168,8 @@ class _Stream:
             self._tell(error=f"the group has failed at {name}: {error}")
 
     def end(self) -> set[int]:
-        """Wait until the members have loaded all, or have given up; return the ranks of those that have it.
-
-        As at the start, the first one is waited for, then the others as long again.
+        """Wait until the members have loaded all, or given up: the first one, and the others as long again;
+        return the ranks of those that have it.
         """
         done: set[int] = set()
         if not self._has_failed:
@@ -204,9 +203,7 @@ def checkpoint_tensors(model: PreTrainedModel, placement: Placement) -> Iterator
     """Name and value of each weight as a checkpoint in the layout of Hugging Face has them, one at a time.
 
     A tied weight comes once, under its first name. Of a sharded model every rank has to take each.
-
-    Args:
-        placement: where they are sent from, and what matrices are served in.
+    `placement` says where they are sent from, and what matrices are served in.
     """
     held = weights_of(model)
     empty = {name: torch.empty(tensor.shape, device="meta") for name, tensor in held.items()}

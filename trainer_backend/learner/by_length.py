@@ -41,17 +41,11 @@ class SegmentBounds:
 
 
 def one_row(packed: Packed) -> tuple[Packed, SegmentBounds]:
-    """The same tokens in the same order, all in one row, the padding left out.
+    """The same tokens in the same order, all in one row without padding; and its segments' bounds.
 
     Flat columns keep their order, so a `Batch` of `packed` still fits. Segments are numbered from 1 over the
-    whole row.
-
-    Args:
-        packed: B rows, on the CPU: the shapes of the result depend on what is in it, and a device would have
-            to be waited for.
-
-    Returns:
-        [1, tokens] packed, and the bounds of its segments.
+    whole row. `packed` is on the CPU: the shapes of the result depend on what is in it, and a device would
+    have to be waited for.
     """
     # In numpy: torch would wake threads up for each of these few thousand numbers.
     kept_BL = packed.segment_ids_BL.numpy() > 0
@@ -142,9 +136,8 @@ class Reads:
 def reads_of(bounds: SegmentBounds, position_N: Tensor, dtype: torch.dtype) -> Reads | None:
     """The reads of one row; None where they are no cheaper than the queries of all tokens.
 
-    Args:
-        position_N: int64, the tokens in ascending order; each segment has one at least.
-        dtype: of the queries.
+    `position_N` are int64, the tokens in ascending order, at least one of each segment; `dtype` is the
+    queries'.
     """
     groups, masks = [], []
     for group in _alike(_longest_first(bounds)):

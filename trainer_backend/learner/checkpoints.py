@@ -60,12 +60,10 @@ def save_checkpoint(
     base: Path | None = None,
     ranks: Ranks = ALONE,
 ) -> None:
-    """Write all of it to a folder beside, flush it to disk, then rename it to `folder`.
+    """Write all of it to a folder beside, flush it to disk, then rename it to `folder`; all ranks call this.
 
-    Args:
-        base: the checkpoint whose model the adapters are over: no model is written; None: it is, with any
-            adapters merged.
-        ranks: that hold the model; all of them call this.
+    `base` is the checkpoint whose model the adapters are over: no model is written; None: it is, with any
+    adapters merged.
     """
 
     def begin() -> None:
@@ -110,9 +108,7 @@ def save_weights(
 ) -> None:
     """Write a model folder as `save_checkpoint` does, for servers to load: adapters merged, and beside it.
 
-    Args:
-        part: of a model with adapters, those alone, or the base that they are over.
-        ranks: that hold the model; all of them call this.
+    `part` of a model with adapters is those alone, or the base that they are over. All ranks call this.
     """
     with _whole(folder, "model folder", ranks) as aside:
         if adapter is not None and part == "adapters":

@@ -33,7 +33,6 @@ class LearnerConfig:
     planned_tokens: int
     """`training.aggregation = "constant"` divides by them."""
     seed: int
-    """The job's."""
     fixed_copies: int
     """How many processes of this machine serve the fixed policies with a local model too."""
     ranks: LearnerTable

@@ -83,11 +83,8 @@ def read_states(
 ) -> Tensor:
     """[N, D] last hidden states, after the norm, where sampled tokens are predicted.
 
-    Args:
-        rows: one row, on the model's device.
-        tokens: its `input_ids` or `inputs_embeds`, [1, L].
-        attend: (q [L, H, D], k and v [L, H_kv, D], scale) to [L, H, D].
-        attend_read: the same of N queries, to [N, H, D].
+    `rows` are one row, on the model's device; `tokens` its `input_ids` or `inputs_embeds`, [1, L]. `attend`
+    makes of q [L, H, D], k and v [L, H_kv, D] and a scale [L, H, D], `attend_read` the same of N queries.
     """
     base: Any = model.model
     embedded_BLD = tokens.get("inputs_embeds")

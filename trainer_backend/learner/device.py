@@ -22,9 +22,8 @@ _NO_GPU = ("Found no NVIDIA driver", "No CUDA GPUs are available", "No HIP GPUs 
 class Found:
     """What torch sees of this machine.
 
-    cuda: compute capability of the current CUDA GPU; None where there is none.
-    mps: whether there is an Apple GPU.
-    why_no_cuda: what torch says when it cannot use CUDA; None: it can, or was built without.
+    `cuda` is the compute capability of the current GPU. `why_no_cuda` is what torch says when it cannot use
+    CUDA; None: it can, or was built without.
     """
 
     cuda: tuple[int, int] | None

@@ -24,15 +24,7 @@ from trainer_backend.run.preflight import checked_folders
 
 
 class LocalFactory:
-    """Implements `protocols.LearnerFactory` in this process.
-
-    Args:
-        fixed: tables of the fixed policies.
-        ranks: that hold the learner together with this process.
-
-    Raises:
-        JobError: the device that the job names is not there.
-    """
+    """Implements `protocols.LearnerFactory` here; JobError: the device that the job names is not there."""
 
     def __init__(
         self, config: LearnerConfig, fixed: Sequence[RolloutOnlyTable] = (), ranks: Ranks = ALONE
@@ -71,12 +63,9 @@ class LocalFactory:
 
         Each gradient is of the job's policy loss alone (no entropy, KL or critic, and no adapters), over all
         decisions of the episodes in one step, at the weights of the checkpoint, where every ratio to the
-        proximal policy is 1. An estimator whose gradient is 0 is left out.
-
-        Args:
-            episodes: their advantages are not read.
-            advantages: by estimator, in the order of the episodes.
-            tell: is called with the gradients done and their total.
+        proximal policy is 1. An estimator whose gradient is 0 is left out. Of the episodes the advantages are
+        not read: `advantages` has them by estimator, in their order. `tell` gets the gradients done and their
+        total.
         """
         training = self._config.training.model_copy(update={"entropy_coef": 0.0, "kl_coef": 0.0})
         config = replace(self._config, lora=None, training=training)

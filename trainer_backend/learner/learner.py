@@ -68,12 +68,9 @@ _PASSES = 3
 class LocalLearner:
     """Holds the policy on this machine, on `model.device`. Not thread-safe: one call at a time.
 
-    Args:
-        model, tokenizer: the policy; moved to the device, and given adapters where the job has [lora].
-        started_from: the checkpoint that RL started from, which a KL pulls towards; None: the policy
-            of the first update.
-        adapter_folder: adapters to go on with; None: fresh ones.
-        ranks: that hold a share of the weights each and make every call together.
+    `started_from` is the checkpoint that RL started from, which a KL pulls towards; None: the policy of the
+    first update. With `adapter_folder` None, adapters are fresh. `ranks` hold a share of the weights each and
+    make every call together.
     """
 
     def __init__(
@@ -133,9 +130,8 @@ class LocalLearner:
     ) -> "LocalLearner":
         """A learner of the model that [model] names.
 
-        Args:
-            prompts: a preset's tokenizer is trained on their texts, where none is given.
-            tokenizer: for a preset beside a fixed policy, which must share its tokenizer.
+        A preset's tokenizer is trained on the texts of `prompts`, but beside a fixed policy, which shares
+        `tokenizer`.
         """
         table = config.model
         if table.preset is not None and tokenizer is None:
@@ -251,10 +247,7 @@ class LocalLearner:
         return {name: values_of_episode(parts, rows[name], level=level) for name, parts in episodes.items()}
 
     def score(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, ScoredTokens]:
-        """Log-probs of each episode's tokens, under the policy and the one that RL started from.
-
-        By rollout id.
-        """
+        """By rollout id, log-probs of its tokens, under the policy and the one that RL started from."""
         torch.set_num_threads(self.config.training.threads)
         new = {name: parts for name, parts in episodes.items() if name not in self._proximal}
         with memory_watched("scoring the log-probs ran out of memory", hint=less_memory(self.config)):
@@ -362,8 +355,7 @@ class LocalLearner:
     def _open_sender(self, host: str) -> None:
         backend = "nccl" if self.scorer.placement.device.type == "cuda" else "gloo"
         # The other ranks wait in a collective as long as this one waits for a server.
-        limits = (self.config.inference.replica_wait_s, self.config.ranks.timeout_s)
-        timeout_s = min(limits) / _PASSES
+        timeout_s = min(self.config.inference.replica_wait_s, self.config.ranks.timeout_s) / _PASSES
         self._sender = WeightSender(host, backend=backend, timeout_s=timeout_s)
 
     def broadcast(self, expected: int, wait_s: float, tell: Callable[[int, int], None]) -> int:
@@ -447,11 +439,9 @@ class LocalLearner:
 def uncertain_segments(episodes: Sequence[CreditedEpisode], probability: float) -> dict[str, list[int]]:
     """By rollout id, the numbers of its segments but for those of the actor that it was certain of.
 
-    Of a token with probability p, the gradient of the log-prob is of the size 1 - p: at 0.99 it costs as much
-    as that of any other. What leaving it out biases is in docs/credit.md.
-
-    Args:
-        probability: a segment is certain where each of its tokens had a higher one when it was sampled.
+    It was certain of a segment where each token had a higher `probability` when it was sampled. Of a token
+    with probability p, the gradient of the log-prob is of the size 1 - p: at 0.99 it costs as much as that of
+    any other. What leaving it out biases is in docs/credit.md.
 
     Source: the idea of a gradient of few tokens: Wang et al., Beyond the 80/20 Rule, arXiv:2506.01939, who
     choose by entropy.

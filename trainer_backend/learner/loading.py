@@ -46,18 +46,10 @@ def load_checkpoint(table: ModelTable, checkpoint: Path) -> tuple[PreTrainedMode
 def write_merged(folder: Path, to: Path, dtype: str) -> Path:
     """Write the model of a checkpoint as one plain model folder, for other programs: any adapters merged.
 
-    The sum is made in float32 and rounded once.
+    The sum is made in float32 and rounded once, to `dtype` (torch's name for it). `folder` is a run (its best
+    checkpoint), a checkpoint, or a model folder, whose path is returned; `to` must not exist.
 
-    Args:
-        folder: a run (its best checkpoint), a checkpoint, or a model folder.
-        to: the folder to write; it must not exist.
-        dtype: of the weights that are written, by torch's name for it.
-
-    Returns:
-        the checkpoint or model folder that was read.
-
-    Raises:
-        ModelFolderError, CheckpointError: the model is damaged, incomplete, or cannot be written.
+    Raises ModelFolderError or CheckpointError: the model is damaged, incomplete, or cannot be written.
     """
     if to.exists():
         raise ModelFolderError("it exists, and nothing is replaced", where=str(to), hint="Name another --to.")

@@ -54,8 +54,7 @@ class Adapter:
     def fresh(cls, model: PreTrainedModel, table: LoraTable, *, seed: int, base: str | None) -> "Adapter":
         """Adapters that change nothing yet; torch's global generator is left as it was.
 
-        Args:
-            base: the path or hub name of the model, for whoever loads the saved adapters.
+        `base` is the path or hub name of the model, for whatever loads the saved adapters.
         """
         adapted_layers(model, table.target_modules)
         config = LoraConfig(
@@ -114,10 +113,7 @@ class Adapter:
 
     @torch.no_grad()
     def merged(self) -> dict[str, Tensor]:
-        """The weights of the plain model that computes the same, in float32 in main memory.
-
-        Made tensor by tensor, so that the device holds none of it.
-        """
+        """The weights of the plain model that computes the same, float32 in main memory, one by one."""
         return {name: self.merged_in(name, tensor) for name, tensor in self.under().items()}
 
     @torch.no_grad()
@@ -181,10 +177,8 @@ def adapted_layers(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, 
     """Return the layers that get an adapter, by their names in the model, which may be without memory.
 
     A target is a layer's whole name or the end of it, as in peft. peft refuses targets only where none of
-    them is there, and skips the others in silence.
-
-    Raises:
-        JobError: a target names no linear layer of the model, or one of its ends.
+    them is there, and skips the others in silence; here one that names no linear layer of the model is a
+    JobError.
     """
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     ends = {id(model.get_input_embeddings()): "the embedding", id(head): "the head"}

@@ -111,10 +111,7 @@ class MemoryNeeds:
 def memory_needs(
     shape: ModelShape, use: MemoryUse, *, is_gpu: bool, fixed: Sequence[ModelShape] = ()
 ) -> MemoryNeeds:
-    """What a run holds at its peak, in an optimizer step.
-
-    Args:
-        fixed: shapes of the fixed policies that are served beside it, each with a cache of its own.
+    """What a run holds at its peak, in an optimizer step; each policy of the shapes `fixed` has a cache.
 
     Source: Rajbhandari et al., ZeRO, arXiv:1910.02054, section 3 (weights, gradients, moments).
     """
@@ -361,10 +358,8 @@ def memory_plan(
 ) -> MemoryPlan:
     """Plan the memory of a run on this machine; the model's weights are not read.
 
-    Args:
-        checkpoint: a folder that the run goes on from; None: the model of [model].
-        fixed: model folders of the fixed policies that are served beside.
-        ranks: of which this process plans its own share; engines share the first one's device.
+    The run goes on from the folder `checkpoint`, or else from [model]; `fixed` are the folders of fixed
+    policies. Of `ranks` this process plans its own share; engines share the first one's device.
     """
     placement = place(config.model.device)
     is_gpu = placement.device.type != "cpu"
@@ -405,10 +400,9 @@ def slower_ways(
 ) -> tuple[str, ...]:
     """What the learner does in a slower way on this device and with this torch, a sentence each.
 
-    Args:
-        no_kernels: why Triton's kernels do not run there (`paged_attention.why_no_kernels`).
-        wide_products: whether this torch has them (`logprobs.multiplies_wide`).
-        wide_sums: likewise (`logprobs.adds_wide`).
+    `no_kernels` says why Triton's kernels do not run there (`paged_attention.why_no_kernels`);
+    `wide_products` and `wide_sums` whether this torch has them (`logprobs.multiplies_wide`,
+    `logprobs.adds_wide`).
     """
     notes = [*placement.notes(), *slower_sampling(no_kernels)]
     if model_type not in FAMILIES:

@@ -38,13 +38,9 @@ _ITERATIONS = "iterations"
 
 
 class OwnCritic:
-    """Not thread-safe: one call at a time, like the learner that has it.
+    """Begins as a copy of the policy. Not thread-safe: one call at a time, like the learner that has it.
 
-    Args:
-        policy: is copied, with its weights of now.
-        table: its critic_* and value_* keys.
-        level: where its values are read.
-        seed: of the job; the order of its batches follows from it.
+    `level` says where its values are read. The order of its batches follows from the job's `seed`.
     """
 
     def __init__(self, policy: Scorer, table: TrainingTable, level: ValueLevel, *, seed: int) -> None:
@@ -58,10 +54,8 @@ class OwnCritic:
         self._optimizer = adamw_of(self._scorer.model, rate, decay, offload=table.optimizer_offload)
 
     def values(self, segments: Sequence[Segment]) -> list[NDArray[Any]]:
-        """For each segment, [N] V of its sampled tokens in reward units; 0 where none is read.
-
-        Raises:
-            SegmentError: a token that the model has no embedding of.
+        """For each segment, [N] V of its sampled tokens in reward units, 0 where none is read; SegmentError:
+        a token that the model has no embedding of.
         """
         refuse_unknown_ids(segments, embedding_rows(self._scorer.model))
         (values,) = read_pieces(

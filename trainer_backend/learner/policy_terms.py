@@ -95,12 +95,7 @@ class PolicyTerms:
 
         Where that policy's forward pass had dropout, ratios and KL are those of `batch.policy_logprob_N`, as
         those of the sampler, the proximal policy and the reference are without; the gradient alone is the
-        pass's own.
-
-        Args:
-            batch: the piece, on the device of the columns beside it.
-            logprobs_N, entropies_N: of the policy in training.
-            sums: of the step.
+        pass's own. `sums` are those of the step.
         """
         if batch.policy_logprob_N is not None:
             logprobs_N = with_gradient_of(logprobs_N, batch.policy_logprob_N)

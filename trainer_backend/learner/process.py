@@ -204,11 +204,7 @@ class Calls:
         self._last: Call | None = None
 
     def call(self, session: str, number: int, name: str, body: bytes) -> Call:
-        """Begin a call, or return the last one if it has this number.
-
-        Raises:
-            LearnerBusy: another call runs, or another orchestrator has this learner.
-        """
+        """Begin a call, or return the last one if it has this number; LearnerBusy: another call runs."""
         self._refuse_other(session, number)
         digest, last = blake2b(body).digest(), self._last
         if last is not None and number == last.number and (name, digest) == (last.name, last.digest):

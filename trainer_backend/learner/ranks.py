@@ -147,10 +147,7 @@ class Ranks:
         raise body.error()
 
     def in_turns(self, work: Callable[[], Result]) -> Result:
-        """Do on the ranks of a node, one after the other, what needs much main memory for a while.
-
-        Nothing in it may communicate.
-        """
+        """Do on a node's ranks, one by one, what needs much main memory and does not communicate."""
         if not self.are_several:
             return work()
         local, turns = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -172,11 +169,7 @@ ALONE = Ranks()
 
 
 def join_ranks() -> Ranks:
-    """Join the ranks that torchrun has started.
-
-    Raises:
-        LearnerFailed: their versions differ, or they did not come together.
-    """
+    """Join the ranks of torchrun; LearnerFailed: their versions differ, or they did not come together."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ALONE
     limit = timedelta(seconds=RANKS_JOIN_S)

@@ -60,15 +60,7 @@ class Relay:
         self._store = distributed_c10d._get_default_store() if ranks.are_several else None
 
     def call(self, name: str, body: bytes, caller: Caller) -> Any:
-        """Carry out a call on all ranks; to be asked of the first one.
-
-        Args:
-            body: its arguments, as they came.
-
-        Raises:
-            Halted: it was stopped.
-            Exception: of the call.
-        """
+        """Have all ranks carry out a call; asked of the first one. Halted: it was stopped."""
         if self._store is None:
             return self._carry_out(name, body, caller)
         self._number += 1

@@ -28,11 +28,7 @@ Piece = TypeVar("Piece")
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """What a forward pass leaves for a value head.
-
-    rows: as the model was given them, on its device.
-    hidden_ND: last hidden states, in the order of `rows.target_N`.
-    """
+    """What a forward pass leaves for a value head: last hidden states, in the order of `rows.target_N`."""
 
     rows: Packed
     hidden_ND: Tensor
@@ -40,10 +36,7 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class States(Hidden):
-    """What a forward pass leaves for both heads.
-
-    logprobs_N, entropies_N: of the sampled tokens.
-    """
+    """What a forward pass leaves for both heads: of the sampled tokens, log-probs and entropies too."""
 
     logprobs_N: Tensor
     entropies_N: Tensor
@@ -138,9 +131,8 @@ def read_pieces(
 ) -> list[list[NDArray[Any]]]:
     """For each [N] column of the pieces: for each segment, the numbers of its sampled tokens.
 
-    Args:
-        forward: a forward pass of a piece, which all ranks make at a time.
-        columns: what is read of it, on the rank that its numbers are taken from.
+    All ranks make the `forward` pass of a piece at a time; `columns` reads the numbers, on the rank that
+    gives them.
     """
     packed, pieces = cut_pieces(segments, keys, ranks)
     passes = ((forward(piece), counts) for piece, counts in ranks.own_pieces(pieces))

@@ -108,10 +108,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def own_part(tensor: Tensor, ranks: Ranks) -> Tensor:
-    """[n] numbers of a tensor that this rank adds to a sum over all of them; each is one rank's alone.
-
-    Of what several ranks have, the first of these counts.
-    """
+    """[n] numbers of a tensor that this rank adds to a sum; of what several have, the first adds it."""
     is_counted, own = ranks.is_first, tensor
     if isinstance(tensor, DTensor):
         own, place = tensor.to_local(), tensor.device_mesh.get_coordinate() or ()
@@ -122,10 +119,7 @@ def own_part(tensor: Tensor, ranks: Ranks) -> Tensor:
 
 
 def sent_to(tensor: Tensor, rank: int) -> Tensor | None:
-    """The whole of a tensor on one rank, which the others send their rows to; None on these.
-
-    Of a tensor that every rank has whole that rank takes its own.
-    """
+    """The whole of a tensor, to which the others send their rows, on one rank; None on these."""
     own = dist.get_rank()
     if not isinstance(tensor, DTensor):
         return tensor if own == rank else None

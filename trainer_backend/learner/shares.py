@@ -45,11 +45,8 @@ def write_weights(
 ) -> None:
     """Write a model's weights, a file on each rank, and the index.
 
-    Of the whole model a rank holds the largest tensor and what it writes.
-
-    Args:
-        weights: by name, in the same order on every rank.
-        finished: makes of a gathered tensor the one that is written.
+    Of the whole model a rank holds the largest tensor and what it writes. The weights have one order on every
+    rank; `finished` makes of a gathered tensor the one that is written.
     """
     writers = _writers(weights, ranks.count)
     mine = {}

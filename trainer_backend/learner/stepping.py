@@ -92,11 +92,7 @@ class Scored:
 
 
 def together(scored: Sequence[Scored], levels: Mapping[str, RatioLevel]) -> list[list[Scored]]:
-    """The units that a step may not split: episodes whose tokens share a ratio or weight, else segments.
-
-    Args:
-        levels: the unit of each policy's samples.
-    """
+    """The units that a step may not split: episodes whose tokens share a ratio or weight, else segments."""
     if "episode" not in levels.values():
         return [[item] for item in scored]
     units: dict[object, list[Scored]] = {}

@@ -23,14 +23,11 @@ ROUNDING = 1e-3
 
 
 def refuse_unsupported(model: PreTrainedModel, *, longest: int) -> None:
-    """Refuse a model whose log-probs the learner would compute wrongly.
+    """Refuse a model whose log-probs of up to `longest` tokens the learner would compute wrongly.
 
     Scoring runs `model.model` under a mask of its own and applies `lm_head` itself (`learner.scoring`). So
     nothing else may stand between hidden states and logits, every layer must attend as the mask says, and
     positions may not depend on the length of a sequence.
-
-    Args:
-        longest: tokens of the longest sequence that the job samples, inference.max_model_len.
     """
     if not hasattr(model, "model") or not hasattr(model, "lm_head"):
         raise ModelFolderError(f"{type(model).__name__} has no `model` and `lm_head`", where="model")

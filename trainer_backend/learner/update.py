@@ -38,10 +38,7 @@ Reference = Callable[[Packed], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LogprobCache:
-    """Log-probs that the weights of now gave before an update, by rollout id, [N] for each segment.
-
-    An update that finds all its episodes here scores none again.
-    """
+    """By rollout id, [N] log-probs of each segment under the weights of now; these are not scored again."""
 
     proximal: Mapping[str, Sequence[Row]] = field(default_factory=dict)
     reference: Mapping[str, Sequence[Row]] = field(default_factory=dict)
@@ -60,12 +57,9 @@ EMPTY = LogprobCache()
 
 
 class PolicyUpdate:
-    """Updates the scorer's model in place, and `head` beside it.
+    """Updates the scorer's model in place, and with it `head`, a critic's, where episodes have targets.
 
-    Args:
-        reference: the policy that a KL term pulls towards; None without such a term.
-        head: a critic's; None where no episode has targets for it.
-        share: of the iteration's sampled tokens, that the episodes of `run` hold.
+    A KL term pulls towards `reference`. The episodes of `run` hold `share` of the iteration's sampled tokens.
     """
 
     def __init__(

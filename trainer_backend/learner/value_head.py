@@ -31,14 +31,7 @@ _LEAST_STD = 0.1
 
 
 class ValueHead:
-    """Not thread-safe: one call at a time, like the learner that has it.
-
-    Args:
-        width: D, of the hidden states.
-        device: that of the policy.
-        table: its value_* keys, weight decay and learning rate.
-        level: where its values are read.
-    """
+    """Not thread-safe: one call at a time, like its learner. `width` is D, of the hidden states."""
 
     def __init__(self, width: int, device: torch.device, table: TrainingTable, level: ValueLevel) -> None:
         self.level = level
@@ -84,13 +77,11 @@ class ValueHead:
         return self.values(states)
 
     def settle(self, ranks: Ranks) -> None:
-        """Take mean and std from what the ranks have scored so far, and keep them.
-
-        w is still 0: no value changes.
-        """
-        if self._seen is not None:
-            self._seen.sum_over(ranks)
-        if self._seen is not None and self._seen.count:
+        """Take mean and std from what the ranks have scored, and keep them; w is 0: no value changes."""
+        if self._seen is None:
+            return
+        self._seen.sum_over(ranks)
+        if self._seen.count:
             mean, std = self._seen.mean_and_std()
             self._mean_D.copy_(mean)
             self._std_D.copy_(std)

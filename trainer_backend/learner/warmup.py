@@ -66,14 +66,10 @@ def warm_up(
 ) -> dict[str, float]:
     """Minimise the mean negative log-prob of the demonstrations' tokens.
 
-    Args:
-        training: says where the optimizer is and how many tokens are computed at a time.
-        seed: of the job; the order of the demonstrations follows from it.
-        tell: is called with the steps done and their total; what it raises ends the warm-up there.
-
-    Returns:
-        The metrics, such as the mean log-loss (nats) of a token over the last epoch, and the tokens of the
-        longest answer with the one that ends it.
+    The order of the demonstrations follows from the job's `seed`. `tell` is called with the steps done and
+    their total; what it raises ends the warm-up there. The metrics that are returned are such as the mean
+    log-loss (nats) of a token over the last epoch, and the tokens of the longest answer with the one that
+    ends it.
     """
     rate, decay, offload = table.learning_rate, table.weight_decay, training.optimizer_offload
     optimizer = adamw_of(scorer.model, rate, decay, betas=(0.9, 0.98), offload=offload)

@@ -37,8 +37,7 @@ def load_model_folder(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """The model (in evaluation mode) and the tokenizer of a folder.
 
-    Args:
-        dtype: what the weights become, whatever they are on disk: fp32 is the master copy of training.
+    The weights become `dtype`, whatever they are on disk: fp32 is the master copy of training.
     """
     folder = Path(path)
     refuse_incomplete(folder)

@@ -287,8 +287,7 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of `rms_norm` by states, by what is added, of type `added`, and by the weight, where wanted.
 
-    Args:
-        by_sums_TW: gradient by the sums, from where else they go; None for nowhere.
+    `by_sums_TW` is the gradient by the sums, from where else they go; None for nowhere.
     """
     rows, width = sums_TW.shape
     by_states_TW = torch.empty_like(sums_TW)
@@ -348,9 +347,8 @@ def rotary_backward(
 ) -> Tensor | None:
     """Gradients of `rotary`, with one weight and without positions: by the weight, and by the heads.
 
-    Args:
-        heads_TSD: read where there is a weight.
-        by_heads_TSD: where that is written; heads of a token are adjacent in it, as in `heads_TSD`.
+    That is written to `by_heads_TSD`, in which heads of a token are adjacent, as in `heads_TSD`. The latter
+    is read where there is a weight.
     """
     tokens, heads, dim = heads_TSD.shape
     groups = triton.cdiv(heads, _HEADS)

@@ -170,9 +170,7 @@ def _is_a_name(name: str) -> bool:
 def refuse_unsupported_attention(config: PreTrainedConfig, *, longest: int) -> None:
     """The cache keeps every position of every layer, and segments in a row are told apart by a mask alone.
 
-    Args:
-        config: of a model; the part about texts is looked at.
-        longest: tokens of the longest sequence.
+    Of the config the part about texts is looked at; `longest` are tokens of the longest sequence.
     """
     texts = config.get_text_config()
     _refuse_windows(texts, longest)

@@ -25,10 +25,7 @@ def held_dtype(weight: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def tokens_for(model: PreTrainedModel, ids_BL: Tensor, low: torch.dtype | None) -> Mapping[str, Tensor]:
-    """Return a model's token inputs: in a low precision these are embeddings.
-
-    A layer's output takes the type of the residual stream, and the embeddings set that type.
-    """
+    """A model's token inputs: in a low precision embeddings, whose type the residual stream takes."""
     if low is None:
         return {"input_ids": ids_BL}
     return {"inputs_embeds": model.get_input_embeddings()(ids_BL).to(low).float()}

@@ -25,12 +25,8 @@ UNWANTED = ("*/*.safetensors", "*/*.json", "*/*.txt", "consolidated*")
 def model_folder(table: ModelTable, *, cached_only: bool = False) -> Path:
     """The folder that holds the model of [model]; a hub name is fetched into the hub's cache, or found there.
 
-    Args:
-        cached_only: do not ask the hub.
-
-    Raises:
-        ModelFolderError: the hub knows no such model or does not give it out, or it is neither cached nor
-            reachable.
+    ModelFolderError: the hub knows no such model or does not give it out, or it is neither cached nor
+    reachable; with `cached_only` the hub is not asked.
     """
     if table.path is not None:
         return table.path

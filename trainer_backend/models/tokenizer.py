@@ -57,12 +57,10 @@ CHAT_TEMPLATE = """\
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int = 1024, *, whole_words: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
-    """Train the presets' tokenizer.
+    """Train the presets' tokenizer, of at most `vocab_size` tokens: 256 bytes, special tokens, and merges.
 
-    Args:
-        texts: prompts as the model will see them; their frequent words become single tokens.
-        vocab_size: at most this many tokens: 256 bytes, the special tokens, and merges.
-        whole_words: words that must be one token after a space whatever `texts` holds: the action names.
+    `texts` are prompts as the model will see them; their frequent words become single tokens. `whole_words`
+    are one token after a space whatever `texts` holds: the action names.
     """
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated")

@@ -49,9 +49,7 @@ def unreadable(text: str, number: int, error: Exception) -> ParsedReply:
 def read_json(text: str, start: int = 0) -> tuple[object, int]:
     """Parse the JSON value at `start`, after white space; return it and the position after it.
 
-    Raises:
-        ValueError: it is not JSON; NaN and Infinity count as such.
-        RecursionError: it is nested too deeply.
+    ValueError: it is not JSON, as NaN and Infinity; RecursionError: it is nested too deeply.
     """
     body = start + len(text[start:]) - len(text[start:].lstrip())
     value, end = _DECODER.raw_decode(text, body)
@@ -59,11 +57,7 @@ def read_json(text: str, start: int = 0) -> tuple[object, int]:
 
 
 def as_call(value: object, *, key: str = "arguments") -> ParsedCall:
-    """Convert an object to a call; `key` holds its arguments.
-
-    Raises:
-        ValueError: it is no object with a name and an object of arguments.
-    """
+    """Convert an object to a call, or raise ValueError; `key` holds its object of arguments."""
     name = value.get("name") if isinstance(value, dict) else None
     arguments = value.get(key) if isinstance(value, dict) else None
     if not isinstance(name, str) or not isinstance(arguments, dict):

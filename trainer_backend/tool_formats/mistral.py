@@ -17,7 +17,7 @@ def parse_mistral(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
     calls: list[ParsedCall] = []
     for body in bodies:
         try:
-            new_calls, rest = _list_form(body) if body.lstrip().startswith("[") else _name_form(body)
+            new_calls, rest = _read_calls(body)
         except (ValueError, RecursionError) as error:
             return unreadable(text, len(calls) + 1, error)
         calls += new_calls
@@ -25,14 +25,12 @@ def parse_mistral(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
     return ParsedReply(content.strip() if calls else text, tuple(calls))
 
 
-def _list_form(body: str) -> tuple[list[ParsedCall], str]:
-    value, end = read_json(body)
-    if not isinstance(value, list) or not value:
-        raise ValueError("the list of calls is empty")
-    return [as_call(item) for item in value], body[end:]
-
-
-def _name_form(body: str) -> tuple[list[ParsedCall], str]:
+def _read_calls(body: str) -> tuple[list[ParsedCall], str]:
+    if body.lstrip().startswith("["):
+        value, end = read_json(body)
+        if not isinstance(value, list) or not value:
+            raise ValueError("the list of calls is empty")
+        return [as_call(item) for item in value], body[end:]
     name, separator, rest = body.partition(ARGUMENTS)
     if not separator:
         raise ValueError(f"expected a list of calls, or a name and {ARGUMENTS}")

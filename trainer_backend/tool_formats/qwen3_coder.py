@@ -23,10 +23,7 @@ _AS_PYTHON = {"True": True, "False": False, "None": None}
 
 
 def parse_qwen3_coder(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
-    """Parse the calls of a reply; a value is JSON unless its tool declares the argument a string.
-
-    Source: the chat template of Qwen3-Coder.
-    """
+    """Parse calls as the template has them; a value is JSON unless its tool declares a string."""
     return parse_tagged(text, lambda start: _call(text, start, tools))
 
 

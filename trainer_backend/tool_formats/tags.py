@@ -15,9 +15,8 @@ THINK_START, THINK_END = "<think>", "</think>"
 def parse_tagged(text: str, read_call: Callable[[int], tuple[ParsedCall, int]]) -> ParsedReply:
     """Return the calls of a reply; all other text, reasoning included, stays as content.
 
-    Args:
-        read_call: takes the position behind an opening tag; returns the call and the position behind its
-            closing tag. Raises ValueError or RecursionError.
+    `read_call` makes of the position behind an opening tag the call and the position behind its closing tag,
+    or raises ValueError or RecursionError.
     """
     if text.lstrip().startswith(THINK_START):
         end = text.find(THINK_END)
@@ -49,10 +48,7 @@ def _calls(text: str, position: int, read_call: Callable[[int], tuple[ParsedCall
 
 
 def parse_hermes(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
-    """Parse calls with text around them.
-
-    Source: NousResearch's Hermes function calling; Qwen's chat templates.
-    """
+    """Parse calls with text around them (NousResearch's Hermes function calling; Qwen's chat templates)."""
 
     def read_call(start: int) -> tuple[ParsedCall, int]:
         # The JSON decoder finds the end, since an argument may contain the closing tag as text.

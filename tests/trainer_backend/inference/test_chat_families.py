@@ -139,10 +139,7 @@ def test_the_openai_client_gets_the_call_and_goes_on_with_its_result(
 @each_family
 @pytest.mark.parametrize("several", [False, True])
 def test_a_forced_call_begins_in_the_prompt_and_the_conversation_continues_its_exact_ids(
-    family: Family,
-    model_folders: Mapping[str, Path],
-    tools: list[dict[str, object]],
-    several: bool,
+    family: Family, model_folders: Mapping[str, Path], tools: list[dict[str, object]], several: bool
 ):
     """The caller gets a call; the sampled ids are what follows its opening; the next prompt holds both."""
     tokenizer = load_tokenizer(model_folders[family.name])
@@ -200,11 +197,7 @@ def test_a_forced_call_is_streamed_as_a_call_alone(
     with client_of(engine, tokenizer) as client:
         chunks = list(
             client.chat.completions.create(
-                model="job/actor",
-                messages=[USER],
-                tools=tools,
-                tool_choice="required",
-                stream=True,
+                model="job/actor", messages=[USER], tools=tools, tool_choice="required", stream=True
             )
         )
     deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
@@ -285,10 +278,7 @@ def test_qwen3_thinks_before_its_call_and_keeps_that_in_the_content(
 
 @pytest.mark.parametrize(
     ("family", "template", "tool_format"),
-    [
-        ("mistral", "mistral_args", "mistral"),
-        ("qwen3", "qwen3_coder", "qwen3_coder"),
-    ],
+    [("mistral", "mistral_args", "mistral"), ("qwen3", "qwen3_coder", "qwen3_coder")],
 )
 def test_other_generations_of_a_family_are_told_apart_by_their_template(
     family: str,

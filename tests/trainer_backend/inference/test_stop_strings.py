@@ -27,11 +27,6 @@ def ask(served: Served, **changes: object) -> openai.types.chat.chat_completion.
     return choice
 
 
-def test_without_a_stop_string_the_whole_answer_comes(chain: Served):
-    choice = ask(chain)
-    assert (choice.message.content, choice.finish_reason) == (ANSWER, "stop")
-
-
 @pytest.mark.parametrize(
     ("stop", "text", "sampled"),
     [

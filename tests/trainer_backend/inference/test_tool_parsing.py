@@ -43,23 +43,6 @@ def test_a_hermes_argument_may_contain_the_closing_tag():
     assert [json.loads(call.arguments) for call in reply.tool_calls] == [arguments]
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ('<tool_call>{"name": "a", "arguments": {}}', "</tool_call> is missing"),
-        ('<tool_call>{"name": "a", "argum', "cannot be read"),
-        ('<tool_call>["a"]</tool_call>', 'expected {"name"'),
-        ('<tool_call>{"name": "a", "arguments": [1]}</tool_call>', 'expected {"name"'),
-        ('<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>', "NaN is no JSON"),
-        ("<tool_call>" + "[" * 100_000, "cannot be read"),
-        ('<tool_call>{"name": "a", "arguments": {}}</tool_call><tool_call>x</tool_call>', "tool call 2"),
-    ],
-)
-def test_a_hermes_call_that_cannot_be_read_is_text_with_the_reason(text: str, says: str):
-    reply = parse_hermes(text, [])
-    assert (reply.content, reply.tool_calls) == (text, ()) and says in (reply.error or "")
-
-
 def test_reasoning_before_a_hermes_call_is_content_and_no_call_of_its_own():
     thought = "<think>\nmaybe <tool_call>{</tool_call>?\n</think>"
     call = '<tool_call>\n{"name": "a", "arguments": {"x": 1}}\n</tool_call>'
@@ -92,21 +75,6 @@ def test_a_llama_call_is_the_whole_reply_or_follows_the_python_tag():
     assert parse_llama(f"Go. {spelled}", []) == ParsedReply(f"Go. {spelled}"), "text that quotes a call"
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ('{"name": "a", "param', "cannot be read"),
-        ('{"name": "a", "parameters": "x"}', 'expected {"name": text, "parameters": object}'),
-        ('{"x": 1}', 'expected {"name"'),
-        ("<|python_tag|>print(1)", "cannot be read"),
-        ('{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}', "a second tool call"),
-    ],
-)
-def test_a_llama_call_that_cannot_be_read_is_text_with_the_reason(text: str, says: str):
-    reply = parse_llama(text, [])
-    assert (reply.content, reply.tool_calls) == (text, ()) and says in (reply.error or "")
-
-
 def test_mistral_calls_are_a_list_or_names_with_arguments():
     read = (ParsedCall("a", '{"x": 1}'), ParsedCall("b", "{}"))
     first, second = (
@@ -118,22 +86,6 @@ def test_mistral_calls_are_a_list_or_names_with_arguments():
     assert parse_mistral('[TOOL_CALLS]a[ARGS]{"x": 1}[TOOL_CALLS]b[CALL_ID]abcdefghi[ARGS]{}', []) == (
         ParsedReply("", read)
     )
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("[TOOL_CALLS] []", "the list of calls is empty"),
-        ('[TOOL_CALLS] [{"name": "a"', "cannot be read"),
-        ('[TOOL_CALLS] [{"name": "a"}]', 'expected {"name"'),
-        ("[TOOL_CALLS]a{}", "or a name and [ARGS]"),
-        ("[TOOL_CALLS]a[ARGS][1]", 'expected {"name"'),
-        ("[TOOL_CALLS]a[ARGS]{}[TOOL_CALLS]", "tool call 2"),
-    ],
-)
-def test_a_mistral_call_that_cannot_be_read_is_text_with_the_reason(text: str, says: str):
-    reply = parse_mistral(text, [])
-    assert (reply.content, reply.tool_calls) == (text, ()) and says in (reply.error or "")
 
 
 def coder_call(**arguments: str) -> str:
@@ -149,20 +101,6 @@ def test_a_qwen3_coder_value_is_json_unless_its_tool_says_text():
     assert [json.loads(call.arguments) for call in reply.tool_calls] == [
         {"actions": ["do"], "word": "12", "sure": True, "other": "a\nb", "half": '{"x"'}
     ]
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("<tool_call>{}</tool_call>", "expected <function="),
-        ("<tool_call><function=a", "> is missing"),
-        ("<tool_call><function=a><parameter=x>1</function>", "</parameter> is missing"),
-        ("<tool_call><function=a></function>", "expected </tool_call>"),
-    ],
-)
-def test_a_qwen3_coder_call_that_cannot_be_read_is_text_with_the_reason(text: str, says: str):
-    reply = parse_qwen3_coder(text, [])
-    assert (reply.content, reply.tool_calls) == (text, ()) and says in (reply.error or "")
 
 
 def test_the_short_form_lists_the_items_of_the_only_argument():
@@ -193,18 +131,46 @@ def test_the_general_form_names_the_tool_and_gives_json():
 
 
 @pytest.mark.parametrize(
-    ("text", "tools", "says"),
+    ("parse", "text", "says"),
     [
-        ("<|call|>", ONE_LIST, "it names nothing"),
-        ("<|call|> do sleep", [], "expected a tool's name and a JSON object"),
-        ('<|call|> act {"actions": ', ONE_LIST, "cannot be read"),
-        ("<|call|> do<|call|>", ONE_LIST, "tool call 2"),
+        (parse_hermes, '<tool_call>{"name": "a", "arguments": {}}', "</tool_call> is missing"),
+        (parse_hermes, '<tool_call>{"name": "a", "argum', "cannot be read"),
+        (parse_hermes, '<tool_call>["a"]</tool_call>', 'expected {"name"'),
+        (parse_hermes, '<tool_call>{"name": "a", "arguments": [1]}</tool_call>', 'expected {"name"'),
+        (parse_hermes, '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>', "NaN is no JSON"),
+        (parse_hermes, "<tool_call>" + "[" * 100_000, "cannot be read"),
+        (
+            parse_hermes,
+            '<tool_call>{"name": "a", "arguments": {}}</tool_call><tool_call>x</tool_call>',
+            "tool call 2",
+        ),
+        (parse_llama, '{"name": "a", "param', "cannot be read"),
+        (parse_llama, '{"name": "a", "parameters": "x"}', 'expected {"name": text, "parameters": object}'),
+        (parse_llama, '{"x": 1}', 'expected {"name"'),
+        (parse_llama, "<|python_tag|>print(1)", "cannot be read"),
+        (
+            parse_llama,
+            '{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}',
+            "a second tool call",
+        ),
+        (parse_mistral, "[TOOL_CALLS] []", "the list of calls is empty"),
+        (parse_mistral, '[TOOL_CALLS] [{"name": "a"', "cannot be read"),
+        (parse_mistral, '[TOOL_CALLS] [{"name": "a"}]', 'expected {"name"'),
+        (parse_mistral, "[TOOL_CALLS]a{}", "or a name and [ARGS]"),
+        (parse_mistral, "[TOOL_CALLS]a[ARGS][1]", 'expected {"name"'),
+        (parse_mistral, "[TOOL_CALLS]a[ARGS]{}[TOOL_CALLS]", "tool call 2"),
+        (parse_qwen3_coder, "<tool_call>{}</tool_call>", "expected <function="),
+        (parse_qwen3_coder, "<tool_call><function=a", "> is missing"),
+        (parse_qwen3_coder, "<tool_call><function=a><parameter=x>1</function>", "</parameter> is missing"),
+        (parse_qwen3_coder, "<tool_call><function=a></function>", "expected </tool_call>"),
+        (parse_turnwise, "<|call|>", "it names nothing"),
+        (lambda text, _: parse_turnwise(text, []), "<|call|> do sleep", "expected a tool's name and a JSON"),
+        (parse_turnwise, '<|call|> act {"actions": ', "cannot be read"),
+        (parse_turnwise, "<|call|> do<|call|>", "tool call 2"),
     ],
 )
-def test_a_preset_call_that_cannot_be_read_is_text_with_the_reason(
-    text: str, tools: list[dict[str, object]], says: str
-):
-    reply = parse_turnwise(text, tools)
+def test_a_call_that_cannot_be_read_is_text_with_the_reason(parse: ToolParser, text: str, says: str):
+    reply = parse(text, ONE_LIST)
     assert (reply.content, reply.tool_calls) == (text, ()) and says in (reply.error or "")
 
 
@@ -231,31 +197,12 @@ def test_the_short_form_needs_one_tool_with_one_argument_of_named_items(tools: l
     assert ShortForm.of(tools) is None
 
 
-pieces = st.sampled_from(
-    [
-        "<tool_call>",
-        "</tool_call>",
-        "<think>",
-        "</think>",
-        "<|call|>",
-        "<|python_tag|>",
-        "[TOOL_CALLS]",
-        "[ARGS]",
-        "[",
-        "]",
-        "<function=act>",
-        "</function>",
-        "<parameter=actions>",
-        "</parameter>",
-        ' {"name": "a", "parameters": {}}',
-        ' {"name": "a", "arguments": {}}',
-        "{",
-        "}",
-        '"\\ud800"',
-        " act ",
-        "\n",
-    ]
-)
+pieces = st.sampled_from([
+    "<tool_call>", "</tool_call>", "<think>", "</think>", "<|call|>", "<|python_tag|>", "[TOOL_CALLS]",
+    "[ARGS]", "[", "]", "<function=act>", "</function>", "<parameter=actions>", "</parameter>",
+    "{", "}", '"\\ud800"', ' {"name": "a", "parameters": {}}', ' {"name": "a", "arguments": {}}', " act ",
+    "\n",
+])  # fmt: skip
 
 
 @given(st.lists(pieces | st.text(max_size=5)).map("".join), st.sampled_from([[], ONE_LIST, [{}]]))

@@ -134,11 +134,7 @@ def test_what_a_few_small_steps_teach_survives_a_base_of_low_precision_in_learne
     def of_all() -> list[torch.Tensor]:
         ServedWeights(served).replace(adapter.weights())
         exact = held_copy(model, torch.float32)
-        return [
-            found(exact, Placement(torch.device("cpu"))),
-            found(model, low),
-            found(served, low),
-        ]
+        return [found(exact, Placement(torch.device("cpu"))), found(model, low), found(served, low)]
 
     before = of_all()
     for name, weight in adapter.weights().items():

@@ -8,13 +8,7 @@ import torch
 
 from tests.trainer_backend.learner.hand_made import learner_of, segment, tiny_tokenizer
 from tests.trainer_backend.learner.test_out_of_memory import Shortage
-from tests.trainer_backend.learner.test_value_head import (
-    critic_of,
-    episodes_of,
-    scored,
-    states,
-    tensors_of,
-)
+from tests.trainer_backend.learner.test_value_head import critic_of, episodes_of, scored, states, tensors_of
 from trainer_backend.core.critic import CriticTargets, explained_variance, firsts
 from trainer_backend.errors import CheckpointError, NonFiniteLoss, OutOfMemory, SegmentError
 from trainer_backend.learner.learner import LocalLearner

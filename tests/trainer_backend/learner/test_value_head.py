@@ -101,11 +101,7 @@ def test_the_head_learns_a_simple_function_of_the_prompt(tokenizer, advantage, s
 
 
 def test_the_policy_is_what_it_would_be_without_a_critic(tokenizer):
-    plain, with_critic, through = (
-        learner_of(tokenizer),
-        critic_of(tokenizer),
-        critic_of(tokenizer, **TRUNK),
-    )
+    plain, with_critic, through = (learner_of(tokenizer), critic_of(tokenizer), critic_of(tokenizer, **TRUNK))
     for learner in (with_critic, through):
         learner.update(episodes_of(learner, [5.0, -3.0], advantage=1.0), iteration=1)
     plain.update([CreditedEpisode(part.rollout_id, [part], [1.0]) for part in states(2)], iteration=1)

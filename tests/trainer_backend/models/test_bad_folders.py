@@ -35,10 +35,53 @@ def refused(folder: Path, says: str) -> None:
     assert str(folder) in str(caught.value)
 
 
-def test_a_folder_without_weights(copied):
-    folder = copied("qwen3")
-    (folder / "model.safetensors").unlink()
-    refused(folder, r"no weights in this folder.*model\.safetensors")
+@pytest.mark.parametrize(
+    ("family", "file", "says"),
+    [
+        ("qwen3", "model.safetensors", r"no weights in this folder.*model\.safetensors"),
+        ("qwen3", "tokenizer.json", "the tokenizer is missing"),
+        ("mistral", "model-00002-of-00003.safetensors", "1 of 3 shards are missing, such as model-00002-of"),
+    ],
+)
+def test_a_file_that_was_not_copied(family: str, file: str, says: str, copied):
+    folder = copied(family)
+    (folder / file).unlink()
+    refused(folder, says)
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("family", "file", "text", "says"),
+    [
+        ("mistral", INDEX, "{", "cannot be read"),
+        ("mistral", INDEX, '{"weight_map": 3}', "names no files"),
+        ("mistral", INDEX, "[]", "no JSON object"),
+        ("qwen3", "config.json", "{", "it cannot be read"),
+        ("qwen3", "config.json", "[]", "no JSON object"),
+    ],
+)
+def test_an_index_of_shards_or_a_config_that_is_none(family: str, file: str, text: str, says: str, copied):
+    folder = copied(family)
+    (folder / file).write_text(text)
+    refused(folder, says)
+
+
+@pytest.mark.parametrize(
+    ("family", "file", "changes", "says"),
+    [
+        # Weights of a deeper model are not cut in silence.
+        ("llama", "config", {"num_hidden_layers": 1}, r"would be left out, such as model\.layers\.1\."),
+        ("llama", "config", {"intermediate_size": 80}, "the model cannot be loaded"),
+        ("qwen3", "config", {"model_type": "qwen9"}, r"'qwen9', which transformers \d+\S* does not know"),
+        ("qwen3", "generation_config", {"eos_token_id": [640]}, r"id 640, which is None to the tokenizer"),
+    ],
+)
+def test_a_setting_of_another_model(family: str, file: str, changes: dict[str, object], says: str, copied):
+    folder = copied(family)
+    edit_json(folder / f"{file}.json", **changes)
+    refused(folder, says)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.ckpt"])
@@ -46,22 +89,6 @@ def test_a_folder_with_pickled_weights_alone(name: str, copied):
     folder = copied("qwen3")
     (folder / "model.safetensors").rename(folder / name)
     refused(folder, "only pickled weights, which are refused")
-
-
-def test_a_shard_that_was_not_copied(copied):
-    folder = copied("mistral")
-    (folder / "model-00002-of-00003.safetensors").unlink()
-    refused(folder, "1 of 3 shards are missing, such as model-00002-of-00003")
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [("{", "cannot be read"), ('{"weight_map": 3}', "names no files"), ("[]", "no JSON object")],
-)
-def test_an_index_of_shards_that_is_none(text: str, says: str, copied):
-    folder = copied("mistral")
-    (folder / "model.safetensors.index.json").write_text(text)
-    refused(folder, says)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "/etc/hostname", "sub/x", "x\0", "outside"])
@@ -74,31 +101,12 @@ def test_an_index_that_names_what_is_outside_of_its_folder(name: str, copied, tm
     refused(folder, "which is no name of a file in this folder")
 
 
-@pytest.mark.parametrize(("text", "says"), [("{", "it cannot be read"), ("[]", "no JSON object")])
-def test_a_config_that_is_none(text: str, says: str, copied):
-    folder = copied("qwen3")
-    (folder / "config.json").write_text(text)
-    refused(folder, says)
-
-
 def test_weights_that_miss_a_tensor_are_not_completed_with_random_numbers(copied):
     folder = copied("llama")
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     refused(folder, r"1 would be random, such as model\.layers\.1\.mlp\.up_proj")
-
-
-def test_weights_of_a_deeper_model_are_not_cut_in_silence(copied):
-    folder = copied("llama")
-    edit_json(folder / "config.json", num_hidden_layers=1)
-    refused(folder, r"would be left out, such as model\.layers\.1\.")
-
-
-def test_weights_of_another_shape(copied):
-    folder = copied("llama")
-    edit_json(folder / "config.json", intermediate_size=80)
-    refused(folder, "the model cannot be loaded")
 
 
 def test_a_vocabulary_larger_than_the_embedding(model_folders: Mapping[str, Path], copied):
@@ -114,24 +122,6 @@ def test_another_models_tokenizer_that_happens_to_fit(model_folders: Mapping[str
         shutil.copy(model_folders["llama"] / name, folder / name)
     edit_json(folder / "config.json", eos_token_id=300)
     refused(folder, r"config\.json ends texts with id 300, which is '.+' to the tokenizer and not special")
-
-
-def test_an_end_token_that_the_tokenizer_does_not_have(copied):
-    folder = copied("qwen3")
-    edit_json(folder / "generation_config.json", eos_token_id=[640])
-    refused(folder, r"generation_config\.json ends texts with id 640, which is None to the tokenizer")
-
-
-def test_a_folder_without_a_tokenizer(copied):
-    folder = copied("qwen3")
-    (folder / "tokenizer.json").unlink()
-    refused(folder, "the tokenizer is missing")
-
-
-def test_an_architecture_that_transformers_does_not_know(copied):
-    folder = copied("qwen3")
-    edit_json(folder / "config.json", model_type="qwen9")
-    refused(folder, r"model_type is 'qwen9', which transformers \d+\S* does not know")
 
 
 @pytest.mark.parametrize(

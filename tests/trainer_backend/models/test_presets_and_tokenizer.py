@@ -99,19 +99,8 @@ def test_the_first_logits_of_a_preset_spread_as_far_at_any_width(tokenizer: PreT
 
 def test_vllm_on_a_cpu_has_attention_for_every_preset():
     # get_supported_head_sizes of vllm/v1/attention/backends/cpu_attn.py, 0.32.0
-    assert {preset.head_dim for preset in PRESETS.values()} <= {
-        32,
-        64,
-        80,
-        96,
-        112,
-        128,
-        160,
-        192,
-        224,
-        256,
-        512,
-    }
+    supported = {32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512}
+    assert {preset.head_dim for preset in PRESETS.values()} <= supported
 
 
 def test_a_saved_tokenizer_names_a_class_that_transformers_4_knows(
@@ -148,27 +137,7 @@ def test_a_folder_that_cannot_be_loaded_says_why(tokenizer: PreTrainedTokenizerF
         load_model_folder(tmp_path / "nowhere")
     with pytest.raises(ModelFolderError, match=r"no config\.json"):
         load_model_folder(tmp_path)
-    model = build_preset("tiny-0.3m", TOKENIZER)
-    model.config.save_pretrained(tmp_path)
-    with pytest.raises(ModelFolderError, match="no weights"):
-        load_model_folder(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
-    with pytest.raises(ModelFolderError, match="only pickled weights, which are refused"):
-        load_model_folder(tmp_path)
+    build_preset("tiny-0.3m", TOKENIZER).config.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(ModelFolderError, match="the model cannot be loaded"):
-        load_model_folder(tmp_path)
-
-
-def test_a_tokenizer_larger_than_the_embedding_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path):
-    save_model_folder(tmp_path, build_preset("tiny-0.3m", TOKENIZER), tokenizer)
-    with pytest.raises(
-        ModelFolderError, match=rf"{len(tokenizer)} tokens but the model only {len(TOKENIZER)}"
-    ):
-        load_model_folder(tmp_path)
-
-
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path):
-    save_model_folder(tmp_path, build_preset("tiny-0.3m", TOKENIZER))
-    with pytest.raises(ModelFolderError, match="the tokenizer"):
         load_model_folder(tmp_path)

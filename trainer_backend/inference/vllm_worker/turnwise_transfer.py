@@ -50,12 +50,7 @@ class Interrupted(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One of the workers that a server's model is spread over.
-
-    Attributes:
-        server: a name that no other load of weights has.
-        rank, size: its place among the server's workers, and their number.
-    """
+    """One of the `size` workers of a server; no other load of weights has the name `server`."""
 
     server: str
     rank: int
@@ -115,14 +110,9 @@ def receive(
 ) -> None:
     """Have `load` take the weights that the learner sends; where a pass fails, it takes the next one anew.
 
-    Args:
-        address: host and port of the learner's store.
-        load: takes name and value of each weight, one at a time.
-        wait_s: how long the learner may take to call this worker.
-
-    Raises:
-        RuntimeError: the learner does not call, or has other weights by now.
-        OSError: likewise.
+    The learner's store has the address, and may take `wait_s` to call this worker. `load` takes name and
+    value of each weight, one at a time. RuntimeError or OSError: it does not call, or has other weights by
+    now.
     """
     deadline = time.monotonic() + wait_s
     socket.create_connection(address, _CONNECT_S).close()  # a store would try a closed port again and again

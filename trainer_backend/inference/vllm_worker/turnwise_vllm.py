@@ -40,22 +40,16 @@ class TurnwiseWorker:
         return True
 
     def turnwise_receives(self: Any) -> bool:
-        """Say that it can receive weights from the learner's process; the trainer asks likewise.
-
-        Raises:
-            RuntimeError: the server was started without what that needs.
-        """
+        """Say that it can receive weights from the learner's process, or raise a RuntimeError."""
         if not isinstance(self.weight_transfer_engine, TurnwiseTransfer):
             raise RuntimeError("turnwise_receives: --weight-transfer-config names no backend of Turnwise")
         return True
 
     def turnwise_load(self: Any, folder: str, files: list[str], adapter: str | None = None) -> dict[str, Any]:
-        """Replace all weights by those of a folder, a layer at a time.
+        """Replace all weights by those of a folder that this process can read, a layer at a time.
 
-        Args:
-            folder: in the layout of Hugging Face, where this process can read it.
-            files: names of its safetensors files; no other file is read.
-            adapter: a folder of adapters over those weights; None: there are none.
+        `files` are names of its safetensors files, in the layout of Hugging Face; no other file is read.
+        `adapter` is a folder of adapters over those weights; None: there are none.
         """
         began_s = time.perf_counter()
         weights = tensors(Path(folder), files, None if adapter is None else Path(adapter))

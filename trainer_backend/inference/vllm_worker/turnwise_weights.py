@@ -18,14 +18,9 @@ _OF_THE_WRAPPER, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.we
 
 
 def tensors(folder: Path, files: Sequence[str], adapter: Path | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Name and value of each weight, one at a time.
+    """Name and value of each weight of the folder's `files`, one at a time; no other file is read.
 
-    Args:
-        files: names of the folder's safetensors files; no other file is read.
-        adapter: the folder of adapters; None: the model is whole.
-
-    Raises:
-        ValueError: there are adapters of a layer that the folder has not.
+    `adapter` is the folder of adapters, or None. ValueError: they are of a layer that the folder has not.
     """
     deltas = {} if adapter is None else _deltas(adapter)
     for file in files:
