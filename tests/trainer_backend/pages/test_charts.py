@@ -1,7 +1,5 @@
 """Which metrics are drawn together, and what a chart says of them."""
 
-from dataclasses import replace
-
 from tests.trainer_backend.pages.test_run_views import JOB
 from trainer_backend.pages.panels import PANELS, Line, Panel, merge_outcome, rest_of, restrict, split_by_line
 from trainer_backend.pages.run_data import Run, run_data
@@ -134,7 +132,7 @@ def test_the_last_figures_of_seeds_are_their_mean_and_those_of_others_are_told_f
         text = f"[job]\nseed = {seed}\n[algorithm]\ngamma = {gamma}\n"
         row = {"kind": "iteration", "iteration": 1, "episode/outcome_reward": outcome}
         row["episode/outcome_definition"] = "score: how well"
-        return Run(replace(JOB, id=name, name=name, config=text), name, [row])
+        return Run(JOB.model_copy(update={"id": name, "name": name, "config": text}), name, [row])
 
     runs = [run("a_1", 1, 0.5, 1.0), run("b", 1, 0.9, 4.0), run("a_2", 2, 0.5, 2.0)]
     metrics = {("iteration", "episode/outcome_reward")}
