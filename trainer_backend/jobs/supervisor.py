@@ -6,7 +6,6 @@ restart of the service the first round works like any other.
 """
 
 import asyncio
-import math
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -208,11 +207,13 @@ class Supervisor:
         try:
             run = await self._line.ask(self._data.run_of, row)
             trainer = await self._line.ask(holder, run.path)
-            if trainer is not None and slot.may_wait(self._now(), self._settings.lock_wait_s):
-                detail = f"{run.path} is being trained by {trainer}; waiting for it to end"
-                waiting: Changes = {"code": "waiting", "detail": detail}
-                await self._change(row.id, lambda job: None if job.detail == detail else waiting)
-                return
+            if trainer is not None:
+                slot.lock_deadline_s = slot.lock_deadline_s or self._now() + self._settings.lock_wait_s
+                if self._now() < slot.lock_deadline_s:
+                    detail = f"{run.path} is being trained by {trainer}; waiting for it to end"
+                    waiting: Changes = {"code": "waiting", "detail": detail}
+                    await self._change(row.id, lambda job: None if job.detail == detail else waiting)
+                    return
             await self._line.ask(refuse_if_locked, run.path)
             environment = await self._line.ask(environment_of, row.config)
             slot.process = await start_process(run.path, environment, command=self._command)
@@ -227,7 +228,7 @@ class Supervisor:
         changes: Changes = {"run_id": run.run_id, "code": None, "detail": None}
         if not slot.is_counted:
             changes["attempt"] = row.attempt + 1
-        slot.is_counted, slot.lock_deadline_s, slot.ending = False, math.inf, None
+        slot.is_counted, slot.lock_deadline_s, slot.ending = False, None, None
         await self._change(row.id, lambda job: changes)
 
     async def _record_start_failure(self, job_id: str, slot: Slot, error: TrainerError | OSError) -> None:

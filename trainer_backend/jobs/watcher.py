@@ -34,11 +34,12 @@ from trainer_backend.store.jobs import Changes
 from trainer_backend.store.rows import ACTIVE, Job
 from trainer_backend.store.sync import sync_run
 
-# Wakes those who wait for news of a job, such as open pages.
-
 
 class News:
-    """News of jobs in one event loop. A waiter passes the last count it saw, so it misses nothing."""
+    """Wakes who waits for news of a job, such as an open page, in one event loop.
+
+    A waiter passes the last count it saw, so it misses nothing.
+    """
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -194,13 +195,13 @@ class Watcher:
             self._sync(row, Path(row.run_dir), _fingerprint(Path(row.run_dir), _SYNC_FILES))
 
     def _rows(self, *, everything: bool) -> list[Job]:
-        states = () if everything else tuple(ACTIVE)
-        page = jobs.find(self._store, states=states, home=self._data.home, limit=_PAGE)
+        find = partial(
+            jobs.find, self._store, states=() if everything else ACTIVE, home=self._data.home, limit=_PAGE
+        )
+        page = find()
         rows = [*page.items]
         while page.cursor is not None:
-            page = jobs.find(
-                self._store, states=states, home=self._data.home, cursor=page.cursor, limit=_PAGE
-            )
+            page = find(cursor=page.cursor)
             rows += page.items
         return rows
 
