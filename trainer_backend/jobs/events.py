@@ -83,46 +83,41 @@ async def stream_job_events(
     if service.streams >= service.settings.max_streams:
         raise TooManyStreams(f"{service.streams} event streams are open, the most that this service holds")
     return StreamingResponse(
-        _count_stream(service, _stream(service, job.id, place)),
+        _stream(service, job.id, place),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
     )
 
 
-async def _count_stream(service: Service, stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    service.streams += 1
-    try:
-        async for event in stream:
-            yield event
-    finally:
-        service.streams -= 1
-
-
 async def _stream(service: Service, job_id: str, place: Place) -> AsyncIterator[bytes]:
     last_job: JobView | None = None
-    while not service.news.closed:
-        count = service.news.count(job_id)  # first, so that news during the read are not missed
-        try:
-            job, events, place, more = await service.ask(_look, service, job_id, place)
-        except UnknownJob:
-            yield _event("end", {"state": "deleted"})
-            return
-        except StoreUnavailable as error:
-            yield _event("store", error.problem())
-            await service.news.wait(job_id, count, at_most_s=service.settings.heartbeat_s)
-            continue
-        for event in events:
-            yield event
-        if more:
-            continue
-        if job != last_job:
-            last_job = job
-            yield _event("state", job)
-        if job.state in ENDED:
-            yield _event("end", {"state": job.state})
-            return
-        if not await service.news.wait(job_id, count, at_most_s=service.settings.heartbeat_s):
-            yield b": still here\n\n"
+    service.streams += 1
+    try:
+        while not service.news.closed:
+            count = service.news.count(job_id)  # first, so that news during the read are not missed
+            try:
+                job, events, place, more = await service.ask(_look, service, job_id, place)
+            except UnknownJob:
+                yield _event("end", {"state": "deleted"})
+                return
+            except StoreUnavailable as error:
+                yield _event("store", error.problem())
+                await service.news.wait(job_id, count, at_most_s=service.settings.heartbeat_s)
+                continue
+            for event in events:
+                yield event
+            if more:
+                continue
+            if job != last_job:
+                last_job = job
+                yield _event("state", job)
+            if job.state in ENDED:
+                yield _event("end", {"state": job.state})
+                return
+            if not await service.news.wait(job_id, count, at_most_s=service.settings.heartbeat_s):
+                yield b": still here\n\n"
+    finally:
+        service.streams -= 1
 
 
 def _look(service: Service, job_id: str, before: Place) -> tuple[JobView, list[bytes], Place, bool]:

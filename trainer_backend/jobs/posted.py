@@ -137,7 +137,11 @@ def _fill_in(document: dict[str, Any], bounds: Bounds) -> None:
     services = copy_table(document, "services")
     if services.get("gateway_host") == ServicesTable().gateway_host:
         del services["gateway_host"]
-    if bounds.default_urls and not services.get("task_url") and not _starts_its_own(document, services):
+    # A job with keys of task apps that it starts itself (how many, or which files they have) does start them.
+    starts_own = services.get("task_apps", ServicesTable().task_apps) != ServicesTable().task_apps
+    starts_own |= bool(services.get("task_plugins"))
+    starts_own |= bool(copy_table(document, "multi_turn").get("interaction_config_path"))
+    if bounds.default_urls and not services.get("task_url") and not starts_own:
         services["task_url"] = list(bounds.default_urls)
     services.setdefault("gateway_host", bounds.gateway_host)
     document["services"] = services
@@ -156,14 +160,6 @@ def _fill_in(document: dict[str, Any], bounds: Bounds) -> None:
     # Whatever run this job.toml is from: a job has the files as they are now.
     job.pop("trainer_plugins_sha256", None)
     document["job"] = job
-
-
-def _starts_its_own(document: Mapping[str, Any], services: Mapping[str, Any]) -> bool:
-    """Whether a job has keys of task apps that it starts itself: how many, or files that they are to have."""
-    one = ServicesTable().task_apps
-    several = services.get("task_apps", one) != one
-    interactions = copy_table(document, "multi_turn").get("interaction_config_path")
-    return bool(several or services.get("task_plugins") or interactions)
 
 
 def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:

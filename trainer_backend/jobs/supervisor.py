@@ -99,7 +99,7 @@ class Supervisor:
                     await self._round()
             except StoreUnavailable as error:
                 self._store_failures.inc()
-                self._watcher.store_failed(error)
+                self._watcher.note_store(error)
             except Exception:
                 log.exception("round_failed")  # a supervisor that ended would leave its jobs alone
             with suppress(TimeoutError):
@@ -119,7 +119,7 @@ class Supervisor:
             try:
                 await self._settle_all()
             except StoreUnavailable as error:
-                self._watcher.store_failed(error)
+                self._watcher.note_store(error)
 
     def end_at_once(self) -> None:
         """Kill every process, including those that are saving; `close` then does not wait."""

@@ -140,9 +140,9 @@ class Watcher:
                 for job_id in await self._one_look(everything=everything):
                     self._news.tell(job_id)
                 last_search_s = now_s if everything else last_search_s
-                self._store_answered()
+                self.note_store(None)
             except StoreUnavailable as error:
-                self.store_failed(error)
+                self.note_store(error)
             except Exception:
                 log.exception("look_failed")
             await asyncio.sleep(self._look_s)
@@ -158,23 +158,20 @@ class Watcher:
             while not (await asyncio.wait({look}, timeout=self._answer_s))[0]:
                 try:
                     await self._line.ask(jobs.find, self._store, limit=1)
-                    self._store_answered()
+                    self.note_store(None)
                 except StoreUnavailable as error:
-                    self.store_failed(error)
+                    self.note_store(error)
             return look.result()
         finally:
             look.cancel()
 
-    def store_failed(self, error: StoreUnavailable) -> None:
-        """Note that the store does not answer; the log says so once, until it answers again."""
-        if self.store_up:
+    def note_store(self, error: StoreUnavailable | None) -> None:
+        """Note whether the store answers; the log says so once, until that changes."""
+        if self.store_up and error is not None:
             log.warning("store_away", detail=str(error))
-        self.store_up = False
-
-    def _store_answered(self) -> None:
-        if not self.store_up:
+        if not self.store_up and error is None:
             log.info("store_back")
-        self.store_up = True
+        self.store_up = error is None
 
     def look(self, *, everything: bool) -> list[str]:
         """Look once and return the ids of jobs with news. Call it on a thread.
