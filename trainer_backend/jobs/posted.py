@@ -447,7 +447,7 @@ def lines_of(text: str) -> dict[str, int]:
         if characters > _MOST_CHARACTERS:
             break
         try:
-            names = _names(tomli.loads(statement))
+            names = [*_names(tomli.loads(statement))]
         except (ValueError, RecursionError):
             continue
         is_header = statement.lstrip().startswith("[")
@@ -459,17 +459,13 @@ def lines_of(text: str) -> dict[str, int]:
     return lines
 
 
-def _names(document: Mapping[str, Any]) -> list[str]:
-    """List the dotted keys of a document, each after the table around it."""
-    names, rest = [], [("", document)]
-    while rest:
-        prefix, table = rest.pop()
-        for key, value in table.items():
-            names.append(f"{prefix}{key}")
-            inner = value[0] if isinstance(value, list) and value == [{}] else value  # a header [[…]]
-            if isinstance(inner, Mapping):
-                rest.append((f"{prefix}{key}.", inner))
-    return names
+def _names(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of a document, each after the table around it."""
+    for key, value in table.items():
+        yield f"{prefix}{key}"
+        inner = value[0] if value == [{}] else value  # a header [[…]]
+        if isinstance(inner, Mapping):
+            yield from _names(inner, f"{prefix}{key}.")
 
 
 def text_of(body: bytes) -> str:

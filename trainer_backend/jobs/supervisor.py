@@ -27,10 +27,10 @@ from trainer_backend.jobs.processes import (
 )
 from trainer_backend.jobs.settings import SupervisorSettings
 from trainer_backend.jobs.slots import Line, Slot
-from trainer_backend.jobs.states import Ending, Outcome, outcome_of, stays, without_process
+from trainer_backend.jobs.states import Ending, Outcome, outcome_of, without_process
 from trainer_backend.jobs.watcher import News, Watcher
 from trainer_backend.rundir.lock import holder, refuse_if_locked
-from trainer_backend.rundir.state import FAILED, is_final
+from trainer_backend.rundir.state import DONE, FAILED, REFUSED, is_final
 from trainer_backend.store import jobs
 from trainer_backend.store.database import Store, StoreUnavailable, UnknownJob
 from trainer_backend.store.jobs import Changes
@@ -158,8 +158,12 @@ class Supervisor:
             await work
         except StoreUnavailable:
             raise
-        except UnknownJob:  # deleted by another client
-            self._let_go(job_id)
+        except UnknownJob:  # deleted by another client: a process is stopped, and its end frees the slot
+            slot = self.slots.get(job_id)
+            if slot is not None and slot.process is not None and slot.lives:
+                slot.process.stop(self._grace_s)
+            else:
+                self.slots.pop(job_id, None)
         except Exception as error:
             log.exception("job_fault", job=job_id)
             self._faults.inc()
@@ -172,14 +176,6 @@ class Supervisor:
                     raise
                 except Exception:
                     log.exception("job_fault", job=job_id)
-
-    def _let_go(self, job_id: str) -> None:
-        """Free the slot of a deleted job, or else stop its process, whose end frees the slot."""
-        slot = self.slots.get(job_id)
-        if slot is not None and slot.process is not None and slot.lives:
-            slot.process.stop(self._grace_s)
-        else:
-            self.slots.pop(job_id, None)
 
     async def _bring_to_its_end(self, row: Job) -> None:
         slot = self.slots.get(row.id)
@@ -276,7 +272,8 @@ class Supervisor:
             nonlocal outcome
             if job.state not in ACTIVE:  # stored already, by a change whose answer was late
                 return None
-            if is_closing and stays(job, ending.exit_code):
+            # The next start continues such a job, even if it was killed because it did not save in time.
+            if is_closing and job.wanted == "run" and ending.exit_code not in (DONE, REFUSED):
                 return None
             settings, now = self._settings, self._store.clock()
             outcome = outcome_of(
