@@ -403,7 +403,8 @@ def check(content: bytes, bounds: Bounds) -> Checked:
         line = min(cause.lineno, last) if isinstance(cause, tomli.TOMLDecodeError) else None
         sentence = str(error).removeprefix(f"{WHERE}: ")
         return Checked(ok=False, findings=(Finding(severity="error", text=sentence, line=line),))
-    ok, sentences = True, ()
+    ok = True
+    sentences: tuple[str, ...] = ()
     try:
         sentences = validate_job(document, bounds)[0].warnings
     except TrainerError as error:
