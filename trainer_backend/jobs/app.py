@@ -38,6 +38,8 @@ OPEN_PATHS = frozenset({"/health", LOGIN})
 # The error statuses of routes.
 ERRORS = (400, 401, 403, 404, 408, 409, 413, 415, 422, 500, 503)
 _STREAM = "/jobs/{job_id}/events"
+# Threads for requests: more than asyncio's default on a small machine, since a hanging database holds one per
+# request.
 _THREADS = 24
 
 
@@ -117,42 +119,29 @@ async def _validation(request: Request, error: Exception) -> Response:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Run the supervisor and the watcher while the service runs, then stop the jobs in order."""
-    service: Service = app.state.service
-    async with _threads(service), _background_tasks(service):
-        yield
+    """Run the supervisor and the watcher while the service runs, then stop the jobs in order.
 
-
-@asynccontextmanager
-async def _background_tasks(service: Service) -> AsyncIterator[None]:
-    tasks = [asyncio.ensure_future(service.watcher.run()), asyncio.ensure_future(service.sweeper.run())]
-    if service.supervisor is not None:
-        tasks.append(asyncio.ensure_future(service.supervisor.run()))
-    try:
-        yield
-    finally:
-        service.news.close()
-        if service.supervisor is not None:
-            await service.supervisor.close()
-        for task in tasks:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
-
-
-@asynccontextmanager
-async def _threads(service: Service) -> AsyncIterator[None]:
-    """Provide threads for requests; at the end wait for every thread that uses the store.
-
-    There are more than asyncio's default on a small machine, since a hanging database holds one per request.
+    At the end, wait for every thread that uses the store.
     """
-    loop = asyncio.get_running_loop()
+    service: Service = app.state.service
+    supervisor, loop = service.supervisor, asyncio.get_running_loop()
     threads = [ThreadPoolExecutor(_THREADS, "trainer"), *service.watcher.threads]
-    if service.supervisor is not None:
-        threads += service.supervisor.threads
+    tasks = [asyncio.ensure_future(service.watcher.run()), asyncio.ensure_future(service.sweeper.run())]
+    if supervisor is not None:
+        threads += supervisor.threads
+        tasks.append(asyncio.ensure_future(supervisor.run()))
     loop.set_default_executor(threads[0])
     try:
         yield
     finally:
-        loop.set_default_executor(ThreadPoolExecutor())
-        await wait_for_threads(threads, at_most_s=service.settings.store_s)
+        try:
+            service.news.close()
+            if supervisor is not None:
+                await supervisor.close()
+            for task in tasks:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+        finally:
+            loop.set_default_executor(ThreadPoolExecutor())
+            await wait_for_threads(threads, at_most_s=service.settings.store_s)

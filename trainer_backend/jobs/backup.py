@@ -51,11 +51,15 @@ def back_up(data_dir: Path, database_url: str, archive: IO[bytes]) -> tuple[int,
             if row["run_dir"] is not None:
                 row["run_dir"] = os.path.relpath(row["run_dir"], data.path)
         with _linked(data) as folder, tarfile.open(fileobj=archive, mode="w|", encoding="utf-8") as tar:
-            _add_text(tar, JOBS, "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
+            text = "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows).encode()
+            _add(tar, JOBS, BytesIO(text), len(text), 0.0)
             runs = sorted(path.relative_to(data.path) for path in data.runs())
             for path in sorted(folder.rglob("*")):
                 if path.is_file():
-                    _add_file(tar, path, f"{RUNS}/{path.relative_to(folder).as_posix()}")
+                    with path.open("rb") as file:
+                        found = os.fstat(file.fileno())
+                        name = f"{RUNS}/{path.relative_to(folder).as_posix()}"
+                        _add(tar, name, file, found.st_size, found.st_mtime)
     return len(rows), len(runs)
 
 
@@ -129,19 +133,10 @@ def _link_file(source: Path, target: Path) -> None:
             shutil.copy2(source, target)
 
 
-def _add_text(tar: tarfile.TarFile, name: str, text: str) -> None:
-    data = text.encode()
+def _add(tar: tarfile.TarFile, name: str, content: IO[bytes], size: int, modified_s: float) -> None:
     entry = tarfile.TarInfo(name)
-    entry.size, entry.mode = len(data), _OF_FILES
-    tar.addfile(entry, BytesIO(data))
-
-
-def _add_file(tar: tarfile.TarFile, path: Path, name: str) -> None:
-    with path.open("rb") as file:
-        entry = tarfile.TarInfo(name)
-        found = os.fstat(file.fileno())
-        entry.size, entry.mtime, entry.mode = found.st_size, found.st_mtime, _OF_FILES
-        tar.addfile(entry, file)
+    entry.size, entry.mtime, entry.mode = size, modified_s, _OF_FILES
+    tar.addfile(entry, content)
 
 
 def _extract(archive: IO[bytes], folder: Path) -> list[dict[str, Any]]:

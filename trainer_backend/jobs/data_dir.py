@@ -96,9 +96,8 @@ class DataDir:
 
     def move_aside(self, path: Path) -> Path:
         """Move a run directory to the trash and return its new path."""
-        aside = self.path / SERVICE / f"{_TRASH}{uuid4().hex}"
         with write_errors(path):
-            return path.rename(aside)
+            return path.rename(self.path / SERVICE / f"{_TRASH}{uuid4().hex}")
 
     def aside(self) -> list[Path]:
         """List the folders in the trash."""
@@ -133,18 +132,6 @@ def say_unusable(path: Path, *, writes: bool) -> str | None:
     )
 
 
-def _refuse_unusable(folder: Path, *, writes: bool) -> None:
-    """Refuse a folder of which this process cannot use a part: `compose cp` leaves files of root, say.
-
-    The folders of runs and their records are looked at, not all files.
-    """
-    with suppress(PermissionError):  # of a folder that is looked at itself
-        for path in (folder, folder / SERVICE, *folder.glob("*/"), *folder.glob("*/*.json")):
-            if reason := say_unusable(path, writes=writes):
-                hint = f"As root: chown -R {os.geteuid()}:{os.getegid()} {folder}"
-                raise RunDirectoryError(reason, hint=hint)
-
-
 @contextmanager
 def open_data_dir(path: Path, *, runs_jobs: bool, plugins: tuple[Path, ...] = ()) -> Iterator[DataDir]:
     """Open the data directory, creating it if needed.
@@ -152,7 +139,12 @@ def open_data_dir(path: Path, *, runs_jobs: bool, plugins: tuple[Path, ...] = ()
     One service at a time `runs_jobs` in it; any number of services that only show runs may share it.
     """
     folder = path.resolve()
-    _refuse_unusable(folder, writes=runs_jobs)
+    # `compose cp` leaves files of root, say. Folders of runs and their records are looked at, not all files.
+    with suppress(PermissionError):  # of a folder that is looked at itself
+        for part in (folder, folder / SERVICE, *folder.glob("*/"), *folder.glob("*/*.json")):
+            if reason := say_unusable(part, writes=runs_jobs):
+                hint = f"As root: chown -R {os.geteuid()}:{os.getegid()} {folder}"
+                raise RunDirectoryError(reason, hint=hint)
     with write_errors(folder):
         for subfolder in (folder, folder / SERVICE):
             subfolder.mkdir(OWNERS_ALONE, parents=True, exist_ok=True)

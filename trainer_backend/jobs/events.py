@@ -11,7 +11,7 @@ Last-Event-ID, as browsers do, continues from there.
 """
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -83,75 +83,56 @@ async def stream_job_events(
     if service.streams >= service.settings.max_streams:
         raise TooManyStreams(f"{service.streams} event streams are open, the most that this service holds")
     return StreamingResponse(
-        _count_stream(service, _stream(service, job.id, place)),
+        _stream(service, job.id, place),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
     )
 
 
-async def _count_stream(service: Service, stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _stream(service: Service, job_id: str, place: Place) -> AsyncIterator[bytes]:
+    last_job: JobView | None = None
     service.streams += 1
     try:
-        async for event in stream:
-            yield event
+        while not service.news.closed:
+            count = service.news.count(job_id)  # first, so that news during the read are not missed
+            try:
+                job, events, place, more = await service.ask(_look, service, job_id, place)
+            except UnknownJob:
+                yield _event("end", {"state": "deleted"})
+                return
+            except StoreUnavailable as error:
+                yield _event("store", error.problem())
+                await service.news.wait(job_id, count, at_most_s=service.settings.heartbeat_s)
+                continue
+            for event in events:
+                yield event
+            if more:
+                continue
+            if job != last_job:
+                last_job = job
+                yield _event("state", job)
+            if job.state in ENDED:
+                yield _event("end", {"state": job.state})
+                return
+            if not await service.news.wait(job_id, count, at_most_s=service.settings.heartbeat_s):
+                yield b": still here\n\n"
     finally:
         service.streams -= 1
 
 
-async def _stream(service: Service, job_id: str, place: Place) -> AsyncIterator[bytes]:
-    last_job: JobView | None = None
-    while not service.news.closed:
-        count = service.news.count(job_id)  # first, so that news during the read are not missed
-        try:
-            news = await service.ask(_look, service, job_id, place)
-        except UnknownJob:
-            yield _event("end", {"state": "deleted"})
-            return
-        except StoreUnavailable as error:
-            yield _event("store", error.problem())
-            await service.news.wait(job_id, count, at_most_s=service.settings.heartbeat_s)
-            continue
-        for event in news.events(place):
-            yield event
-        place = news.place
-        if news.more:
-            continue
-        if news.job != last_job:
-            last_job = news.job
-            yield _event("state", last_job)
-        if news.job.state in ENDED:
-            yield _event("end", {"state": news.job.state})
-            return
-        if not await service.news.wait(job_id, count, at_most_s=service.settings.heartbeat_s):
-            yield b": still here\n\n"
-
-
-@dataclass(frozen=True, slots=True)
-class _News:
-    """The new events since a position in the stream."""
-
-    job: JobView
-    rows: tuple[Any, ...]
-    log: Piece
-    place: Place
-
-    @property
-    def more(self) -> bool:
-        return len(self.rows) == _MOST_ROWS or self.log.more
-
-    def events(self, before: Place) -> Iterator[bytes]:
-        for row in self.rows:
-            data = {"kind": row.kind, "iteration": row.iteration, "row": dict(row.row)}
-            yield _event("metrics", data, Place(row.number, before.byte))
-        for line, end in self.log.log_lines():
-            yield _event("log", {"time": line.time, "text": line.text}, Place(self.place.row, end))
-
-
-def _look(service: Service, job_id: str, place: Place) -> _News:
+def _look(service: Service, job_id: str, before: Place) -> tuple[JobView, list[bytes], Place, bool]:
+    """Return the job, the new events since a position, the next position, and whether there are more."""
     job = jobs.get(service.store, job_id)  # first: once it has ended, everything else is complete
-    rows = reads.metric_lines(service.store, job_id, after=place.row, limit=_MOST_ROWS)
-    log = read_piece(Path(job.run_dir, LOG_FILE), place.byte) if job.run_dir else Piece()
-    return _News(job_view(job), rows, log, Place(rows[-1].number if rows else place.row, log.end))
+    rows = reads.metric_lines(service.store, job_id, after=before.row, limit=_MOST_ROWS)
+    log = read_piece(Path(job.run_dir, LOG_FILE), before.byte) if job.run_dir else Piece()
+    place = Place(rows[-1].number if rows else before.row, log.end)
+    events: list[bytes] = []
+    for row in rows:
+        data = {"kind": row.kind, "iteration": row.iteration, "row": dict(row.row)}
+        events.append(_event("metrics", data, Place(row.number, before.byte)))
+    for line, end in log.log_lines():
+        events.append(_event("log", {"time": line.time, "text": line.text}, Place(place.row, end)))
+    return job_view(job), events, place, len(rows) == _MOST_ROWS or log.more
 
 
 def _event(name: str, data: BaseModel | dict[str, Any], place: Place | None = None) -> bytes:

@@ -41,25 +41,21 @@ async def log_in(
     The right key opens whatever came before it: behind a proxy all people have one address, and one of them,
     or a stranger, must not lock the others out.
     """
-    if not service_of(request).keys.opens(key):
-        return _refuse(request, own_path(next))
-    response = RedirectResponse(own_path(next), 303)
-    response.set_cookie(
-        COOKIE, service_of(request).sessions.cookie(), max_age=SESSION_S, httponly=True, samesite="lax",
-        secure=request.url.scheme == "https",
-    )  # fmt: skip
-    return response
-
-
-def _refuse(request: Request, next: str) -> Response:
-    guesses = service_of(request).guesses
+    service = service_of(request)
+    if service.keys.opens(key):
+        response = RedirectResponse(own_path(next), 303)
+        response.set_cookie(
+            COOKIE, service.sessions.cookie(), max_age=SESSION_S, httponly=True, samesite="lax",
+            secure=request.url.scheme == "https",
+        )  # fmt: skip
+        return response
     address = request.client.host if request.client is not None else ""
-    if wait_s := math.ceil(guesses.wait_s(address)):
-        answer = _form(request, next, refused=_TOO_MANY, status=429)
+    if wait_s := math.ceil(service.guesses.wait_s(address)):
+        answer = _form(request, own_path(next), refused=_TOO_MANY, status=429)
         answer.headers["Retry-After"] = str(wait_s)
         return answer
-    guesses.count(address)
-    return _form(request, next, refused=_WRONG, status=401)
+    service.guesses.count(address)
+    return _form(request, own_path(next), refused=_WRONG, status=401)
 
 
 def _form(request: Request, next: str, *, refused: str = "", status: int = 200) -> Response:

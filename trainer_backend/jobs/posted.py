@@ -6,7 +6,7 @@ operator's keys to another host, or listen on an address of choice. Errors never
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -38,6 +38,7 @@ _MOST_TAGS, _LONGEST_TAG = 32, 200
 _MOST_PROCESSES = 8  # of one kind, on one machine
 # Maximum nesting of tables and lists; the schema needs little. Parsers and writers of TOML are recursive.
 _DEEPEST = 32
+_TOO_DEEP = f"holds tables or lists in one another, more than {_DEEPEST} deep"
 # The limit of keys and list items in a document; for a text, separators are counted, which are slightly more.
 MOST_VALUES, _DIVIDERS = 50_000, ".,=[{\n"
 _TOO_MANY = f"a job holds at most {MOST_VALUES} keys, items of lists and lines"
@@ -54,7 +55,7 @@ def document_of(text: str) -> dict[str, Any]:
     try:
         document = tomli.loads(text)
     except RecursionError as error:
-        raise JobError(f"{WHERE}: {_too_deep('a value')}") from error
+        raise JobError(f"{WHERE}: a value {_TOO_DEEP}") from error
     except ValueError as error:
         raise JobError(f"{WHERE}: not valid TOML: {error}") from error
     refuse_unwritable(document)
@@ -63,33 +64,21 @@ def document_of(text: str) -> dict[str, Any]:
 
 def refuse_unwritable(document: Mapping[str, Any]) -> None:
     """Refuse what is too deep or too large, or holds too long a number, before anything walks it."""
-    values = 0
-    for name, table in document.items():
-        level, depth = [table], 0
-        while level:
-            values += len(level)
-            if values > MOST_VALUES:
-                raise JobError(f"{WHERE}: {_TOO_MANY}")
-            if any(isinstance(item, int) and item not in _WHOLE_NUMBERS for item in level):
+    values, rest = len(document), [(name, 0, [name, table]) for name, table in document.items()]
+    for name, depth, items in rest:  # the list grows meanwhile
+        for item in items:
+            if isinstance(item, int) and item not in _WHOLE_NUMBERS:
                 raise JobError(f"{WHERE}: {name[:80]} holds a whole number of more than 64 bits")
-            if any(isinstance(item, str) and "\0" in item for item in (name, *level, *_keys_of(level))):
+            if isinstance(item, str) and "\0" in item:
                 raise JobError(f"{WHERE}: {name[:80]!r} holds {NUL}")
-            nested = [item for item in level if isinstance(item, Mapping | list)]
-            if nested and depth == _DEEPEST:
-                raise JobError(f"{WHERE}: {_too_deep(name[:80])}")
-            level, depth = [inner for item in nested for inner in _inside(item)], depth + 1
-
-
-def _keys_of(level: Iterable[Any]) -> Iterator[str]:
-    return (key for item in level if isinstance(item, Mapping) for key in item)
-
-
-def _inside(value: Mapping[str, Any] | list[Any]) -> Iterable[Any]:
-    return value.values() if isinstance(value, Mapping) else value
-
-
-def _too_deep(what: str) -> str:
-    return f"{what} holds tables or lists in one another, more than {_DEEPEST} deep"
+            if isinstance(item, Mapping | list):
+                values += len(item)
+                if depth == _DEEPEST:
+                    raise JobError(f"{WHERE}: {name[:80]} {_TOO_DEEP}")
+                if values > MOST_VALUES:
+                    raise JobError(f"{WHERE}: {_TOO_MANY}")
+                inside = [*item, *item.values()] if isinstance(item, Mapping) else item
+                rest.append((name, depth + 1, inside))
 
 
 def validate_job(
@@ -148,7 +137,11 @@ def _fill_in(document: dict[str, Any], bounds: Bounds) -> None:
     services = copy_table(document, "services")
     if services.get("gateway_host") == ServicesTable().gateway_host:
         del services["gateway_host"]
-    if bounds.default_urls and not services.get("task_url") and not _starts_its_own(document, services):
+    # A job with keys of task apps that it starts itself (how many, or which files they have) does start them.
+    starts_own = services.get("task_apps", ServicesTable().task_apps) != ServicesTable().task_apps
+    starts_own |= bool(services.get("task_plugins"))
+    starts_own |= bool(copy_table(document, "multi_turn").get("interaction_config_path"))
+    if bounds.default_urls and not services.get("task_url") and not starts_own:
         services["task_url"] = list(bounds.default_urls)
     services.setdefault("gateway_host", bounds.gateway_host)
     document["services"] = services
@@ -167,14 +160,6 @@ def _fill_in(document: dict[str, Any], bounds: Bounds) -> None:
     # Whatever run this job.toml is from: a job has the files as they are now.
     job.pop("trainer_plugins_sha256", None)
     document["job"] = job
-
-
-def _starts_its_own(document: Mapping[str, Any], services: Mapping[str, Any]) -> bool:
-    """Whether a job has keys of task apps that it starts itself: how many, or files that they are to have."""
-    one = ServicesTable().task_apps
-    several = services.get("task_apps", one) != one
-    interactions = copy_table(document, "multi_turn").get("interaction_config_path")
-    return bool(several or services.get("task_plugins") or interactions)
 
 
 def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:
@@ -209,13 +194,8 @@ def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:
         if count > _MOST_PROCESSES:
             yield f"{key} is {count}; a posted job may have {_MOST_PROCESSES}, since each is a process"
     for url in config.services.task_url:
-        # On this machine too, since the process that listens there receives the operator's key.
-        if url.rstrip("/") not in bounds.task_urls:
-            allowed = ", ".join(sorted(bounds.task_urls)) or "none"
-            yield (
-                "services.task_url names a task app that the service's key may not be sent to "
-                f"(TASK_URL or --allow-task-url: {allowed})"
-            )
+        if not_allowed := refuse_task_app(url, bounds):
+            yield f"services.task_url {not_allowed}"
     yield from _foreign_cluster(config, bounds)
     name = config.model.name
     if name is not None and not any(fnmatchcase(name, pattern) for pattern in bounds.models):
@@ -237,6 +217,20 @@ def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:
                 "the inference_url of warmup.policy_config or rollout_only names a server that posted jobs "
                 "may not ask (--allow-inference-host)"
             )
+
+
+def refuse_task_app(url: str, bounds: Bounds) -> str | None:
+    """Say why the service's key may not be sent to a task app; None: it may.
+
+    On this machine too, since the process that listens there receives the operator's key.
+    """
+    if url.rstrip("/") in bounds.task_urls:
+        return None
+    allowed = ", ".join(sorted(bounds.task_urls)) or "none"
+    return (
+        "names a task app that the service's key may not be sent to "
+        f"(TASK_URL or --allow-task-url: {allowed})"
+    )
 
 
 def _foreign_cluster(config: JobConfig, bounds: Bounds) -> Iterator[str]:
@@ -337,9 +331,8 @@ def _tags(tags: Mapping[str, Any]) -> dict[str, str]:
 # The text may come from anybody, so a separate process parses it (check_process.py).
 
 _JSON = "application/json"
-_TOML = frozenset({"", "application/toml", "application/x-toml", "application/octet-stream"})
-# The default Content-Type of curl -d.
-_FORM = "application/x-www-form-urlencoded"
+_FORM = "application/x-www-form-urlencoded"  # the default of curl -d
+_TOML = frozenset({"", "application/toml", "application/x-toml", "application/octet-stream", _FORM})
 
 
 class PostedJob(Body):
@@ -406,29 +399,21 @@ def check(content: bytes, bounds: Bounds) -> Checked:
     try:
         document = document_of(text)
     except JobError as error:
-        return Checked(ok=False, findings=(_unreadable(error, text),))
+        cause, last = error.__cause__, text.count("\n", 0, -1) + 1
+        line = min(cause.lineno, last) if isinstance(cause, tomli.TOMLDecodeError) else None
+        sentence = str(error).removeprefix(f"{WHERE}: ")
+        return Checked(ok=False, findings=(Finding(severity="error", text=sentence, line=line),))
+    ok = True
+    sentences: tuple[str, ...] = ()
     try:
-        job, _ = validate_job(document, bounds)
+        sentences = validate_job(document, bounds)[0].warnings
     except TrainerError as error:
-        sentences = [line.removeprefix(f"{WHERE}: ") for line in str(error).splitlines() if line]
-        return Checked(ok=False, findings=_findings("error", sentences, text))
-    return Checked(ok=True, findings=_findings("warning", job.warnings, text))
-
-
-def _unreadable(error: JobError, text: str) -> Finding:
-    """Make the finding of a text that is not parsed, with the parser's line."""
-    cause, last = error.__cause__, text.count("\n", 0, -1) + 1
-    line = min(cause.lineno, last) if isinstance(cause, tomli.TOMLDecodeError) else None
-    return Finding(severity="error", text=str(error).removeprefix(f"{WHERE}: "), line=line)
-
-
-def _findings(
-    severity: Literal["error", "warning"], sentences: Sequence[str], text: str
-) -> tuple[Finding, ...]:
+        ok, lines_told = False, filter(None, str(error).splitlines())
+        sentences = tuple(line.removeprefix(f"{WHERE}: ") for line in lines_told)
     lines = lines_of(text) if sentences else {}
-    return tuple(
-        Finding(severity=severity, text=sentence, line=line_of(sentence, lines)) for sentence in sentences
-    )
+    severity: Literal["error", "warning"] = "warning" if ok else "error"
+    found = (Finding(severity=severity, text=one, line=line_of(one, lines)) for one in sentences)
+    return Checked(ok=ok, findings=tuple(found))
 
 
 _DOTTED = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*+(?:\.[A-Za-z0-9_-]++)*+")
@@ -463,7 +448,7 @@ def lines_of(text: str) -> dict[str, int]:
         if characters > _MOST_CHARACTERS:
             break
         try:
-            names = _names(tomli.loads(statement))
+            names = [*_names(tomli.loads(statement))]
         except (ValueError, RecursionError):
             continue
         is_header = statement.lstrip().startswith("[")
@@ -475,17 +460,13 @@ def lines_of(text: str) -> dict[str, int]:
     return lines
 
 
-def _names(document: Mapping[str, Any]) -> list[str]:
-    """List the dotted keys of a document, each after the table around it."""
-    names, rest = [], [("", document)]
-    while rest:
-        prefix, table = rest.pop()
-        for key, value in table.items():
-            names.append(f"{prefix}{key}")
-            inner = value[0] if isinstance(value, list) and value == [{}] else value  # a header [[…]]
-            if isinstance(inner, Mapping):
-                rest.append((f"{prefix}{key}.", inner))
-    return names
+def _names(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of a document, each after the table around it."""
+    for key, value in table.items():
+        yield f"{prefix}{key}"
+        inner = value[0] if value == [{}] else value  # a header [[…]]
+        if isinstance(inner, Mapping):
+            yield from _names(inner, f"{prefix}{key}.")
 
 
 def text_of(body: bytes) -> str:
@@ -504,19 +485,17 @@ def _read(body: bytes, media_type: str) -> tuple[dict[str, Any], Mapping[str, An
             raise ApiError(_message(error), where="body") from error
         tables = job.config if job.toml is None else document_of(text_of(job.toml.encode()))
         return tables or {}, job.tags
-    if media_type in _TOML or media_type.startswith("text/"):
+    if media_type not in _TOML and not media_type.startswith("text/"):
+        raise UnknownMediaType(
+            f"Content-Type is {media_type[:80]!r}; known: application/toml, text/plain, application/json",
+            where="header Content-Type",
+        )
+    try:
         return document_of(text_of(body)), {}
-    if media_type == _FORM:
-        try:
-            return document_of(text_of(body)), {}
-        except JobError as error:
-            raise JobError(
-                error.detail, hint="curl -d drops line ends; send --data-binary @job.toml."
-            ) from error
-    raise UnknownMediaType(
-        f"Content-Type is {media_type[:80]!r}; known: application/toml, text/plain, application/json",
-        where="header Content-Type",
-    )
+    except JobError as error:
+        if media_type != _FORM:
+            raise
+        raise JobError(error.detail, hint="curl -d drops line ends; send --data-binary @job.toml.") from error
 
 
 def _message(error: ValueError) -> str:

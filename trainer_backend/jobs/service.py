@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
@@ -80,22 +81,9 @@ _MOST_NAMED = 8
 
 async def find_job(service: Service, name: str) -> Job:
     """Find a job by its id, the beginning of its id, or a name that only one job has."""
-    try:
+    with suppress(UnknownJob):
         return await service.ask(jobs.get, service.store, name)
-    except UnknownJob:
-        page = await service.ask(jobs.find, service.store, limit=_MOST_SEARCHED)
-    return _only(name, page.items)
-
-
-def refuse_foreign(service: Service, job: Job) -> None:
-    """Refuse to act on another service's job: services may share a database, but no disk."""
-    if service.supervisor is None:
-        raise RunsNoJobs("this service only shows runs (--no-jobs), and so it changes none")
-    if job.home != service.data.home:
-        raise JobConflict(f"job {job.id} is of another trainer service, which has its files; ask that one")
-
-
-def _only(name: str, rows: tuple[Job, ...]) -> Job:
+    rows = (await service.ask(jobs.find, service.store, limit=_MOST_SEARCHED)).items
     matches = [job for job in rows if job.name == name]
     if len(name) >= _SHORTEST:
         matches += [job for job in rows if job.id.startswith(name) and job.name != name]
@@ -110,3 +98,11 @@ def _only(name: str, rows: tuple[Job, ...]) -> Job:
     newest = dict.fromkeys(job.name for job in rows[:_MOST_NAMED])
     close = did_you_mean(shown, {*newest, *(job.id for job in rows[:_MOST_NAMED])})
     raise UnknownJob(f"there is no job {shown!r}{close}")
+
+
+def refuse_foreign(service: Service, job: Job) -> None:
+    """Refuse to act on another service's job: services may share a database, but no disk."""
+    if service.supervisor is None:
+        raise RunsNoJobs("this service only shows runs (--no-jobs), and so it changes none")
+    if job.home != service.data.home:
+        raise JobConflict(f"job {job.id} is of another trainer service, which has its files; ask that one")

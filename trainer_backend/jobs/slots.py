@@ -1,7 +1,6 @@
 """The supervisor's memory of running jobs, which a restart may lose, and its calls with a deadline."""
 
 import asyncio
-import math
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,8 @@ class Slot:
     """How its process ended, until that is stored."""
     not_before_s: float = 0.0
     """When the next process starts, after a crash."""
-    lock_deadline_s: float = math.inf
+    lock_deadline_s: float | None = None
+    """Until when it waits for another trainer to release the run directory; None: it does not wait yet."""
     crashes: int = 0
     """Crashes without an iteration in between."""
     iteration: int = 0
@@ -39,12 +39,6 @@ class Slot:
     def lives(self) -> bool:
         """Whether its process is alive."""
         return self.process is not None and self.process.exit_code is None
-
-    def may_wait(self, now_s: float, lock_wait_s: float) -> bool:
-        """Return whether to wait longer for another trainer to release the run directory."""
-        if math.isinf(self.lock_deadline_s):
-            self.lock_deadline_s = now_s + lock_wait_s
-        return now_s < self.lock_deadline_s
 
     def record_end(self, ending: Ending) -> Ending:
         """Record how its process ended, with the crashes so far; repeated calls count a crash once."""

@@ -60,14 +60,6 @@ def is_stop(exit_code: int) -> bool:
     return exit_code in (STOPPED, -signal.SIGTERM)
 
 
-def stays(job: Job, exit_code: int) -> bool:
-    """Return whether a job keeps its state although its process ended during the service's stop.
-
-    The next start then continues it, even if its process was killed because it did not save in time.
-    """
-    return job.wanted == "run" and exit_code not in (DONE, REFUSED)
-
-
 def outcome_of(job: Job, ending: Ending, *, restarts: int, first_wait_s: float, now: datetime) -> Outcome:
     """Return the outcome for a job whose process ended; `restarts` and `first_wait_s` are the settings.
 

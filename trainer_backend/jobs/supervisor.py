@@ -6,7 +6,6 @@ restart of the service the first round works like any other.
 """
 
 import asyncio
-import math
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -28,10 +27,10 @@ from trainer_backend.jobs.processes import (
 )
 from trainer_backend.jobs.settings import SupervisorSettings
 from trainer_backend.jobs.slots import Line, Slot
-from trainer_backend.jobs.states import Ending, Outcome, outcome_of, stays, without_process
+from trainer_backend.jobs.states import Ending, Outcome, outcome_of, without_process
 from trainer_backend.jobs.watcher import News, Watcher
 from trainer_backend.rundir.lock import holder, refuse_if_locked
-from trainer_backend.rundir.state import FAILED, is_final
+from trainer_backend.rundir.state import DONE, FAILED, REFUSED, is_final
 from trainer_backend.store import jobs
 from trainer_backend.store.database import Store, StoreUnavailable, UnknownJob
 from trainer_backend.store.jobs import Changes
@@ -100,7 +99,7 @@ class Supervisor:
                     await self._round()
             except StoreUnavailable as error:
                 self._store_failures.inc()
-                self._watcher.store_failed(error)
+                self._watcher.note_store(error)
             except Exception:
                 log.exception("round_failed")  # a supervisor that ended would leave its jobs alone
             with suppress(TimeoutError):
@@ -120,7 +119,7 @@ class Supervisor:
             try:
                 await self._settle_all()
             except StoreUnavailable as error:
-                self._watcher.store_failed(error)
+                self._watcher.note_store(error)
 
     def end_at_once(self) -> None:
         """Kill every process, including those that are saving; `close` then does not wait."""
@@ -159,8 +158,12 @@ class Supervisor:
             await work
         except StoreUnavailable:
             raise
-        except UnknownJob:  # deleted by another client
-            self._let_go(job_id)
+        except UnknownJob:  # deleted by another client: a process is stopped, and its end frees the slot
+            slot = self.slots.get(job_id)
+            if slot is not None and slot.process is not None and slot.lives:
+                slot.process.stop(self._grace_s)
+            else:
+                self.slots.pop(job_id, None)
         except Exception as error:
             log.exception("job_fault", job=job_id)
             self._faults.inc()
@@ -173,14 +176,6 @@ class Supervisor:
                     raise
                 except Exception:
                     log.exception("job_fault", job=job_id)
-
-    def _let_go(self, job_id: str) -> None:
-        """Free the slot of a deleted job, or else stop its process, whose end frees the slot."""
-        slot = self.slots.get(job_id)
-        if slot is not None and slot.process is not None and slot.lives:
-            slot.process.stop(self._grace_s)
-        else:
-            self.slots.pop(job_id, None)
 
     async def _bring_to_its_end(self, row: Job) -> None:
         slot = self.slots.get(row.id)
@@ -208,11 +203,13 @@ class Supervisor:
         try:
             run = await self._line.ask(self._data.run_of, row)
             trainer = await self._line.ask(holder, run.path)
-            if trainer is not None and slot.may_wait(self._now(), self._settings.lock_wait_s):
-                detail = f"{run.path} is being trained by {trainer}; waiting for it to end"
-                waiting: Changes = {"code": "waiting", "detail": detail}
-                await self._change(row.id, lambda job: None if job.detail == detail else waiting)
-                return
+            if trainer is not None:
+                slot.lock_deadline_s = slot.lock_deadline_s or self._now() + self._settings.lock_wait_s
+                if self._now() < slot.lock_deadline_s:
+                    detail = f"{run.path} is being trained by {trainer}; waiting for it to end"
+                    waiting: Changes = {"code": "waiting", "detail": detail}
+                    await self._change(row.id, lambda job: None if job.detail == detail else waiting)
+                    return
             await self._line.ask(refuse_if_locked, run.path)
             environment = await self._line.ask(environment_of, row.config)
             slot.process = await start_process(run.path, environment, command=self._command)
@@ -227,7 +224,7 @@ class Supervisor:
         changes: Changes = {"run_id": run.run_id, "code": None, "detail": None}
         if not slot.is_counted:
             changes["attempt"] = row.attempt + 1
-        slot.is_counted, slot.lock_deadline_s, slot.ending = False, math.inf, None
+        slot.is_counted, slot.lock_deadline_s, slot.ending = False, None, None
         await self._change(row.id, lambda job: changes)
 
     async def _record_start_failure(self, job_id: str, slot: Slot, error: TrainerError | OSError) -> None:
@@ -275,7 +272,8 @@ class Supervisor:
             nonlocal outcome
             if job.state not in ACTIVE:  # stored already, by a change whose answer was late
                 return None
-            if is_closing and stays(job, ending.exit_code):
+            # The next start continues such a job, even if it was killed because it did not save in time.
+            if is_closing and job.wanted == "run" and ending.exit_code not in (DONE, REFUSED):
                 return None
             settings, now = self._settings, self._store.clock()
             outcome = outcome_of(

@@ -14,7 +14,7 @@ from trainer_backend.collect.trial import try_job
 from trainer_backend.collect.wire import BackendFailed, TaskAppLost
 from trainer_backend.errors import JobError, TaskAppError
 from trainer_backend.job.load import parse_job
-from trainer_backend.jobs.posted import WHERE
+from trainer_backend.jobs.posted import WHERE, refuse_task_app
 from trainer_backend.jobs.settings import Bounds
 
 # A client waits for the answer. A slower task app may still answer when the job starts.
@@ -45,13 +45,8 @@ class Verified(Body):
 
 async def verify(url: str, bounds: Bounds) -> Verified:
     """Ask a task app for GET /info with the service's key, if that key may be sent there."""
-    if url.rstrip("/") not in bounds.task_urls:
-        allowed = ", ".join(sorted(bounds.task_urls)) or "none"
-        raise JobError(
-            "it names a task app that the service's key may not be sent to "
-            f"(TASK_URL or --allow-task-url: {allowed})",
-            where="endpoint_base_url",
-        )
+    if not_allowed := refuse_task_app(url, bounds):
+        raise JobError(f"it {not_allowed}", where="endpoint_base_url")
     try:
         async with asyncio.timeout(_AT_MOST_S), _apps([url], task_app_key([url])) as apps:
             attempts = [

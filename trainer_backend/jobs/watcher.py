@@ -34,11 +34,12 @@ from trainer_backend.store.jobs import Changes
 from trainer_backend.store.rows import ACTIVE, Job
 from trainer_backend.store.sync import sync_run
 
-# Wakes those who wait for news of a job, such as open pages.
-
 
 class News:
-    """News of jobs in one event loop. A waiter passes the last count it saw, so it misses nothing."""
+    """Wakes who waits for news of a job, such as an open page, in one event loop.
+
+    A waiter passes the last count it saw, so it misses nothing.
+    """
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -139,9 +140,9 @@ class Watcher:
                 for job_id in await self._one_look(everything=everything):
                     self._news.tell(job_id)
                 last_search_s = now_s if everything else last_search_s
-                self._store_answered()
+                self.note_store(None)
             except StoreUnavailable as error:
-                self.store_failed(error)
+                self.note_store(error)
             except Exception:
                 log.exception("look_failed")
             await asyncio.sleep(self._look_s)
@@ -157,23 +158,20 @@ class Watcher:
             while not (await asyncio.wait({look}, timeout=self._answer_s))[0]:
                 try:
                     await self._line.ask(jobs.find, self._store, limit=1)
-                    self._store_answered()
+                    self.note_store(None)
                 except StoreUnavailable as error:
-                    self.store_failed(error)
+                    self.note_store(error)
             return look.result()
         finally:
             look.cancel()
 
-    def store_failed(self, error: StoreUnavailable) -> None:
-        """Note that the store does not answer; the log says so once, until it answers again."""
-        if self.store_up:
+    def note_store(self, error: StoreUnavailable | None) -> None:
+        """Note whether the store answers; the log says so once, until that changes."""
+        if self.store_up and error is not None:
             log.warning("store_away", detail=str(error))
-        self.store_up = False
-
-    def _store_answered(self) -> None:
-        if not self.store_up:
+        if not self.store_up and error is None:
             log.info("store_back")
-        self.store_up = True
+        self.store_up = error is None
 
     def look(self, *, everything: bool) -> list[str]:
         """Look once and return the ids of jobs with news. Call it on a thread.
@@ -194,13 +192,13 @@ class Watcher:
             self._sync(row, Path(row.run_dir), _fingerprint(Path(row.run_dir), _SYNC_FILES))
 
     def _rows(self, *, everything: bool) -> list[Job]:
-        states = () if everything else tuple(ACTIVE)
-        page = jobs.find(self._store, states=states, home=self._data.home, limit=_PAGE)
+        find = partial(
+            jobs.find, self._store, states=() if everything else ACTIVE, home=self._data.home, limit=_PAGE
+        )
+        page = find()
         rows = [*page.items]
         while page.cursor is not None:
-            page = jobs.find(
-                self._store, states=states, home=self._data.home, cursor=page.cursor, limit=_PAGE
-            )
+            page = find(cursor=page.cursor)
             rows += page.items
         return rows
 

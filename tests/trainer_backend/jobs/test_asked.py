@@ -72,8 +72,3 @@ def test_a_job_that_goes_on_is_no_failure_any_more():
     assert changes_for("resume", failed, NOW) == {
         "state": "queued", "wanted": "run", "ended": None, "code": None, "detail": None,
     }  # fmt: skip
-
-
-def test_a_run_of_the_command_line_is_left_to_it():
-    with pytest.raises(JobConflict, match="run of `turnwise train`, and not this service's to cancel"):
-        changes_for("cancel", job(state="running", origin="cli"), NOW)

@@ -24,7 +24,8 @@ async def test_a_job_that_was_accepted_is_answered_again_when_the_queue_is_full(
         running = await served.post("waiting")
         await served.until(running, "running")
         first = await served.client.post("/jobs", content=TOML, headers=KEY)
-        assert (await served.client.post("/jobs", content=TOML)).json()["code"] == "queue_full"
+        full = await served.client.post("/jobs", content=TOML)
+        assert (full.status_code, full.json()["code"]) == (503, "queue_full")
         again = await served.client.post("/jobs", content=TOML, headers=KEY)
     assert (again.status_code, again.json()["id"]) == (200, first.json()["id"])
     (warning,) = again.json()["warnings"]
