@@ -18,6 +18,7 @@ from trainer_backend.errors import AdvantageError
 from trainer_backend.rundir.lock import run_lock
 from trainer_backend.rundir.state import (
     DONE,
+    FAILED,
     REFUSED,
     STOPPED,
     RunState,
@@ -126,6 +127,21 @@ def crashing(actor: Actor) -> int:
     return waiting(actor)
 
 
+def hopeless(actor: Actor) -> int:
+    """Dies in every start."""
+    actor.say("failed", code="task_app_failed", detail="no task app answers")
+    return FAILED
+
+
+def slowly(actor: Actor) -> int:
+    """Dies in every start, but an iteration further."""
+    actor.iterate()
+    if actor.iteration == 6:
+        return actor.done()
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("SIGKILL is at once")
+
+
 def faulty(actor: Actor) -> int:
     """Its plug-in raises in every start; the second finishes an iteration."""
     if actor.starts == 2:
@@ -140,11 +156,21 @@ def refused(actor: Actor) -> int:
     return REFUSED
 
 
+def mute(actor: Actor) -> int:
+    """Is refused before it could write a state."""
+    (actor.folder / "state.json").unlink()
+    print("a line of before\nerror: sinks.wandb cannot be opened", file=sys.stderr)
+    return REFUSED
+
+
 def main(folder: Path) -> int:
     end_with_parent()
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
-    plays = {play.__name__: play for play in (quick, waiting, stubborn, late, crashing, faulty, refused)}
+    plays = {
+        play.__name__: play
+        for play in (quick, waiting, stubborn, late, crashing, hopeless, faulty, slowly, refused, mute)
+    }
     with run_lock(folder):
         actor = Actor(folder, stopped)
         actor.say("starting")

@@ -130,12 +130,26 @@ async def test_the_files_of_a_run_say_what_killed_its_process(tmp_path: Path):
         assert read_log(folder)[0][-1].text == f"failed: {job['detail']}"
 
 
+async def test_too_many_crashes_in_a_row_are_a_failure_that_says_why(tmp_path: Path):
+    async with serving(settings_for(tmp_path, restarts=2)) as served:
+        job_id = await served.post("hopeless")
+        job = await served.until(job_id, "failed")
+        assert (job["attempt"], job["code"], job["detail"]) == (3, "task_app_failed", "no task app answers")
+
+
 async def test_a_plug_in_that_raises_twice_after_the_same_iteration_is_not_tried_again(tmp_path: Path):
     # the second start finishes an iteration and fails anew, the third one fails after the same
     async with serving(settings_for(tmp_path, restarts=9)) as served:
         job = await served.until(await served.post("faulty"), "failed")
         assert (job["attempt"], job["code"]) == (3, "advantage_undefined")
         assert job["detail"].startswith("the estimator raised KeyError (twice after the same iteration")
+
+
+async def test_an_iteration_in_between_makes_a_crash_the_first_again(tmp_path: Path):
+    # six starts, five crashes, each an iteration further; one restart is allowed
+    async with serving(settings_for(tmp_path, restarts=1)) as served:
+        job = await served.until(await served.post("slowly"), "succeeded", "failed")
+        assert (job["state"], job["attempt"]) == ("succeeded", 6)
 
 
 async def test_a_refused_job_fails_at_once_and_can_be_queued_again(served: Served):
@@ -148,12 +162,25 @@ async def test_a_refused_job_fails_at_once_and_can_be_queued_again(served: Serve
         job = await served.until(job_id, "failed")
 
 
+async def test_one_that_is_refused_before_it_could_say_why_is_failed_with_what_it_printed(served: Served):
+    job = await served.until(await served.post("mute"), "failed")
+    assert (job["code"], job["detail"]) == ("refused", "sinks.wandb cannot be opened")
+
+
 async def test_a_process_that_somebody_else_stops_leaves_the_job_paused(served: Served):
     job_id = await served.post("waiting")
     await served.until_it_trains(job_id)
     os.kill(process_of(served, job_id), signal.SIGTERM)
     job = await served.until(job_id, "paused")
     assert (job["code"], job["wanted"]) == ("stopped", "pause")
+
+
+async def test_a_job_that_is_killed_while_it_pauses_is_paused(served: Served):
+    job_id = await served.post("stubborn")
+    await served.until_it_trains(job_id)
+    await served.ask("pause", job_id)
+    os.kill(process_of(served, job_id), signal.SIGKILL)
+    assert (await served.until(job_id, "paused"))["code"] == "killed"
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["stopped", "killed"])
