@@ -95,6 +95,18 @@ async def test_greedy_equals_transformers_own_generate(start_engine: StartEngine
     assert list(result.token_ids) == expected[0, 40:].tolist()
 
 
+async def test_the_same_seed_gives_the_same_tokens_whatever_the_neighbours(start_engine: StartEngine):
+    prompt, sampling = list(range(30, 70)), Sampling(seed=7, max_tokens=12)
+    alone = await start_engine().generate(prompt, sampling, request_id="alone")
+    crowded = start_engine()
+    neighbours = mixed_requests(20, 300, seed=3)
+    results = await asyncio.gather(
+        *(crowded.generate(ids, s, request_id=str(i)) for i, (ids, s) in enumerate(neighbours)),
+        crowded.generate(prompt, sampling, request_id="alone"),
+    )
+    assert results[-1].token_ids == alone.token_ids
+
+
 async def test_one_seed_for_a_whole_episode_still_draws_other_numbers_for_every_prompt(
     start_engine: StartEngine,
 ):
