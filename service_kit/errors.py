@@ -104,7 +104,7 @@ class ServiceError(Exception):
 
 
 class NoKeyConfigured(ServiceError, status=503):
-    """The service was started without a key, in this environment variable, so nobody can use it."""
+    """The service was started without a key, in this environment variable, and refuses every request."""
 
     def __init__(self, variable: str) -> None:
         super().__init__(

@@ -51,7 +51,7 @@ def key_from_environ(environ: Mapping[str, str], variable: str) -> SecretStr | N
 class Keys:
     """The keys of a service, stored as digests of equal length that reveal nothing; any of them is valid.
 
-    `variable` is the operator's, for messages. Without keys, a service that needs them answers nobody, and
+    `variable` is the operator's, for messages. Without keys, a service that needs them refuses all, and
     another one answers this machine.
     """
 

@@ -85,7 +85,7 @@ def create_app(
 ) -> FastAPI:
     """Build the app, by default with the plug-ins of `plugins.py`. Nothing runs before its lifespan starts.
 
-    Without any key, one that `needs_key` answers nobody, and one that does not answers this machine.
+    Without any key, one that `needs_key` refuses all, and one that does not answers this machine.
     """
     keys = Keys(settings.api_keys, variable=TASK_APP_KEY, needed=needs_key)
     boards = replace(boards or default_plug_boards(), reach=settings)

@@ -15,15 +15,15 @@ def learner_config(job: JobConfig) -> LearnerConfig:
     engines = gateways if job.inference.engine == "local" else 0
     is_shared = any(not table.is_remote for table in job.fixed_policies)
     fixed_copies = gateways if is_shared else 0
-    # A gateway's own copies of fixed policies are in its process, beside an engine or apart from it.
-    beside = engines + fixed_copies if job.inference.own_process else max(engines, fixed_copies)
+    # A gateway's copies of fixed policies share its process with the engine, unless that has one of its own.
+    others = engines + fixed_copies if job.inference.own_process else max(engines, fixed_copies)
     return LearnerConfig(
         model=job.model,
         lora=job.lora,
         warmup=job.warmup,
         inference=job.inference,
         engines=engines,
-        processes=1 if job.cluster is None else 1 + beside,
+        processes=1 if job.cluster is None else 1 + others,
         training=job.training,
         objectives=objectives_of(job.training, job.algorithm, samplings),
         value_level=estimator(job.algorithm.advantage).needs_values,

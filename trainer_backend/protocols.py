@@ -55,7 +55,7 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Where a learner computes, for whoever starts servers beside it."""
+    """Where a learner computes, for code that starts servers on the same machine."""
 
     dtype: str
     """The precision that its policy is served in, such as "float32"."""

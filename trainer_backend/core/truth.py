@@ -367,7 +367,7 @@ def unbiased_correlation(std: float, noise: Noise) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """How far an estimator's scaled advantages lie beside the truth on average, over some decisions."""
+    """How far an estimator's scaled advantages deviate from the truth on average, over some decisions."""
 
     name: str
     decisions: int

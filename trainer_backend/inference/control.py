@@ -37,7 +37,7 @@ class Controlled(Protocol):
 class ControlledGateway:
     """An ASGI app: the gateway, and the control routes, which have a key of their own.
 
-    `verify` checks the policies beside the actor, and returns a line for each.
+    `verify` checks the policies other than the actor, and returns a line for each.
     """
 
     def __init__(

@@ -61,7 +61,7 @@ def _last_rows(service: Service, job: Job) -> dict[str, Mapping[str, Any]]:
         lines = reads.last_lines(service.store, [job.id], _KINDS)[job.id]
     except (UnknownJob, RunDirectoryError):  # deleted meanwhile, or its disk does not answer
         return {}
-    return {kind: {"iteration": line.iteration, **line.row} for kind, line in lines.items()}
+    return {kind: line.whole for kind, line in lines.items()}
 
 
 def _now(service: Service, counts: Mapping[str, int] | None) -> Iterator[Metric]:

@@ -60,7 +60,7 @@ def save_checkpoint(
     base: Path | None = None,
     ranks: Ranks = ALONE,
 ) -> None:
-    """Write all of it to a folder beside, flush it to disk, then rename it to `folder`; all ranks call this.
+    """Write it to a temporary folder, flush it to disk, then rename it to `folder`; all ranks call this.
 
     `base` is the checkpoint whose model the adapters are over: no model is written; None: it is, with any
     adapters merged.

@@ -130,7 +130,7 @@ class LocalLearner:
     ) -> "LocalLearner":
         """A learner of the model that [model] names.
 
-        A preset's tokenizer is trained on the texts of `prompts`, but beside a fixed policy, which shares
+        A preset's tokenizer is trained on the texts of `prompts`, but with a fixed policy, which shares
         `tokenizer`.
         """
         table = config.model

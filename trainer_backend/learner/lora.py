@@ -159,7 +159,7 @@ def adapter_dropouts(model: PreTrainedModel) -> list[nn.Module]:
 def _wrapped(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     config._register_custom_module({nn.Linear: AdaptedLinear})
     with warnings.catch_warnings():
-        # peft asks by a name that transformers 5 still has, and warns whoever reads the run's output.
+        # peft asks by a name that transformers 5 still has, and prints a warning into the run's output.
         warnings.simplefilter("ignore", FutureWarning)
         return get_peft_model(model, config)
 

@@ -126,7 +126,7 @@ def saved_page(template: str, drawn: Mapping[str, Any], **values: Any) -> bytes:
     It contains styles, scripts and the values of charts, and its policy allows no other script.
 
     Args:
-        drawn: `charts`, and what run_data.chart_data returns beside them.
+        drawn: `charts`, and what run_data.chart_data returns with them.
     """
     style, uplot, drawing = _assets()
     policy = (

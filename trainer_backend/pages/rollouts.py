@@ -48,8 +48,6 @@ def list_rollouts(store: Store, job_id: str, params: QueryParams) -> dict[str, A
         "rows": rows.items,
         "caption": f"{len(rows.items)} of {total:,} rollouts, {describe_order(sort, down, 'newest')}",
         "chosen": where, "filtered": where != RolloutFilter(), "sorts": _SORTS,
-        "losses": list_losses([
-            {**line.row, "kind": line.kind, "iteration": line.iteration} for line in lossy
-        ]),
+        "losses": list_losses([line.whole for line in lossy]),
         **links,
     }  # fmt: skip

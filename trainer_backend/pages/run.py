@@ -163,7 +163,7 @@ def _runs(store: Store, job_id: str, others: Sequence[str]) -> list[Run]:
     rows = [jobs.get(store, one) for one in ids]
     last = reads.last_lines(store, ids, KINDS)
     return [
-        Run(job, name, [_row(line) for line in last[job.id].values()])
+        Run(job, name, [line.whole for line in last[job.id].values()])
         for job, name in zip(rows, names_of(rows), strict=True)
     ]
 
@@ -182,7 +182,7 @@ def _whole_run(store: Store, job: Job) -> Run:
     }
     checkpoints = reads.checkpoints(store, job.id)
     return Run(
-        job, job.name, [_row(lines[number]) for number in sorted(lines)],
+        job, job.name, [lines[number].whole for number in sorted(lines)],
         reads.series(store, [job.id], [f"{RATES}*"], kind="evaluation", points=_RATE_POINTS)[job.id],
         next((row.iteration for row in checkpoints if row.best), None), checkpoints,
     )  # fmt: skip
@@ -231,7 +231,3 @@ def _place(store: Store, job: Job) -> str:
     with suppress(FileNotFoundError):
         size = (Path(job.run_dir) / LOG_FILE).stat().st_size if job.run_dir else 0
     return f"{row}.{size}"
-
-
-def _row(line: Any) -> dict[str, Any]:
-    return {**line.row, "kind": line.kind, "iteration": line.iteration}

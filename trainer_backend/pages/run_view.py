@@ -190,7 +190,7 @@ def evaluation_table(rows: Sequence[Row], best: int | None) -> Sequence[Sequence
 
 
 def success_rates(evaluations: Sequence[Row], curves: Mapping[str, Series]) -> dict[str, Any]:
-    """Return the rates of the last evaluation beside the first, the highest first; empty without any.
+    """Return the rates of the last evaluation and the first, the highest first; empty without any.
 
     Args:
         curves: the rates over the evaluations, by metric (`RATES` and the achievement's name).

@@ -30,6 +30,9 @@ from trainer_backend.store.metrics import numbers_of
 from trainer_backend.store.rows import (
     ACTIVE,
     ENDED,
+    EVALUATION,
+    LISTED,
+    OUTCOME,
     JobState,
     RunFilter,
     RunSort,
@@ -44,8 +47,6 @@ _SORTS = get_args(RunSort)
 _GROUPS: dict[str, frozenset[JobState]] = {"active": ACTIVE | {"queued", "paused"}, "ended": ENDED}
 _TEXT = 400  # characters of a detail; the run's own page has all of it
 _MOST_CHOSEN = 30
-_OUTCOME = "eval/outcome_reward"
-_SHOWN = ("episode/outcome_reward", _OUTCOME, f"{_OUTCOME}_low", f"{_OUTCOME}_high")
 _TIMES = "timeline/"  # when a stage began and ended, which tells nothing next to another run
 _KINDS = {"evaluation": "The last evaluation", "iteration": "The last iteration"}
 
@@ -133,9 +134,9 @@ def _describe(summary: RunSummary) -> dict[str, Any]:
         "advantage": str(tables_of(job.config).get("algorithm", {}).get("advantage", "")),
         "detail": clip(job.detail or "", _TEXT),
         "done": summary.iteration, "total": iterations_of(job.config) or 0,
-        "outcome": number(summary.latest.get("episode/outcome_reward")),
+        "outcome": number(summary.latest.get(OUTCOME)),
         "spark": spark_of(summary.spark, "training outcome"),
-        "held_out": number(held_out.get(_OUTCOME)), "bounds": bounds_of(held_out),
+        "held_out": number(held_out.get(EVALUATION)), "bounds": bounds_of(held_out),
         "started": job.started, "took": time_taken(job), "finished": summary.finished,
         "lost": losses.count if losses.lost else "",
     }  # fmt: skip
@@ -168,7 +169,7 @@ def compare_numbers(store: Store, job_ids: Sequence[str]) -> dict[str, Any]:
     if not ids:
         raise BadAddress("no run is chosen; tick two or more in the list")
     rows = [jobs.get(store, job_id) for job_id in ids]
-    summaries = reads.summaries(store, rows, _SHOWN, sums=(*FAILED, *FINISHED))
+    summaries = reads.summaries(store, rows, LISTED, sums=(*FAILED, *FINISHED))
     lines = reads.last_lines(store, ids, tuple(_KINDS))
     tables = []
     for kind, title in _KINDS.items():

@@ -112,6 +112,11 @@ class Job(JobView):
     numbers: dict[str, Any] = Field(default_factory=dict)  # see sync.summarise_metrics
 
 
+OUTCOME, EVALUATION = "episode/outcome_reward", "eval/outcome_reward"
+# The numbers of the last rows that a line in the list of runs shows.
+LISTED = (OUTCOME, EVALUATION, f"{EVALUATION}_low", f"{EVALUATION}_high")
+
+
 @dataclass(frozen=True, slots=True)
 class RunSummary:
     """A line in the list of runs: the requested numbers by name."""
@@ -179,6 +184,11 @@ class MetricLine:
     kind: str
     iteration: int
     row: Mapping[str, Any]
+
+    @property
+    def whole(self) -> dict[str, Any]:
+        """The row with its kind and iteration, also where the file leaves them out."""
+        return {**self.row, "kind": self.kind, "iteration": self.iteration}
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,12 @@ from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_index import RolloutFile, read_index, rollout_files
 from trainer_backend.store.database import Store
-from trainer_backend.store.metrics import METRICS_FILE, Mark, MetricsFile, thin
+from trainer_backend.store.metrics import METRICS_FILE, Mark, MetricsFile, thin_together
 from trainer_backend.store.reads import MARK
 from trainer_backend.store.retention import remove_old_files, retention_of
+from trainer_backend.store.rows import EVALUATION, LISTED, OUTCOME
 from trainer_backend.store.tables import JOBS, ROLLOUTS, SYNCED_FILES, job_number
 
-OUTCOME, EVALUATION = "episode/outcome_reward", "eval/outcome_reward"
-# What a line of the list of runs shows of the last rows.
-_LATEST = (OUTCOME, EVALUATION, f"{EVALUATION}_low", f"{EVALUATION}_high")
 _SPARK_POINTS = 60
 # Rollouts that are stored in one transaction, which others wait for.
 _AT_ONCE = 2_000
@@ -91,11 +89,10 @@ def summarise_metrics(file: MetricsFile, iteration: int | None = None) -> dict[s
         iteration: the last one so far; a later one has ended when the file was written last.
     """
     last = file.last_iteration("iteration") or 0
-    latest, evaluated = (file.last_numbers(kind, _LATEST) for kind in ("iteration", "evaluation"))
+    latest, evaluated = (file.last_numbers(kind, LISTED) for kind in ("iteration", "evaluation"))
     spark = None
     if ("iteration", OUTCOME) in file.curves:
-        curve = file.points("iteration", OUTCOME)
-        series = thin(curve, curve.iterations_N[-1] // _SPARK_POINTS + 1)
+        series = thin_together({OUTCOME: file.points("iteration", OUTCOME)}, _SPARK_POINTS)[OUTCOME]
         spark = [series.iterations_N, series.values_N]
     summary: dict[str, Any] = {
         "iteration": last,

@@ -88,7 +88,7 @@ class Advantages:
     parts: Parts = field(default_factory=dict)
     """What the advantages were made of, by the names of `derivation.PARTS`, each in the shape of per_episode;
     None where a decision has no such part. With them and the rewards, the equations of the plug's derivation
-    give the advantages, to 1e-12 of the largest number. They are stored with the rollouts and shown beside
+    give the advantages, to 1e-12 of the largest number. They are stored with the rollouts and shown next to
     the advantage."""
     per_token: list[ByToken] | None = None
     """In the same order the advantages of sampled tokens, from an estimator that tells them apart: these are
