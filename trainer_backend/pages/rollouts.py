@@ -27,7 +27,7 @@ def rollouts(request: Request, job_id: str) -> Response:
     """Show the list of rollouts, as the address filters and sorts it."""
     store = dashboard_of(request).store
     values = list_rollouts(store, job_id, request.query_params)
-    # The values to filter by are a count of all rollouts; a list that is filtered or followed needs none.
+    # A list that is filtered or followed needs no values to filter by.
     facets = None if takes_part(request) else reads_rollouts.facets(store, job_id)
     return list_page("rollouts", facets=facets, **values, **run_frame(request, job_id, "rollouts"))
 
@@ -39,14 +39,15 @@ def list_rollouts(store: Store, job_id: str, params: QueryParams) -> dict[str, A
         store, job_id, where, sort=cast(RolloutSort, sort), descending=down,
         cursor=params.get("cursor") or None, limit=_PAGE,
     )  # fmt: skip
-    total = reads_rollouts.count_rollouts(store, job_id, where)
+    total, whole = reads_rollouts.count_rollouts(store, job_id, where)
+    counted = f"{total:,}" if whole else f"more than {total:,}"
     links = link_list(
         f"/runs/{job_id}/rollouts", params, sort=sort, down=down, sorts=_SORTS, cursor=rows.cursor
     )
     lossy = reads.lines_above_zero(store, job_id, FAILED, limit=MOST_LOSSES) if where.lost else ()
     return {
         "rows": rows.items,
-        "caption": f"{len(rows.items)} of {total:,} rollouts, {describe_order(sort, down, 'newest')}",
+        "caption": f"{len(rows.items)} of {counted} rollouts, {describe_order(sort, down, 'newest')}",
         "chosen": where, "filtered": where != RolloutFilter(), "sorts": _SORTS,
         "losses": list_losses([line.whole for line in lossy]),
         **links,

@@ -1,7 +1,10 @@
 """Reads of a run's rollouts for pages and the API."""
 
 import os
-from dataclasses import dataclass, fields
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,9 +15,11 @@ from trainer_backend.rundir.spool import find_in_ledger
 from trainer_backend.store.database import Store, UnknownRollout
 from trainer_backend.store.paging import cursor_of, sort_page
 from trainer_backend.store.rows import AnchorRow, Facets, Page, RolloutRow
-from trainer_backend.store.tables import JOBS, ROLLOUTS, SYNCED_FILES, fits, job_number
+from trainer_backend.store.tables import COUNTED, JOBS, ROLLOUTS, SYNCED_FILES, fits, job_number
 
 RolloutSort = Literal["newest", "outcome_reward", "reward", "unique_achievements", "decisions"]
+# Rollouts that a filter by numbers or text counts at most, so that its page costs the same in a longer run.
+MOST_COUNTED = 10_000
 _COLUMNS: list[Any] = [
     SYNCED_FILES.c.name if name == "file" else ROLLOUTS.c[name] for name in RolloutRow.__slots__
 ]
@@ -69,11 +74,32 @@ def rollouts(
     return Page(tuple(rows[:limit]), cursor_of(getattr(end, column), end.number))
 
 
-def count_rollouts(store: Store, job_id: str, where: RolloutFilter = RolloutFilter()) -> int:
-    """Count the rollouts on all pages."""
+def count_rollouts(store: Store, job_id: str, where: RolloutFilter = RolloutFilter()) -> tuple[int, bool]:
+    """Count the rollouts on all pages; False says that there are more, of which `MOST_COUNTED` were counted.
+
+    By what facets name the count is exact, and adds the counts of the files.
+    """
+    if replace(where, **dict.fromkeys(COUNTED)) == RolloutFilter():
+        wanted = [getattr(where, name) for name in COUNTED]
+        return sum(
+            count
+            for values, count in _counts(store, job_id)
+            if all(want is None or want == value for want, value in zip(wanted, values, strict=True))
+        ), True
     with store.read() as connection:
         conditions = _conditions(job_number(connection, job_id), where)
-        return connection.scalar(select(func.count()).select_from(ROLLOUTS).where(*conditions)) or 0
+        some = select(ROLLOUTS.c.number).where(*conditions).limit(MOST_COUNTED + 1).subquery()
+        found = connection.scalar(select(func.count()).select_from(some)) or 0
+    return min(found, MOST_COUNTED), found <= MOST_COUNTED
+
+
+def _counts(store: Store, job_id: str) -> Iterator[tuple[tuple[Any, ...], int]]:
+    """Yield values of the `COUNTED` columns with the number of rollouts that have them, by file."""
+    with store.read() as connection:
+        query = select(SYNCED_FILES.c.counts).where(SYNCED_FILES.c.job == job_number(connection, job_id))
+        files = connection.scalars(query).all()
+    for *values, count in chain.from_iterable(files):
+        yield tuple(values), count
 
 
 def _selected() -> Select[Any]:
@@ -113,26 +139,13 @@ def _clip(bound: int | None) -> int | None:
 
 def facets(store: Store, job_id: str) -> Facets:
     """Return the values by which the rollouts of a run can be filtered, with their counts."""
-    columns = (
-        ROLLOUTS.c.stage,
-        ROLLOUTS.c.policy,
-        ROLLOUTS.c.status,
-        ROLLOUTS.c.failure_code,
-        ROLLOUTS.c.stop_reason,
-    )
-    counts: list[dict[str, int]] = [{} for _ in columns]
-    spans: list[int] = []
-    query = select(*columns, func.count(), func.min(ROLLOUTS.c.iteration), func.max(ROLLOUTS.c.iteration))
-    with store.read() as connection:
-        mine = query.where(ROLLOUTS.c.job == job_number(connection, job_id)).group_by(*columns)
-        for *values, count, first, last in connection.execute(mine):
-            spans += [first, last]
-            for counter, value in zip(counts, values, strict=True):
-                if value is not None:
-                    counter[value] = counter.get(value, 0) + count
-    iterations = (min(spans), max(spans)) if spans else None
-    stages, policies, statuses, failures, stops = (dict(sorted(counter.items())) for counter in counts)
-    return Facets(stages, policies, statuses, failures, stops, iterations)
+    counters: list[Counter[Any]] = [Counter() for _ in COUNTED]
+    for values, count in _counts(store, job_id):
+        for counter, value in zip(counters, values, strict=True):
+            counter[value] += count
+    known = [{value: counter[value] for value in sorted(set(counter) - {None})} for counter in counters]
+    *named, iterations = known
+    return Facets(*named, (min(iterations), max(iterations)) if iterations else None)
 
 
 def rollout(store: Store, job_id: str, rollout_id: str) -> RolloutRow:

@@ -3,9 +3,11 @@
 The run directory is the truth: rows leave the store when their files are gone.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from trainer_backend.store.metrics import METRICS_FILE, Mark, MetricsFile, thin_
 from trainer_backend.store.reads import MARK
 from trainer_backend.store.retention import remove_old_files, retention_of
 from trainer_backend.store.rows import EVALUATION, LISTED, OUTCOME
-from trainer_backend.store.tables import JOBS, ROLLOUTS, SYNCED_FILES, job_number
+from trainer_backend.store.tables import COUNTED, JOBS, ROLLOUTS, SYNCED_FILES, job_number
 
 _SPARK_POINTS = 60
 # Rollouts that are stored in one transaction, which others wait for.
@@ -151,28 +153,32 @@ def _put(store: Store, job_id: str, files: Sequence[tuple[RolloutFile, list[dict
     with store.write() as connection:
         job = job_number(connection, job_id, lock=True)
         _remove(connection, job, [file.name for file, _ in files])
+        indexed = [(file, [_rollout(file, row) for row in rows]) for file, rows in files]
         marks = [
             {"job": job, "name": file.name, "size": file.size, "modified_ns": file.modified_ns}
-            | {"digest": None, "base": 0, "rows": len(rows)}
-            for file, rows in files
+            | {"digest": None, "base": 0, "rows": len(rows), "counts": _count(rows)}
+            for file, rows in indexed
         ]
         numbers = connection.scalars(
             insert(SYNCED_FILES).returning(SYNCED_FILES.c.number, sort_by_parameter_order=True), marks
         ).all()
         values = [
-            {"job": job, "file": number, "stage": file.stage, "iteration": file.iteration, "place": place}
-            | _rollout(row)
-            for number, (file, rows) in zip(numbers, files, strict=True)
+            {"job": job, "file": number, "place": place, **row}
+            for number, (_, rows) in zip(numbers, indexed, strict=True)
             for place, row in enumerate(rows)
         ]
         if values:
             connection.execute(insert(ROLLOUTS), values)
 
 
-def _rollout(row: dict[str, Any]) -> dict[str, Any]:
+def _rollout(file: RolloutFile, row: dict[str, Any]) -> dict[str, Any]:
+    row |= {"stage": file.stage, "iteration": file.iteration, "decisions": row.pop("decision_count") or 0}
     row["policy"] = player_of(row.pop("model"), row.pop("policy_name") or "")
-    row["decisions"] = row.pop("decision_count") or 0
     return row
+
+
+def _count(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    return [[*values, count] for values, count in Counter(map(itemgetter(*COUNTED), rows)).items()]
 
 
 def _remove(connection: Connection, job: int, names: Sequence[str]) -> None:

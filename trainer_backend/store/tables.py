@@ -137,6 +137,8 @@ SYNCED_FILES = Table(
     Column("digest", AnyText),
     Column("base", BigInteger, nullable=False),
     Column("rows", Integer, nullable=False),
+    # Of a Parquet file: how many rollouts have each combination of values, as [*COUNTED, count].
+    Column("counts", JSON, nullable=False, default=list),
     Index(None, "job", "name", unique=True),
 )
 
@@ -157,12 +159,9 @@ ROLLOUTS = Table(
     Index(None, "job", "reward"),
     Index(None, "job", "unique_achievements"),
     Index(None, "job", "decisions"),
-    # Every column that facets count: SQLite reads this index instead of the table.
-    Index(
-        "ix_rollouts_facets",
-        *("job", "stage", "policy", "status", "failure_code", "stop_reason", "iteration"),
-    ),
 )
+# What the page counts rollouts by. Pages add the files' counts, so no page reads every rollout of a run.
+COUNTED = ("stage", "policy", "status", "failure_code", "stop_reason", "iteration")
 
 
 def job_number(connection: Connection, job_id: str, *, lock: bool = False) -> int:

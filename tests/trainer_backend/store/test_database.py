@@ -74,7 +74,7 @@ def test_a_database_of_a_newer_version_is_refused_and_left_as_it_is(url: str):
     with store.write() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     with pytest.raises(
-        StoreError, match="has version '9999', and this Turnwise knows up to '0002'"
+        StoreError, match="has version '9999', and this Turnwise knows up to '0003'"
     ) as refused:
         open_store(url)
     assert "A newer Turnwise made it" in str(refused.value)

@@ -16,6 +16,7 @@ from tests.trainer_backend.store.runs import finish, new_run
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.store import jobs, reads, reads_rollouts
 from trainer_backend.store.database import Store, StoreUnavailable, migrate, open_store
+from trainer_backend.store.reads_rollouts import RolloutFilter
 from trainer_backend.store.rows import Job
 from trainer_backend.store.sync import sync_run
 from trainer_backend.store.tables import METADATA
@@ -152,6 +153,7 @@ def test_a_database_of_version_1_keeps_its_jobs_and_rollouts_and_its_files_are_r
     rows = reads_rollouts.rollouts(store, "x", descending=False).items
     assert [row.iteration for row in rows] == [1, 2, 1, 2, 1, 2]
     assert [row.rollout_id for row in rows] == [f"run/train/{row.iteration}/0/{row.place}" for row in rows]
+    assert reads_rollouts.count_rollouts(store, "x", RolloutFilter(iteration=2)) == (3, True)
     assert reads_rollouts.learning_iteration(store, "x", "run/train/1/0/0") == 1
     assert sync_run(store, "x", run)
     assert [line.number for line in reads.metric_lines(store, "x")] == [8, 9]

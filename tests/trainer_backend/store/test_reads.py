@@ -131,7 +131,20 @@ def test_rollouts_are_filtered_by_each_of_their_facts(store: Store, job: Job):
     ]
     assert ids(store, job, RolloutFilter(text="1/0/1")) == ["train/1/0/1"]
     assert ids(store, job, RolloutFilter(text="%")) == ids(store, job, RolloutFilter(text="_")) == []
-    assert reads_rollouts.count_rollouts(store, job.id, RolloutFilter(stage="train")) == 6
+
+
+def test_a_count_is_exact_by_facets_and_bounded_otherwise(
+    store: Store, job: Job, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(reads_rollouts, "MOST_COUNTED", 3)
+    for where, counted in (
+        (RolloutFilter(), (7, True)),
+        (RolloutFilter(stage="train"), (6, True)),
+        (RolloutFilter(stage="train", iteration=2, status="failed"), (1, True)),
+        (RolloutFilter(min_reward=2.0), (3, True)),
+        (RolloutFilter(text="train"), (3, False)),
+    ):
+        assert reads_rollouts.count_rollouts(store, job.id, where) == counted, where
 
 
 def test_pages_hand_out_every_rollout_once_in_order_those_without_a_number_last(store: Store, job: Job):
@@ -170,7 +183,7 @@ def test_a_cursor_that_is_none_of_ours_is_refused(store: Store, job: Job):
 
 def test_a_number_that_no_column_holds_is_that_of_no_row(store: Store, job: Job):
     assert ids(store, job, RolloutFilter(iteration=10**20)) == []
-    assert reads_rollouts.count_rollouts(store, job.id, RolloutFilter(iteration=-(2**31) - 1)) == 0
+    assert reads_rollouts.count_rollouts(store, job.id, RolloutFilter(iteration=-(2**31) - 1)) == (0, True)
     assert reads.metric_lines(store, job.id, after=10**39) == ()
 
 
