@@ -191,10 +191,10 @@ async def _run(
             replace_job = _replaced_job(job, directory)
             if models.checkpoint is None:
                 await asyncio.to_thread(record_rows, directory, record, data, 0)  # `begin` plays
-            learner, progress, fixed = await beginning.begin(models)
+            learner, progress = await beginning.begin(models)
             reporter.goes_on_from(progress.iteration)
             saving = Saving(job.training, job.evaluation, directory, learner)
-            async with gateways.serving(learner, fixed) as actor:
+            async with gateways.serving(learner, models.fixed) as actor:
                 actor.watch(reporter)
                 reporter.say(f"gateway: {', '.join(actor.inference.urls)} serves {actor.inference.model}")
                 run = Run(

@@ -38,7 +38,7 @@ from trainer_backend.run.iteration_metrics import (
     refuse_round,
 )
 from trainer_backend.run.run import Run
-from trainer_backend.run.stopping import until
+from trainer_backend.run.stopping import end_tasks, until
 from trainer_backend.run.timeline import Span
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
 from trainer_backend.rundir.spool import LedgerEntry, append_rejected, append_to_ledger, plan_id
@@ -262,8 +262,7 @@ class Iteration:
     async def cancel(self) -> None:
         """End its batch; its errors have no reader."""
         if self._first is not None:
-            self._first.cancel()
-            await asyncio.gather(self._first, return_exceptions=True)
+            await end_tasks(self._first)
 
     def result(self) -> IterationResult:
         """All rounds together."""

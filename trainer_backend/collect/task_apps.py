@@ -11,7 +11,6 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
@@ -92,9 +91,7 @@ class EmbeddedTaskApp:
         where = ("--host", "127.0.0.1", "--port", "0", "--exit-with-parent")
         return (sys.executable, "-m", "task_app", *where, *self._arguments)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._child is not None:
             await self._child.end(_STOP_S)
 

@@ -68,15 +68,6 @@ class Stopped(Exception):
     """A stop came before there was anything to save; the message goes on from "stopped by ..."."""
 
 
-class Begun(NamedTuple):
-    """The parts with which training begins or continues."""
-
-    learner: Learner
-    progress: Progress
-    fixed: "FixedPolicies | None"
-    """None where this process serves no fixed policies."""
-
-
 @dataclass(frozen=True, slots=True)
 class ModelSetup:
     """How the models of a run are made."""
@@ -138,24 +129,24 @@ class Beginning:
         await self._measure_rows(learner)
         return Models(learner, fixed, progress, checkpoint)
 
-    async def begin(self, models: Models) -> Begun:
+    async def begin(self, models: Models) -> tuple[Learner, Progress]:
         """Go on from the checkpoint, or play and imitate what comes before RL."""
-        learner, fixed, progress, checkpoint = models
+        learner, _, progress, checkpoint = models
         if checkpoint is not None:
             assert learner is not None, "a checkpoint was loaded"
             self._go_on(progress, checkpoint)
-            return Begun(learner, progress, fixed)
+            return learner, progress
         teacher = self._planner.teacher
         if teacher is None:
             plan = self._planner.prompts(_PROMPT_EPISODES) if learner is None else []
             prompts = await self._play("prompts", plan)
             learner = learner or await self._learner(prompts)
             self._leave_spools("teacher", *([] if plan else ["prompts"]))
-            return Begun(learner, progress, fixed)
+            return learner, progress
         episodes = await self._play("teacher", self._planner.warmup(warmup_key(teacher)))
         learner = learner or await self._learner(episodes)
         await self._warm_up(learner, episodes)
-        return Begun(learner, progress, fixed)
+        return learner, progress
 
     async def _load_fresh(self) -> Models:
         # First: the rows and the job of the start before, which this one replaces, tell what it has stored.

@@ -28,7 +28,7 @@ from trainer_backend.launchers.launcher import Launcher, Resources
 from trainer_backend.protocols import InferenceServer, Learner, Reporter
 from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.run.gateway import CONTROL_KEY, GATEWAY_KEY, Gateway, GatewayRole, Tell, added
-from trainer_backend.run.stopping import while_unbroken
+from trainer_backend.run.stopping import end_tasks, while_unbroken
 from trainer_backend.run.vllm_servers import VllmServers, own_servers
 from trainer_backend.run.weight_broadcast import delivery_of
 from trainer_backend.run.weight_folders import WeightFolders
@@ -97,9 +97,7 @@ class Gateways:
 
     async def close(self) -> None:
         """End the processes."""
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await end_tasks(*self._keepers)
         await self._weights.close()
         for gateway in self.gateways:
             await gateway.close()

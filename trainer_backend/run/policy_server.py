@@ -39,7 +39,7 @@ from trainer_backend.models.sources import in_folder
 from trainer_backend.protocols import Reporter
 from trainer_backend.run.fixed_policies import FixedPolicies
 from trainer_backend.run.replicas import ReplicaPublisher
-from trainer_backend.run.stopping import while_unbroken
+from trainer_backend.run.stopping import end_tasks, while_unbroken
 from trainer_backend.run.weight_folders import WeightFolders
 from trainer_backend.rundir.layout import RunDirectory
 
@@ -213,9 +213,7 @@ class PolicyServer:
             try:
                 yield ActorServer(self.inference, source, policy, fixed, broken=broken)
             finally:
-                broken.cancel()
-                watch.cancel()
-                await asyncio.gather(watch, return_exceptions=True)
+                await end_tasks(broken, watch)
 
     def _source(self, learner: LocalLearner) -> Source:
         """The servers that sample for the actor, or an engine of this process."""

@@ -13,6 +13,7 @@ from trainer_backend.errors import TrainerError
 from trainer_backend.inference.versions import PolicyVersion, WeightAddress
 from trainer_backend.job.tables import InferenceTable
 from trainer_backend.protocols import Learner
+from trainer_backend.run.stopping import racing
 from trainer_backend.run.weight_folders import WeightFolders
 
 log = structlog.get_logger("weights")
@@ -44,15 +45,12 @@ class WeightBroadcast(WeightFolders):
         # A server that is lost is not waited for: it asks once it is back.
         expected, self._served, self._asking = max(1, self._served), 0, 0
         sending = self._begin(expected, self._wait_s)
-        task = asyncio.ensure_future(loading)
         try:
-            await asyncio.wait((task, sending), return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()  # the learner may be lost
-            await task
+            async with racing(loading, sending) as task:
+                if sending.done():
+                    sending.result()  # the learner may be lost
+                await task
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
             await self.close()
         if self._asking > 0:
             self._begin(self._asking, _ABOUT_TO_ASK_S)
