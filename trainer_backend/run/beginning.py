@@ -30,7 +30,7 @@ from trainer_backend.plugins import estimator
 from trainer_backend.protocols import Learner, LearnerFactory, Progress, Reporter
 from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.run.run import collected
-from trainer_backend.run.stopping import until, until_on_thread
+from trainer_backend.run.stopping import Tell, until, until_on_thread
 from trainer_backend.rundir.checkpoint_paths import (
     CRITIC_FILE,
     STARTED_FROM,
@@ -57,7 +57,6 @@ if TYPE_CHECKING:  # torch, which an orchestrator does without where no policy i
     from trainer_backend.run.fixed_policies import FixedPolicies
 
 Result = TypeVar("Result")
-Tell = Callable[[int, int], None]
 # Episodes of random play that a preset's tokenizer is trained on when the job has no warm-up.
 _PROMPT_EPISODES = 64
 # Kinds of metrics rows, and the file under rollouts/ that holds their episodes.
@@ -254,15 +253,7 @@ class Beginning:
 
     async def _on_thread(self, stage: str, work: Callable[[Tell], Result]) -> Result | None:
         """The result of `work`, whose progress is reported; None where a stop came first."""
-
-        def with_checks(check: Callable[[], None]) -> Result:
-            def tell(done: int, total: int) -> None:
-                check()
-                self._reporter.stage(stage, done, total)
-
-            return work(tell)
-
-        return await until_on_thread(self._stop, with_checks)
+        return await until_on_thread(self._stop, partial(self._reporter.stage, stage), work)
 
     def _say_all(self, lines: Iterable[str | None]) -> None:
         for line in filter(None, lines):
@@ -328,9 +319,7 @@ class Beginning:
         is not in it: lost rollouts, and those that a changed job adds.
         """
 
-        def tell(done: int, total: int) -> None:
-            self._reporter.stage(f"collect {kind}", done, total)
-
+        tell = partial(self._reporter.stage, f"collect {kind}")
         spool = Spool.open(
             self._directory.spool_file(_FILES[kind]), requests,
             versions=range(1), gateway_urls=(), tell=self._reporter.say,

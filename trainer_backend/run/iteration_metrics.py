@@ -35,6 +35,7 @@ from trainer_backend.errors import JobTeachesNothing, NothingToLearnFrom, Segmen
 from trainer_backend.protocols import InferenceServer
 from trainer_backend.run.timeline import Span
 from trainer_backend.rundir.rollout_files import Credit
+from trainer_backend.rundir.spool import plan_id
 
 _BY_TURN = {"decision/unique_by_turn": unique_by_turn, "decision/ach_by_turn": ach_by_turn}
 
@@ -251,9 +252,9 @@ def refuse_round(policies: Policies, requests: Sequence[RolloutRequest], batch: 
 
 def _refuse_silent_policy(policies: Policies, requests: Sequence[RolloutRequest], batch: Batch) -> None:
     samplers = _samplers(requests)
-    finished = {samplers[_name(rollout.rollout_id)] for rollout in batch.rollouts}
+    finished = {samplers[plan_id(rollout.rollout_id)] for rollout in batch.rollouts}
     for table in policies.fixed:
-        lost = [item for item in batch.failed if samplers[_name(item.rollout_id)] == table.name]
+        lost = [item for item in batch.failed if samplers[plan_id(item.rollout_id)] == table.name]
         silent = [item.failure for item in lost if item.failure and item.failure.code in _SILENT]
         if silent and table.name not in finished:
             raise NothingToLearnFrom(
@@ -293,7 +294,7 @@ def _refuse_other_sampler(policies: Policies, requests: Sequence[RolloutRequest]
     policy; a rollout without a name counts as the actor's."""
     samplers = _samplers(requests)
     for rollout in batch.rollouts:
-        planned, sampler = samplers[_name(rollout.rollout_id)], policies.policy_by(rollout)
+        planned, sampler = samplers[plan_id(rollout.rollout_id)], policies.policy_by(rollout)
         if planned != sampler:
             model = rollout.trajectory.model if rollout.trajectory is not None else None
             raise SegmentError(
@@ -322,12 +323,8 @@ def _means(played: Sequence[tuple[Rollout, Credit]]) -> Mapping[str, float]:
 
 
 def _samplers(requests: Sequence[RolloutRequest]) -> dict[str, str]:
-    """Map each rollout's name, its id without the attempt, to the policy that was asked for it."""
-    return {_name(request.rollout_id): sampler_of(request) for request in requests}
-
-
-def _name(rollout_id: str) -> str:
-    return rollout_id.partition(":")[0]
+    """Map each rollout's place in the plan to the policy that was asked for it."""
+    return {plan_id(request.rollout_id): sampler_of(request) for request in requests}
 
 
 _TOLD_AGAIN = 25

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from trainer_backend.errors import EngineStopped
 
 Result = TypeVar("Result")
+Tell = Callable[[int, int], None]
 
 STOPPING = "stopping, and saving what is finished; Ctrl-C again ends at once, without saving"
 # Signals that ask for a stop, as users know them.
@@ -73,17 +74,18 @@ async def while_unbroken(broken: asyncio.Future[str], work: Coroutine[Any, Any, 
         return task.result()
 
 
-async def until_on_thread(stop: asyncio.Event, work: Callable[[Callable[[], None]], Result]) -> Result | None:
-    """The result of `work(check)` on a thread, or None if `stop` came first; the thread has then ended.
+async def until_on_thread(stop: asyncio.Event, tell: Tell, work: Callable[[Tell], Result]) -> Result | None:
+    """The result of `work(tell)` on a thread, or None if `stop` came first; the thread has then ended.
 
     A thread cannot be cancelled, and an abandoned one would go on working until the interpreter waits for it
-    at exit. So `work` calls `check` between its steps, which raises Halted once `stop` is set.
+    at exit. So `work` tells its progress between its steps, which raises Halted once `stop` is set.
     """
     halt = threading.Event()
 
-    def check() -> None:
+    def tell_unless_halted(done: int, total: int) -> None:
         if halt.is_set():
             raise Halted
+        tell(done, total)
 
     async def pass_on() -> None:
         await stop.wait()
@@ -91,7 +93,7 @@ async def until_on_thread(stop: asyncio.Event, work: Callable[[Callable[[], None
 
     passing_on = asyncio.ensure_future(pass_on())
     try:
-        return await asyncio.to_thread(work, check)
+        return await asyncio.to_thread(work, tell_unless_halted)
     except Halted:
         return None
     finally:
