@@ -33,6 +33,8 @@ from trainer_backend.run.iteration_metrics import (
     IterationResult,
     Moment,
     has_signal,
+    iteration_metrics,
+    metrics_by_policy,
     moment,
     nothing_to_learn,
     refuse_round,
@@ -269,7 +271,7 @@ class Iteration:
         batch, credits = Batch.join(self._rounds), self._credited.credits
         schedule = self._planner.allocation.schedule
         alpha = None if schedule is None else schedule.alpha_at(self.number)
-        metrics = self._run.metrics
+        policies, requests = self._run.credit.policies, self._all_requests
         return IterationResult(
             batch=batch,
             branches=Batch.join(self._branches),
@@ -277,7 +279,7 @@ class Iteration:
             start=self._start,
             collect_spans=self._collect_spans,
             credit_spans=self._credit_spans,
-            mixture=metrics.by_policy(self._all_requests, batch.rollouts, credits, alpha=alpha),
+            mixture=metrics_by_policy(policies, requests, batch.rollouts, credits, alpha=alpha),
             refilled=self._refilled,
         )
 
@@ -418,7 +420,7 @@ async def _learn(ahead: Ahead, progress: Progress, result: IterationResult) -> P
     row = {  # 13
         "kind": "iteration",
         "iteration": iteration,
-        **run.metrics.row(result, since=since, now=now),
+        **iteration_metrics(run.credit.policies, result, since=since, now=now),
         **update,
         "policy/version": progress.policy_version,
         **staleness,
