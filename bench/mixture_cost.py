@@ -48,7 +48,7 @@ from trainer_backend.job.tables import ModelTable
 from trainer_backend.learner.behaviour import mixture_metrics, weighed
 from trainer_backend.learner.memory import MemoryPlan, memory_plan
 from trainer_backend.learner.stepping import Scored
-from trainer_backend.run.iteration_metrics import IterationMetrics
+from trainer_backend.run.iteration_metrics import metrics_by_policy
 from trainer_backend.rundir.files import read_lines
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.rundir.rollout_files import read_rollouts
@@ -119,10 +119,10 @@ def added(found: Played) -> dict[str, float]:
     requests, credits = plan.training(1), job_parts.credit(job).credit(rollouts).credits
 
     def apart() -> None:
-        metrics, schedule = IterationMetrics(job_parts.credit(job).policies), plan.allocation.schedule
+        policies, schedule = job_parts.credit(job).policies, plan.allocation.schedule
         assert schedule is not None
-        metrics.policies.by_actor(rollouts)
-        metrics.by_policy(requests, rollouts, credits, alpha=schedule.alpha_at(1))
+        policies.by_actor(rollouts)
+        metrics_by_policy(policies, requests, rollouts, credits, alpha=schedule.alpha_at(1))
 
     def looking_back(file: Path) -> None:
         planner = job_parts.planner(learning, "run", asked)

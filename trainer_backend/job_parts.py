@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanag
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import SecretStr
 
@@ -37,9 +37,6 @@ from trainer_backend.run.gateways import ActorGateways, GatewayProcesses, Served
 from trainer_backend.run.learner_process import LearnerProcess
 from trainer_backend.rundir.data_record import DataRecord, read_record
 from trainer_backend.rundir.layout import RunDirectory
-
-if TYPE_CHECKING:  # torch
-    pass
 
 Result = TypeVar("Result")
 # Stands for a port that the job leaves open; a list of hosts cannot name it.

@@ -191,10 +191,10 @@ async def _run(
             replace_job = _replaced_job(job, directory)
             if models.checkpoint is None:
                 await asyncio.to_thread(record_rows, directory, record, data, 0)  # `begin` plays
-            learner, progress, fixed = await beginning.begin(models)
+            learner, progress = await beginning.begin(models)
             reporter.goes_on_from(progress.iteration)
             saving = Saving(job.training, job.evaluation, directory, learner)
-            async with gateways.serving(learner, fixed) as actor:
+            async with gateways.serving(learner, models.fixed) as actor:
                 actor.watch(reporter)
                 reporter.say(f"gateway: {', '.join(actor.inference.urls)} serves {actor.inference.model}")
                 run = Run(
@@ -217,17 +217,6 @@ async def _try(job: JobConfig, planner: Planner, apps: TaskApps, stop: Stop, *, 
         raise Stopped("before anything was played; nothing new to save")
 
 
-def _replaced_job(job: JobConfig, directory: RunDirectory) -> Callable[[], None]:
-    """Write the job that the next resume, the report and eval read; return what does so once it is served.
-
-    A job that is refused must not stay. With [cluster] that may be later: gateways check the fixed policies.
-    """
-    replace_job = partial(directory.replace_job, job)
-    if job.cluster is None or not job.fixed_policies:
-        replace_job()
-    return replace_job
-
-
 def _fixed_of(job: JobConfig, learners: LearnerFactory, checkpoint: Path | None) -> FixedSetup:
     """The fixed policies, whose folders fit the actor."""
     folders = learners.fixed_folders(checkpoint)
@@ -237,6 +226,17 @@ def _fixed_of(job: JobConfig, learners: LearnerFactory, checkpoint: Path | None)
 def _models_of(job: JobConfig, learners: LearnerFactory, fixed: FixedSetup) -> ModelSetup:
     here = fixed if job.cluster is None else FixedSetup(folders=fixed.folders)
     return ModelSetup(job.model, job.inference, learners, here, job.rollout.max_tokens)
+
+
+def _replaced_job(job: JobConfig, directory: RunDirectory) -> Callable[[], None]:
+    """Write the job that the next resume, the report and eval read; return what does so once it is served.
+
+    A job that is refused must not stay. With [cluster] that may be later: gateways check the fixed policies.
+    """
+    replace_job = partial(directory.replace_job, job)
+    if job.cluster is None or not job.fixed_policies:
+        replace_job()
+    return replace_job
 
 
 async def _checked_servers(job: JobConfig) -> list[str]:

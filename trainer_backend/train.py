@@ -33,12 +33,14 @@ from trainer_backend.run.iteration_metrics import (
     IterationResult,
     Moment,
     has_signal,
+    iteration_metrics,
+    metrics_by_policy,
     moment,
     nothing_to_learn,
     refuse_round,
 )
 from trainer_backend.run.run import Run
-from trainer_backend.run.stopping import until
+from trainer_backend.run.stopping import end_tasks, until
 from trainer_backend.run.timeline import Span
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
 from trainer_backend.rundir.spool import LedgerEntry, append_rejected, append_to_ledger, plan_id
@@ -262,15 +264,14 @@ class Iteration:
     async def cancel(self) -> None:
         """End its batch; its errors have no reader."""
         if self._first is not None:
-            self._first.cancel()
-            await asyncio.gather(self._first, return_exceptions=True)
+            await end_tasks(self._first)
 
     def result(self) -> IterationResult:
         """All rounds together."""
         batch, credits = Batch.join(self._rounds), self._credited.credits
         schedule = self._planner.allocation.schedule
         alpha = None if schedule is None else schedule.alpha_at(self.number)
-        metrics = self._run.metrics
+        policies, requests = self._run.credit.policies, self._all_requests
         return IterationResult(
             batch=batch,
             branches=Batch.join(self._branches),
@@ -278,7 +279,7 @@ class Iteration:
             start=self._start,
             collect_spans=self._collect_spans,
             credit_spans=self._credit_spans,
-            mixture=metrics.by_policy(self._all_requests, batch.rollouts, credits, alpha=alpha),
+            mixture=metrics_by_policy(policies, requests, batch.rollouts, credits, alpha=alpha),
             refilled=self._refilled,
         )
 
@@ -419,7 +420,7 @@ async def _learn(ahead: Ahead, progress: Progress, result: IterationResult) -> P
     row = {  # 13
         "kind": "iteration",
         "iteration": iteration,
-        **run.metrics.row(result, since=since, now=now),
+        **iteration_metrics(run.credit.policies, result, since=since, now=now),
         **update,
         "policy/version": progress.policy_version,
         **staleness,

@@ -222,14 +222,15 @@ BUSY_WITH_A_TASK_APP = """
 import asyncio, sys, threading
 from functools import partial
 from pathlib import Path
-from trainer_backend.collect.task_apps import EmbeddedTaskApp
+from pydantic import SecretStr
+from trainer_backend.collect.task_apps import own_task_app
 from trainer_backend.run.stopping import stop_on_signals
 
 async def main():
     say = partial(print, flush=True)
     with stop_on_signals(tell=say, log=say):
-        async with EmbeddedTaskApp(Path(sys.argv[1])) as child:
-            print(child.url, flush=True)
+        async with own_task_app(Path(sys.argv[1]), SecretStr("a-key")) as (url, _):
+            print(url, flush=True)
             await asyncio.to_thread(threading.Event().wait)   # a step that never ends
 
 asyncio.run(main())

@@ -206,10 +206,6 @@ def test_a_file_that_cannot_be_taken_is_refused_with_its_reason(tmp_path, code, 
     assert words in told and "job.toml" in told and "mine.py" in told
 
 
-def test_an_unknown_name_is_told_those_of_the_file_too(tmp_path):
-    assert "Did you mean 'mine'?" in refusal(tmp_path, MINE.format(ONES), "algorithm.advantage=mines")
-
-
 def test_keys_that_a_plug_in_does_not_read_are_refused_and_those_that_it_takes_are_not(tmp_path):
     code = MINE.replace('"mine"', '"mine", keys=GigpoKeys').format(ONES)
     job_with(tmp_path, code, "algorithm.advantage=mine", "algorithm.omega=0.25")

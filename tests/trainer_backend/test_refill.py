@@ -87,6 +87,7 @@ async def test_a_flat_group_is_stored_and_let_go_but_not_trained(tmp_path: Path)
     await train(run, Progress(), asyncio.Event())
     assert asked == [["train/1/0", "train/1/1"]]
     assert learner.trained == ["train/1/1"]
+    assert (learner.asked, learner.critics) == ([], [None] * 4), "without a critic"
     stored = read_rollouts(run.directory.rollouts_file("iteration_1"))
     assert len(stored) == 8
     assert {item.rollout_id for item in stored} <= set(run.dispatcher.acked)
@@ -171,12 +172,6 @@ async def test_with_a_critic_each_round_is_scored_once_and_what_it_was_right_abo
     assert learner.critics == [CriticTargets([0.0, 0.0], [0.95, 2.0])] * 8
     (row, *_) = finished_rows(run.directory.rollouts_file("iteration_1"), ["decisions"])
     assert [decision["value"] for decision in row["decisions"]] == [1.0, 2.0]
-
-
-async def test_without_a_critic_nobody_asks_for_values(tmp_path: Path):
-    run, learner, _ = watched_run(tmp_path, with_spread("train/1/1"), SKIP)
-    await train(run, Progress(), asyncio.Event())
-    assert (learner.asked, learner.critics) == ([], [None] * 4)
 
 
 async def test_a_group_that_failed_is_not_flat_and_not_replaced(tmp_path: Path):

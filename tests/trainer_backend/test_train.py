@@ -330,6 +330,7 @@ async def test_an_update_that_broke_half_way_is_not_saved_and_what_came_before_i
     with pytest.raises(NonFiniteLoss):
         await train(run, Progress(), asyncio.Event())
     assert saved(run) == kept
+    assert not run.directory.rejected_file("iteration_2").exists(), "the error names no rollout"
 
 
 async def test_a_checkpoint_for_a_resume_alone_stays_until_the_next_one_is_there(tmp_path: Path):
@@ -660,13 +661,6 @@ async def test_a_second_rejection_ends_the_run_and_poisons_no_resumed_one(tmp_pa
     progress = await train(replace(run, dispatcher=dispatcher, saving=saving), Progress(), asyncio.Event())
     assert progress.iteration == 1
     assert asked == ["1/0/1", "1/1/0"], "the other six are in the spool"
-
-
-async def test_an_error_that_names_no_rollout_is_no_rejection(tmp_path: Path):
-    run = run_of(tmp_path, learner=Learner(fails_at=1))
-    with pytest.raises(NonFiniteLoss):
-        await train(run, Progress(), asyncio.Event())
-    assert not run.directory.rejected_file("iteration_1").exists()
 
 
 async def test_a_row_says_what_was_inferred_in_its_own_iteration(tmp_path: Path):

@@ -7,7 +7,6 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
-from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
@@ -350,9 +349,7 @@ class TaskAppClient:
         )
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._session is not None:
             await self._session.close()
 

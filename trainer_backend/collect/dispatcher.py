@@ -213,9 +213,7 @@ class Dispatcher:
 
         Errors are ignored: a rollout whose gateway is gone ends by itself, only later.
         """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_WORD_S):
-                await asyncio.gather(*(_tolerantly(app.abort(run_id)) for app in self._apps.serving))
+        await _say_goodbye(app.abort(run_id) for app in self._apps.serving)
 
     # The queue. Nothing below waits, up to `_leave`.
 
@@ -420,7 +418,9 @@ class Dispatcher:
             for queue in [*self.queues]:
                 self.withdraw(queue, error)
             try:
-                await self._say_goodbye()
+                # Without it each finds out by itself what no batch needs.
+                apps = [app for app in self._apps.members if app.fault is None or self._has_withdrawn]
+                await _say_goodbye(app.let_go() for app in apps)
             finally:
                 self._service, self._run_id, self._is_closing = None, "", False
 
@@ -440,13 +440,6 @@ class Dispatcher:
             await self._is_idle.wait()
             for task in tasks:
                 task.cancel()
-
-    async def _say_goodbye(self) -> None:
-        """Let the apps cancel and forget what no batch needs; without it each finds out by itself."""
-        apps = [app for app in self._apps.members if app.fault is None or self._has_withdrawn]
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_WORD_S):
-                await asyncio.gather(*(_tolerantly(app.let_go()) for app in apps))
 
     async def _refuse_to_wait_for_ever(self) -> None:
         """Raise TaskAppLost if no task app answers for too long."""
@@ -574,9 +567,15 @@ def _missing(queues: Sequence[Queue]) -> str:
     return f"{total - ended} of {total} rollouts were not finished"
 
 
-async def _tolerantly(call: Coroutine[None, None, None]) -> None:
-    """Make a call to a task app and ignore its error."""
-    try:
-        await call
-    except* TaskAppError:
-        pass
+async def _say_goodbye(calls: Iterable[Coroutine[None, None, None]]) -> None:
+    """Make calls to task apps in a limited time, and ignore their errors."""
+
+    async def tolerantly(call: Coroutine[None, None, None]) -> None:
+        try:
+            await call
+        except* TaskAppError:
+            pass
+
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_LAST_WORD_S):
+            await asyncio.gather(*map(tolerantly, calls))

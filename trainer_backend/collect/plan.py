@@ -26,7 +26,7 @@ from trainer_backend.job.schema import EvaluationTable
 from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
 from trainer_backend.plugins import estimator
 
-__all__ = ["Inference", "Planner", "digest_tasks", "retried", "stored_state_keys"]
+__all__ = ["Inference", "Planner", "digest_tasks", "retried"]
 
 # A branch's parent began the decision in time, but a limit of 0 s is no limit.
 _LEAST_TIMEOUT_S = 1.0
@@ -250,7 +250,11 @@ class Planner:
         """A group on each origin; `siblings`: only so many of each, the first ones."""
         size = siblings or self.table.group_size
         samplers = self.allocation.samplers(stage, iteration, groups=len(origins), siblings=size)
-        state_keys, requests = stored_state_keys(self.algorithm, self.players.rollout), []
+        algorithm, requests = self.algorithm, []
+        # Those that the job names, and the one that its estimator compares decisions by.
+        compares = estimator(algorithm.advantage).needs_state_keys
+        own = [algorithm.state_hashing_function] if compares else []
+        state_keys = tuple(dict.fromkeys((*self.players.rollout.state_keys, *own)))
         for group, origin in enumerate(origins):
             for sibling, policy in enumerate(samplers[group]):
                 slot = Slot(stage, iteration, group, sibling)
@@ -259,7 +263,7 @@ class Planner:
                     slot, origin, spec, self.table.step_rewards,
                     state_keys=state_keys,
                     snapshot_turns=self._snapshot_turns(slot),
-                    final_view=self.algorithm.bootstrap_truncated,
+                    final_view=algorithm.bootstrap_truncated,
                 )  # fmt: skip
                 requests.append(request)
         return requests
@@ -358,13 +362,6 @@ def _spec(name: str, config: Mapping[str, Any], server: Inference | None, seed: 
     asks_it = server is not None and config.get("inference_url") == server.url
     key = server.key if server and asks_it else None
     return PolicySpec(policy_name=name, config=dict(config), seed=seed, inference_key=key)
-
-
-def stored_state_keys(algorithm: AlgorithmTable, rollout: RolloutTable) -> tuple[str, ...]:
-    """The state keys that the job names, and the one that its estimator compares decisions by."""
-    needed = estimator(algorithm.advantage).needs_state_keys
-    names = [*rollout.state_keys, *([algorithm.state_hashing_function] if needed else [])]
-    return tuple(dict.fromkeys(names))
 
 
 def retried(request: RolloutRequest) -> RolloutRequest:

@@ -89,12 +89,6 @@ class Worlds:
     def largest(self) -> Origin:
         return self.evaluation(most=1)[0]  # all are alike
 
-    def interactions(self) -> frozenset[str | None]:
-        return frozenset()
-
-    def refuse_unmatchable(self, names: Collection[str | None]) -> None:
-        """Worlds have no ground truth."""
-
     def _held_out(self) -> Sequence[int]:
         return evaluation_worlds(self.held_out.instances, self.held_out.seeds)
 

@@ -8,11 +8,10 @@ import asyncio
 import os
 import secrets
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import SecretStr
@@ -25,8 +24,10 @@ from trainer_backend.collect.apps import TaskApps, Tell, log_sentence
 from trainer_backend.collect.sources import Rows, bytes_of
 from trainer_backend.errors import JobError, TaskAppError
 from trainer_backend.job.tables import ServicesTable
-from trainer_backend.launchers.launcher import LOCAL, NotReady, Place, Role, address_of
+from trainer_backend.launchers.launcher import LOCAL, NotReady, Role, address_of
 from trainer_backend.learner.calls import KEYS_OF_THE_LEARNER
+
+Entered = TypeVar("Entered")
 
 _START_S = 60.0
 _STOP_S = 10.0
@@ -39,76 +40,33 @@ OWN_BODY_BYTES = 4 << 20
 _MOST_BODY_BYTES = 1 << 30
 
 
-class EmbeddedTaskApp:
-    """Async context manager around the child process.
+@asynccontextmanager
+async def own_task_app(
+    log_file: Path, key: SecretStr, arguments: Sequence[str] = (), variables: Mapping[str, str] | None = None
+) -> AsyncIterator[tuple[str, Child]]:
+    """The address and the process of a task app on the loopback, until the context is left.
 
     Args:
-        hosts_to_call: `host:port` of inference servers that it may call, besides servers on this machine.
-        plugins: files with the job's own environments and policies.
-        interactions: the file of its interactions, or None.
-        body_bytes: size limit of a request, unless the variable for it is set.
-        variables: further environment variables, which settings of the job become.
+        arguments: further ones of its command line.
+        variables: further ones of its environment.
     """
-
-    def __init__(
-        self,
-        log_file: Path,
-        hosts_to_call: Sequence[str] = (),
-        *,
-        plugins: Sequence[Path] = (),
-        interactions: Path | None = None,
-        body_bytes: int = OWN_BODY_BYTES,
-        api_key: SecretStr | None = None,
-        variables: Mapping[str, str] | None = None,
-    ) -> None:
-        self._log_file = log_file
-        self._arguments = [word for host in hosts_to_call for word in ("--allow-inference-host", host)]
-        self._arguments += [word for file in plugins for word in ("--plugins", str(file))]
-        if interactions is not None:
-            self._arguments += ["--interactions", str(interactions)]
-        self._environment = {_BODY_BYTES: os.environ.get(_BODY_BYTES, str(min(body_bytes, _MOST_BODY_BYTES)))}
-        self._environment |= variables or {}
-        self.api_key = api_key or SecretStr(secrets.token_urlsafe(32))
-        self.url = ""
-        self._child: Child | None = None
-
-    async def __aenter__(self) -> Self:
-        environment = {**self._environment, TASK_APP_KEY: self.api_key.get_secret_value()}
-        role = Role("task app", self._command, environment, self._log_file, withheld=KEYS_OF_THE_LEARNER)
-        self._child = await LOCAL.start(role)
+    listens = ("--host", "127.0.0.1", "--port", "0", "--exit-with-parent")
+    command = (sys.executable, "-m", "task_app", *listens, *arguments)
+    environment = {**(variables or {}), TASK_APP_KEY: key.get_secret_value()}
+    role = Role("task app", lambda place: command, environment, log_file, withheld=KEYS_OF_THE_LEARNER)
+    child = await LOCAL.start(role)
+    try:
         try:
-            self.url = await self._address(self._child)
-        except BaseException:
-            await self._child.end(_STOP_S)
-            raise
-        return self
-
-    @property
-    def exit_code(self) -> int | None:
-        """None while it runs."""
-        return None if self._child is None else self._child.exit_code
-
-    def _command(self, place: Place) -> tuple[str, ...]:
-        where = ("--host", "127.0.0.1", "--port", "0", "--exit-with-parent")
-        return (sys.executable, "-m", "task_app", *where, *self._arguments)
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._child is not None:
-            await self._child.end(_STOP_S)
-
-    async def _address(self, child: Child) -> str:
-        try:
-            return await address_of(child, self._log_file, _START_S)
+            url = await address_of(child, log_file, _START_S)
         except NotReady as error:
             if error.code == _REFUSAL:
                 # Its last line names the fault; the log's folder may be deleted with the run.
-                word = last_line(self._log_file).removeprefix("error: ")
+                word = last_line(log_file).removeprefix("error: ")
                 raise JobError(f"the job's own task app did not start: {word}") from error
-            raise TaskAppError(
-                f"the embedded task app {error}", hint=f"Its log is {self._log_file}."
-            ) from error
+            raise TaskAppError(f"the embedded task app {error}", hint=f"Its log is {log_file}.") from error
+        yield url, child
+    finally:
+        await child.end(_STOP_S)
 
 
 # Size of a request without its row: ids, limits, the configs of policy and environment.
@@ -131,10 +89,12 @@ async def task_apps(
 
     Args:
         log_file: receives the log of an own task app; the second one's has _1 after its name, and so on.
-        hosts_to_call: as in `EmbeddedTaskApp`. The operators of other task apps decide that themselves.
+        hosts_to_call: `host:port` of inference servers that own task apps may call, besides servers on this
+            machine. The operators of other task apps decide that themselves.
         rows: that are played: the largest has to fit a request.
         tell: receives a sentence when one is lost, and when it is back.
     """
+    own: list[tuple[str, Child]] = []
     async with AsyncExitStack() as stack:
         if table.task_url:
             apps = TaskApps(
@@ -145,50 +105,55 @@ async def task_apps(
             key, body_bytes = SecretStr(secrets.token_urlsafe(32)), OWN_BODY_BYTES
             if rows is not None:
                 body_bytes = max(body_bytes, bytes_of(rows.largest()) + _BESIDE_A_ROW)
-            own = [
-                EmbeddedTaskApp(
-                    log_file.with_stem(f"{log_file.stem}_{number}") if number else log_file,
-                    [*hosts_to_call, *_gateway_elsewhere(table)],
-                    plugins=table.task_plugins,
-                    interactions=interactions,
-                    body_bytes=body_bytes,
-                    api_key=key,
-                    variables=table.task_app_variables,
+            limit = os.environ.get(_BODY_BYTES, str(min(body_bytes, _MOST_BODY_BYTES)))
+            variables = {_BODY_BYTES: limit, **table.task_app_variables}
+            arguments = [*_arguments(table, hosts_to_call, interactions)]
+            names = [log_file.stem, *(f"{log_file.stem}_{number}" for number in range(1, table.task_apps))]
+            own = await stack.enter_async_context(
+                _side_by_side(
+                    [own_task_app(log_file.with_stem(name), key, arguments, variables) for name in names]
                 )
-                for number in range(table.task_apps)
-            ]
-            await stack.enter_async_context(_side_by_side(own))
-            urls = [app.url for app in own]
+            )
+            urls = [url for url, _ in own]
             # No waiting for one that is lost: it is not started again.
             apps = TaskApps(urls, key, timeout_s=table.request_timeout_s, label=OWN, tell=tell)
         try:
             yield await stack.enter_async_context(apps)
         except TaskAppError as error:
-            codes = [] if table.task_url else [app.exit_code for app in own if app.exit_code is not None]
-            if codes:
+            if codes := [child.exit_code for _, child in own if child.exit_code is not None]:
                 error.hint = f"The job's own task app ended by itself, with {name_exit(codes[0])}."
             raise
 
 
+def _arguments(
+    table: ServicesTable, hosts_to_call: Sequence[str], interactions: Path | None
+) -> Iterator[str]:
+    for host in hosts_to_call:
+        yield from ("--allow-inference-host", host)
+    host = table.gateway_host
+    if not is_loopback(host):  # this machine's loopback is always allowed
+        yield from ("--allow-inference-host", f"[{host}]" if ":" in host else host)
+    for file in table.task_plugins:
+        yield from ("--plugins", str(file))
+    if interactions is not None:
+        yield from ("--interactions", str(interactions))
+
+
 @asynccontextmanager
-async def _side_by_side(own: Sequence[EmbeddedTaskApp]) -> AsyncIterator[None]:
-    """Start the task apps together, and end those that are up together, also where one does not start."""
-    starts = [asyncio.ensure_future(app.__aenter__()) for app in own]
+async def _side_by_side(
+    contexts: Sequence[AbstractAsyncContextManager[Entered]],
+) -> AsyncIterator[list[Entered]]:
+    """Enter contexts together, and leave those that were entered together, also where one was not."""
+    starts = [asyncio.ensure_future(context.__aenter__()) for context in contexts]
     try:
-        await asyncio.gather(*starts)
-        yield
+        yield await asyncio.gather(*starts)
     finally:
         for start in starts:
             start.cancel()
         await asyncio.wait(starts)
-        up = [start.result() for start in starts if not start.cancelled() and start.exception() is None]
-        await asyncio.gather(*(app.__aexit__(None, None, None) for app in up))
-
-
-def _gateway_elsewhere(table: ServicesTable) -> list[str]:
-    """The host of the job's own gateways, unless it is this machine's loopback, which is always allowed."""
-    host = table.gateway_host
-    return [] if is_loopback(host) else [f"[{host}]" if ":" in host else host]
+        states = zip(contexts, starts, strict=True)
+        up = [one for one, start in states if not start.cancelled() and start.exception() is None]
+        await asyncio.gather(*(one.__aexit__(None, None, None) for one in up))
 
 
 def describe(apps: TaskApps) -> str:

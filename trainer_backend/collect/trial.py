@@ -17,7 +17,7 @@ from shared_schemas.rollouts import PolicySpec
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import Instance, TaskAppClient
 from trainer_backend.collect.plan import Planner, Players, Slot
-from trainer_backend.collect.sources import Source, row_of
+from trainer_backend.collect.sources import Rows, row_of
 from trainer_backend.collect.wire import BackendFailed, PluginFailed, Refused, TaskAppLost
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.errors import JobError, TaskAppError
@@ -69,17 +69,18 @@ async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool, prese
     policies = _policies(planner, from_scratch=from_scratch, preset=preset)
     first = planner.first_training()
     world = {"env_name": first.env.env_name, "config": first.env.config, "seed": first.start.seed}
-    interactions = planner.source.interactions()
+    source = planner.source
+    interactions = source.interactions() if isinstance(source, Rows) else frozenset()
     largest = planner.largest()
     warnings = list[str]()
     environment_key = partial(_environment_key, row_of(first.group_id))
     for app in apps.serving:  # another one may come later
         try:
             app.refuse_too_large(largest)
-            environment = _Environment(planner, app, bool(interactions), warnings)
-            await _try(app, "env", world, environment_key, check=environment.check)
-            if interactions:
-                await _refuse_interactions(app, planner.source, interactions)
+            check = partial(_check, planner, app, warnings, has_interactions=bool(interactions))
+            await _try(app, "env", world, environment_key, check=check)
+            if isinstance(source, Rows) and interactions:
+                await _refuse_interactions(app, source, interactions)
             for stage in policies:
                 body = stage.policy.model_dump(mode="json", include={"policy_name", "config", "seed"})
                 await _try(app, "policy", body, stage.key_of)
@@ -155,7 +156,7 @@ def _keys_of(players: Players, table: RolloutOnlyTable) -> dict[str, str]:
     }
 
 
-async def _refuse_interactions(client: TaskAppClient, source: Source, names: frozenset[str | None]) -> None:
+async def _refuse_interactions(client: TaskAppClient, rows: Rows, names: frozenset[str | None]) -> None:
     """Refuse unknown interactions of any row, since the row with a misspelt one may come last in an epoch.
 
     Rows that an interaction can only score as wrong are refused too; the task app says which need a number.
@@ -171,7 +172,7 @@ async def _refuse_interactions(client: TaskAppClient, source: Source, names: fro
     numbers: set[str | None] = set(capabilities.number_interactions)
     if numbers.issuperset(known):
         numbers.add(None)
-    source.refuse_unmatchable(numbers)
+    rows.refuse_unmatchable(numbers)
 
 
 def _no_interaction(message: str) -> JobError:
@@ -214,54 +215,44 @@ async def _try(
     return instance
 
 
-@dataclass(frozen=True, slots=True)
-class _Environment:
-    """The check of the job's environment at a task app."""
-
-    planner: Planner
-    client: TaskAppClient
-    has_interactions: bool
-    warnings: list[str]
-    """Receives the advice of rules."""
-
-    async def check(self, instance: Instance) -> None:
-        """Refuse an environment that the job cannot use as it is configured."""
-        played = await self._played(instance)
-        found = [finding for rule in TASK_APP_RULES for finding in rule.findings(played)]
-        if refusals := [finding for finding in found if finding.kind != "advice"]:
-            lines = [f"{finding.sentence} (says the task app at {self.client.url})" for finding in refusals]
-            others = [f"{other.keys[0]}: {line}" for other, line in zip(refusals[1:], lines[1:], strict=True)]
-            raise JobError("\n".join([lines[0], *others]), where=refusals[0].keys[0])
-        self.warnings.extend(finding.sentence for finding in found)
-        if estimator(self.planner.algorithm.advantage).needs_branches:
-            try:
-                await self.client.snapshot(instance.id)
-            except Refused as refusal:
-                raise _job_error(refusal, self.client, where="algorithm.advantage") from refusal
-        await self._step(instance)
-
-    async def _played(self, instance: Instance) -> Played:
-        planner, info = self.planner, instance.info
-        rollout = planner.players.rollout
-        counts = instance.observation.achievements_counts
-        is_judged = rollout.reward_function is not None
-        functions = (await self.client.about()).capabilities.reward_functions if is_judged else ()
-        return Played(
-            rollout, planner.players.multi_turn, planner.algorithm, planner.table,
-            conversation=info.conversation,
-            takes_answers=info.takes_answers,
-            rewards_decisions=bool(self.has_interactions or counts or info.rewards_calls),
-            state_keys=tuple(info.state_keys),
-            has_interactions=self.has_interactions,
-            reward_functions=tuple(functions),
-        )  # fmt: skip
-
-    async def _step(self, instance: Instance) -> None:
+async def _check(
+    planner: Planner,
+    client: TaskAppClient,
+    warnings: list[str],
+    instance: Instance,
+    *,
+    has_interactions: bool,
+) -> None:
+    """Refuse an environment that the job cannot use as it is configured; `warnings` receives advice."""
+    rollout, info = planner.players.rollout, instance.info
+    is_judged = rollout.reward_function is not None
+    played = Played(
+        rollout, planner.players.multi_turn, planner.algorithm, planner.table,
+        conversation=info.conversation,
+        takes_answers=info.takes_answers,
+        rewards_decisions=bool(
+            has_interactions or instance.observation.achievements_counts or info.rewards_calls
+        ),
+        state_keys=tuple(info.state_keys),
+        has_interactions=has_interactions,
+        reward_functions=tuple((await client.about()).capabilities.reward_functions) if is_judged else (),
+    )  # fmt: skip
+    found = [finding for rule in TASK_APP_RULES for finding in rule.findings(played)]
+    if refusals := [finding for finding in found if finding.kind != "advice"]:
+        lines = [f"{finding.sentence} (says the task app at {client.url})" for finding in refusals]
+        others = [f"{other.keys[0]}: {line}" for other, line in zip(refusals[1:], lines[1:], strict=True)]
+        raise JobError("\n".join([lines[0], *others]), where=refusals[0].keys[0])
+    warnings.extend(finding.sentence for finding in found)
+    if estimator(planner.algorithm.advantage).needs_branches:
         try:
-            await self.client.step_idly(instance.id)
-        except TaskAppError as error:  # otherwise an agent, or an episode of no decision: nothing to try
-            if isinstance(error, PluginFailed | BackendFailed | TaskAppLost):
-                raise
+            await client.snapshot(instance.id)
+        except Refused as refusal:
+            raise _job_error(refusal, client, where="algorithm.advantage") from refusal
+    try:
+        await client.step_idly(instance.id)
+    except TaskAppError as error:  # otherwise an agent, or an episode of no decision: nothing to try
+        if isinstance(error, PluginFailed | BackendFailed | TaskAppLost):
+            raise
 
 
 def _job_error(refusal: Refused | PluginFailed, client: TaskAppClient, *, where: str) -> JobError:

@@ -151,7 +151,9 @@ def slices(
     limit = min(_SLICE_BYTES, max_body_bytes) - _AROUND
     room = limit
     for request in requests:
-        wire = _wire(request)
+        wire = request.model_dump(mode="json")
+        if (key := request.policy.inference_key) is not None:  # pydantic masks it
+            wire["policy"]["inference_key"] = key.get_secret_value()
         size = len(json.dumps(wire)) + _BETWEEN
         if size > max_body_bytes - _AROUND:
             raise _too_large(request, size + _AROUND, max_body_bytes, url)
@@ -171,11 +173,3 @@ def _too_large(request: RolloutRequest, size: int, max_body_bytes: int, url: str
         where=f"rollout {request.rollout_id}" if row is None else f"data.path, row {row!r}",
         hint="The task app's TURNWISE_MAX_BODY_BYTES says how many it takes.",
     )
-
-
-def _wire(request: RolloutRequest) -> dict[str, Any]:
-    """Convert a request to JSON, with its key, which pydantic would mask."""
-    out = request.model_dump(mode="json")
-    if request.policy.inference_key is not None:
-        out["policy"]["inference_key"] = request.policy.inference_key.get_secret_value()
-    return out

@@ -100,9 +100,10 @@ def what_to_evaluate(
         return _with_advice(job_to_play(str(folder), overrides), player), player
     if job_path is None and run is None:
         raise JobError(f"{folder or 'a policy'} is no run with a job of its own: give --job JOB.toml")
-    loaded = _without_credit(
-        load_job(job_path or (run or Path()) / "job.toml", overrides, runs_plugins=False)
-    )
+    loaded = load_job(job_path or (run or Path()) / "job.toml", overrides, runs_plugins=False)
+    if loaded.config.algorithm.advantage not in ESTIMATORS:  # who plays gives no credit, and needs no plug-in
+        config = loaded.config.model_copy(update={"algorithm": AlgorithmTable()})
+        loaded = replace(loaded, config=config)
     if player is not None:
         if job_path is None and run == folder and str(folder) in environment_names():
             advice = f"{folder} is a run here, whose job is played, and not the environment of that name"
@@ -110,14 +111,6 @@ def what_to_evaluate(
         return _with_advice(loaded, player), player
     assert folder is not None, "one of the two is given"
     return loaded, Checkpoint(model_in(folder))
-
-
-def _without_credit(loaded: LoadedJob) -> LoadedJob:
-    """The job with an estimator that is known here: who plays gives no credit, and needs no plug-in."""
-    config = loaded.config
-    if config.algorithm.advantage in ESTIMATORS:
-        return loaded
-    return replace(loaded, config=config.model_copy(update={"algorithm": AlgorithmTable()}))
 
 
 def _is_a_name(folder: Path, run: Path | None) -> bool:

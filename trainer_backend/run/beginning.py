@@ -30,7 +30,7 @@ from trainer_backend.plugins import estimator
 from trainer_backend.protocols import Learner, LearnerFactory, Progress, Reporter
 from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.run.run import collected
-from trainer_backend.run.stopping import until, until_on_thread
+from trainer_backend.run.stopping import Tell, until, until_on_thread
 from trainer_backend.rundir.checkpoint_paths import (
     CRITIC_FILE,
     STARTED_FROM,
@@ -57,7 +57,6 @@ if TYPE_CHECKING:  # torch, which an orchestrator does without where no policy i
     from trainer_backend.run.fixed_policies import FixedPolicies
 
 Result = TypeVar("Result")
-Tell = Callable[[int, int], None]
 # Episodes of random play that a preset's tokenizer is trained on when the job has no warm-up.
 _PROMPT_EPISODES = 64
 # Kinds of metrics rows, and the file under rollouts/ that holds their episodes.
@@ -66,15 +65,6 @@ _FILES = {"teacher": "warmup", "prompts": "prompts"}
 
 class Stopped(Exception):
     """A stop came before there was anything to save; the message goes on from "stopped by ..."."""
-
-
-class Begun(NamedTuple):
-    """The parts with which training begins or continues."""
-
-    learner: Learner
-    progress: Progress
-    fixed: "FixedPolicies | None"
-    """None where this process serves no fixed policies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,24 +128,24 @@ class Beginning:
         await self._measure_rows(learner)
         return Models(learner, fixed, progress, checkpoint)
 
-    async def begin(self, models: Models) -> Begun:
+    async def begin(self, models: Models) -> tuple[Learner, Progress]:
         """Go on from the checkpoint, or play and imitate what comes before RL."""
-        learner, fixed, progress, checkpoint = models
+        learner, _, progress, checkpoint = models
         if checkpoint is not None:
             assert learner is not None, "a checkpoint was loaded"
             self._go_on(progress, checkpoint)
-            return Begun(learner, progress, fixed)
+            return learner, progress
         teacher = self._planner.teacher
         if teacher is None:
             plan = self._planner.prompts(_PROMPT_EPISODES) if learner is None else []
             prompts = await self._play("prompts", plan)
             learner = learner or await self._learner(prompts)
             self._leave_spools("teacher", *([] if plan else ["prompts"]))
-            return Begun(learner, progress, fixed)
+            return learner, progress
         episodes = await self._play("teacher", self._planner.warmup(warmup_key(teacher)))
         learner = learner or await self._learner(episodes)
         await self._warm_up(learner, episodes)
-        return Begun(learner, progress, fixed)
+        return learner, progress
 
     async def _load_fresh(self) -> Models:
         # First: the rows and the job of the start before, which this one replaces, tell what it has stored.
@@ -263,15 +253,7 @@ class Beginning:
 
     async def _on_thread(self, stage: str, work: Callable[[Tell], Result]) -> Result | None:
         """The result of `work`, whose progress is reported; None where a stop came first."""
-
-        def with_checks(check: Callable[[], None]) -> Result:
-            def tell(done: int, total: int) -> None:
-                check()
-                self._reporter.stage(stage, done, total)
-
-            return work(tell)
-
-        return await until_on_thread(self._stop, with_checks)
+        return await until_on_thread(self._stop, partial(self._reporter.stage, stage), work)
 
     def _say_all(self, lines: Iterable[str | None]) -> None:
         for line in filter(None, lines):
@@ -337,9 +319,7 @@ class Beginning:
         is not in it: lost rollouts, and those that a changed job adds.
         """
 
-        def tell(done: int, total: int) -> None:
-            self._reporter.stage(f"collect {kind}", done, total)
-
+        tell = partial(self._reporter.stage, f"collect {kind}")
         spool = Spool.open(
             self._directory.spool_file(_FILES[kind]), requests,
             versions=range(1), gateway_urls=(), tell=self._reporter.say,

@@ -10,6 +10,7 @@ from trainer_backend.evaluation.best import Outcomes, find_best, read_outcomes
 from trainer_backend.job.schema import EvaluationTable
 from trainer_backend.job.training_table import TrainingTable
 from trainer_backend.protocols import Learner, Progress
+from trainer_backend.run.stopping import racing
 from trainer_backend.rundir.checkpoint_paths import (
     BestMark,
     best_mark,
@@ -86,16 +87,12 @@ class Saving:
 
     async def while_written(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Await `work`, and end it where the checkpoint that is being written fails: raise its error."""
-        task = asyncio.ensure_future(work)
-        try:
-            if self._writing is not None:
-                await asyncio.wait((task, self._writing), return_when=asyncio.FIRST_COMPLETED)
-            if self._writing is not None and self._writing.done():
+        if (writing := self._writing) is None:
+            return await work
+        async with racing(work, writing) as task:
+            if writing.done():
                 await self.settled()
             return await task
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
     async def end(self) -> BaseException | None:
         """Wait for the checkpoint that is being written, and return its error: a run ends by another one.

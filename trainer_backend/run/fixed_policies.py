@@ -138,18 +138,22 @@ class FixedPolicies:
         }
 
     @property
-    def weights(self) -> dict[str, FixedWeights]:
-        """By name, the folder and the weights of each local model."""
-        return {item.name: item.weights for item in self._local}
-
-    @property
     def models(self) -> dict[str, FixedModel]:
         """By name, the model of each: a run that goes on must find the same ones."""
-        return {**self.weights, **{item.table.name: item.model for item in self.remote}}
+        return {
+            **{item.name: item.weights for item in self._local},
+            **{item.table.name: item.model for item in self.remote},
+        }
 
-    def lines(self) -> list[str]:
-        """A line for each local model, for a person."""
-        return [item.line for item in self._local]
+    async def describe(self, tell: Callable[[str], None], *, probes: bool) -> None:
+        """Describe the policies to a person; `probes`: whether the servers of remote ones are tried."""
+        for local in self._local:
+            tell(local.line)
+        for item in self.remote if probes else ():
+            tell(await item.probe())
+            has_key = item.table.api_key_env is not None
+            if sends_key_in_the_open(item.table.inference_url or "", has_key=has_key):
+                tell(f"its key goes to {item.table.source} unencrypted; prefer https")
 
     async def release(self) -> None:
         """Give the memory of the local engines' caches back to the device, as `LocalEngine` has it."""
@@ -214,13 +218,3 @@ def _load(name: str, folder: Path, actor: PolicyFacts, keys: EngineKeys) -> Loca
         sampler=lambda: fingerprint(served),
         line=line,
     )
-
-
-async def describe(fixed: FixedPolicies, tell: Callable[[str], None], *, probes: bool) -> None:
-    """Describe the fixed policies to a person; `probes`: whether the servers of remote ones are tried."""
-    for line in fixed.lines():
-        tell(line)
-    for item in fixed.remote if probes else ():
-        tell(await item.probe())
-        if sends_key_in_the_open(item.table.inference_url or "", has_key=item.table.api_key_env is not None):
-            tell(f"its key goes to {item.table.source} unencrypted; prefer https")

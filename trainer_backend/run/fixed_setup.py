@@ -45,9 +45,9 @@ class FixedSetup:
         probes: bool = True,
     ) -> "FixedPolicies":
         """Load them within the limits of `inference`, describe them to a person, and try remote servers."""
-        from trainer_backend.run.fixed_policies import FixedPolicies, describe
+        from trainer_backend.run.fixed_policies import FixedPolicies
 
         keys = self.share_threads(inference)
         fixed = await asyncio.to_thread(FixedPolicies.of, self.tables, self.folders, actor, keys)
-        await describe(fixed, tell, probes=probes)
+        await fixed.describe(tell, probes=probes)
         return fixed

@@ -292,7 +292,10 @@ class Gateway:
                         if self._is_elsewhere:  # it does not listen on the socket
                             self._forward = self._forward or await PortForward.opened(self._listener.socket)
                             self._forward.lead_to(line.removeprefix(READY))
-                        self._be_ready(version)
+                        self._ready.set()
+                        self._report("serving")
+                        if self.restarts:
+                            self._tell(f"{self.name} serves version {version.number} again")
                         watch = asyncio.ensure_future(self._kill_if_silent(child))
                     elif line == SERVED:
                         served = True
@@ -336,12 +339,6 @@ class Gateway:
                     )
                     child.signal(signal.SIGKILL)
                     return
-
-    def _be_ready(self, version: PolicyVersion) -> None:
-        self._ready.set()
-        self._report("serving")
-        if self.restarts:
-            self._tell(f"{self.name} serves version {version.number} again")
 
     def _report(self, state: str, word: str = "") -> None:
         if self.reporter is not None and self._version is not None:

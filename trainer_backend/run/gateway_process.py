@@ -22,7 +22,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import SecretStr
 
@@ -32,7 +32,7 @@ from service_kit.server import Listener, Server, run
 from service_kit.settings import ConnectionSettings
 from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.inference.asgi import error_response
-from trainer_backend.inference.control import Controlled, ControlledGateway
+from trainer_backend.inference.control import ControlledGateway
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.gateway import create_gateway
 from trainer_backend.inference.served_policy import PolicyFacts, ServedPolicy
@@ -63,18 +63,6 @@ from trainer_backend.rundir.state import is_final
 # As many conversations as a gateway remembers, and the run's own control.
 CONNECTIONS = ConnectionSettings(max_connections=20_100)
 _LOOK_S = 0.2
-
-
-class Actor(Controlled, Protocol):
-    """The actor, as this process serves it."""
-
-    policy: ServedPolicy
-
-    async def begin(self) -> None:
-        """Start what serves the version of the setup."""
-
-    async def look_after(self) -> None:
-        """Run while the actor is served, and be cancelled at its end."""
 
 
 class EngineActor:
@@ -175,6 +163,10 @@ class PoolActor:
 
     async def look_after(self) -> None:
         await self._pool.look_after()
+
+
+# The actor, as this process serves it.
+Actor = FolderActor | ProcessActor | PoolActor
 
 
 def actor_of(setup: GatewaySetup) -> Actor:

@@ -28,9 +28,8 @@ from trainer_backend.launchers.launcher import Launcher, Resources
 from trainer_backend.protocols import InferenceServer, Learner, Reporter
 from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.run.gateway import CONTROL_KEY, GATEWAY_KEY, Gateway, GatewayRole, Tell, added
-from trainer_backend.run.stopping import while_unbroken
-from trainer_backend.run.vllm_servers import VllmServers, own_servers
-from trainer_backend.run.weight_broadcast import delivery_of
+from trainer_backend.run.stopping import end_tasks, while_unbroken
+from trainer_backend.run.weight_broadcast import deliver_to_servers
 from trainer_backend.run.weight_folders import WeightFolders
 from trainer_backend.rundir.layout import RunDirectory
 
@@ -50,20 +49,16 @@ class Gateways:
         inference: Inference,
         gateways: Sequence[Gateway],
         weights: WeightFolders,
-        servers: VllmServers | None = None,
     ) -> None:
-        self.inference, self.gateways, self._weights, self._servers = inference, gateways, weights, servers
+        self.inference, self.gateways, self._weights = inference, gateways, weights
         for gateway in gateways:
-            gateway.renew = None if servers is None else servers.renew
-            gateway.serve_again = weights.serve_again
+            gateway.renew, gateway.serve_again = weights.renew, weights.serve_again
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._keepers: list[asyncio.Task[str]] = []
 
     async def publish(self, policy_version: int) -> None:
         """Write or send the policy, and have every gateway serve it; the first one starts them."""
         version = await self._weights.write(policy_version)
-        if self._servers is not None:
-            await self._servers.start(version.model)
         await self._weights.deliver(self.while_serving(self._load(version)))
 
     async def release(self) -> None:
@@ -97,14 +92,10 @@ class Gateways:
 
     async def close(self) -> None:
         """End the processes."""
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await end_tasks(*self._keepers)
         await self._weights.close()
         for gateway in self.gateways:
             await gateway.close()
-        if self._servers is not None:
-            await self._servers.stop()
 
     async def _load(self, version: PolicyVersion) -> None:
         if self._keepers:
@@ -185,21 +176,14 @@ class GatewayProcesses:
     @asynccontextmanager
     async def serving(self, learner: Learner, fixed: None = None) -> AsyncIterator[Gateways]:
         """Serve all policies from the learner's first publish on, until the context is left."""
-        served, table, servers = self._served, self._served.inference, None
-        if table.engine == "vllm":
-            hardware = await asyncio.to_thread(learner.hardware)
-            servers = own_servers(
-                table, hardware, self._directory, self._tell, launcher=self._launcher,
-                device=served.model.device, broadcasts=served.by_broadcast,
-            )  # fmt: skip
-            if servers is not None:
-                table = table.model_copy(update={"urls": servers.urls})
+        served, table = self._served, self._served.inference
         if table.engine == "local":  # it needs no test, and reads adapters beside a model
             weights = WeightFolders(learner, self._directory.weights)
         else:
-            weights = delivery_of(
-                learner, self._directory.weights, table,
+            weights, table = await asyncio.to_thread(
+                deliver_to_servers, learner, table, self._directory, self._tell,
                 broadcasts=served.by_broadcast, has_adapters=served.has_adapters,
+                launcher=self._launcher, device=served.model.device,
             )  # fmt: skip
         keys = {GATEWAY_KEY: self._key.get_secret_value(), CONTROL_KEY: secrets.token_urlsafe(32)}
         resources = None  # without engines in them they stay beside the orchestrator
@@ -212,7 +196,7 @@ class GatewayProcesses:
             )
             for number, listener in enumerate(self._listeners)
         ]  # fmt: skip
-        server = Gateways(self.inference, gateways, weights, servers)
+        server = Gateways(self.inference, gateways, weights)
         try:
             yield server
         finally:

@@ -35,6 +35,7 @@ from trainer_backend.errors import JobTeachesNothing, NothingToLearnFrom, Segmen
 from trainer_backend.protocols import InferenceServer
 from trainer_backend.run.timeline import Span
 from trainer_backend.rundir.rollout_files import Credit
+from trainer_backend.rundir.spool import plan_id
 
 _BY_TURN = {"decision/unique_by_turn": unique_by_turn, "decision/ach_by_turn": ach_by_turn}
 
@@ -63,98 +64,95 @@ class IterationResult:
     collect_spans: Sequence[Span]
     credit_spans: Sequence[Span]
     mixture: Mapping[str, float]
-    """Metrics by policy (`IterationMetrics.by_policy`)."""
+    """Metrics by policy (`metrics_by_policy`)."""
     refilled: int = 0
     """Groups that were asked for beyond the plan, in place of flat ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class IterationMetrics:
-    """The metrics of a job's iterations, told apart by the policy that sampled."""
+def iteration_metrics(
+    policies: Policies, result: IterationResult, *, since: Moment, now: Moment
+) -> dict[str, Any]:
+    """The metrics of an iteration, with the speed and the inference between two moments.
 
-    policies: Policies
+    Metrics of skill are of the actor's rollouts alone, and absent where it has none. Metrics of time and
+    of failures are of all.
+    """
+    batch = result.batch
+    collect_s = sum(span.seconds for span in result.collect_spans)
+    own = policies.by_actor(batch.rollouts)
+    episodes = [rollout.trajectory for rollout in own if rollout.trajectory is not None]
+    trajectories = [item.trajectory for item in batch.rollouts if item.trajectory is not None]
+    steps = [step.step_info for item in trajectories for step in item.steps]
+    branched = branch_metrics(result.branches)
+    decisions = len(steps) + branched.get("branch/decisions", 0.0) - _reused_decisions(result)
+    return {
+        **(episode_metrics(episodes) if episodes else {}),
+        **outcome_bounds(own),
+        "episode/outcome_definition": outcome_definition(trajectories),
+        **result.credited.metrics,
+        **conversation_metrics(own, batch.failures),
+        **batch_metrics(batch),
+        "recovery/rollouts_reused": float(len(batch.reused) + len(result.branches.reused)),
+        **branched,
+        **result.mixture,
+        **(inference_metrics(since.totals, now.totals) if own else {}),
+        **({name: compute(episodes) for name, compute in _BY_TURN.items()} if episodes else {}),
+        "group/refilled": float(result.refilled),
+        "time/collect_s": collect_s,
+        "time/credit_s": sum(span.seconds for span in result.credit_spans),
+        "time/environment_s": sum(step.environment_s for step in steps),
+        "time/interaction_s": sum(step.interaction_s for step in steps),
+        "time/policy_s": sum(step.policy_s for step in steps),
+        "perf/decisions_per_s": decisions / (now.seconds - since.seconds),
+        "perf/collect_decisions_per_s": decisions / collect_s if collect_s else 0.0,
+    }
 
-    def row(self, result: IterationResult, *, since: Moment, now: Moment) -> dict[str, Any]:
-        """The metrics of an iteration, with the speed and the inference between two moments.
 
-        Metrics of skill are of the actor's rollouts alone, and absent where it has none. Metrics of time and
-        of failures are of all.
-        """
-        batch = result.batch
-        collect_s = sum(span.seconds for span in result.collect_spans)
-        own = self.policies.by_actor(batch.rollouts)
-        episodes = [rollout.trajectory for rollout in own if rollout.trajectory is not None]
-        trajectories = [item.trajectory for item in batch.rollouts if item.trajectory is not None]
-        steps = [step.step_info for item in trajectories for step in item.steps]
-        branched = branch_metrics(result.branches)
-        decisions = len(steps) + branched.get("branch/decisions", 0.0) - _reused_decisions(result)
-        return {
-            **(episode_metrics(episodes) if episodes else {}),
-            **outcome_bounds(own),
-            "episode/outcome_definition": outcome_definition(trajectories),
-            **result.credited.metrics,
-            **conversation_metrics(own, batch.failures),
-            **batch_metrics(batch),
-            "recovery/rollouts_reused": float(len(batch.reused) + len(result.branches.reused)),
-            **branched,
-            **result.mixture,
-            **(inference_metrics(since.totals, now.totals) if own else {}),
-            **({name: compute(episodes) for name, compute in _BY_TURN.items()} if episodes else {}),
-            "group/refilled": float(result.refilled),
-            "time/collect_s": collect_s,
-            "time/credit_s": sum(span.seconds for span in result.credit_spans),
-            "time/environment_s": sum(step.environment_s for step in steps),
-            "time/interaction_s": sum(step.interaction_s for step in steps),
-            "time/policy_s": sum(step.policy_s for step in steps),
-            "perf/decisions_per_s": decisions / (now.seconds - since.seconds),
-            "perf/collect_decisions_per_s": decisions / collect_s if collect_s else 0.0,
+def metrics_by_policy(
+    policies: Policies,
+    requests: Iterable[RolloutRequest],
+    rollouts: Sequence[Rollout],
+    credits: Sequence[Credit],
+    *,
+    alpha: float | None,
+) -> dict[str, float]:
+    """The share and the episodes of each policy in an iteration; empty without fixed policies.
+
+        rollout/policy_choice           share of the rollouts that the actor was to sample
+        rollout/using_actor, …_fixed    1 where any was
+        mixture/alpha                   P(actor), as the schedule had it
+        mixture/{policy}/episodes       finished rollouts; 0 too
+        mixture/{policy}/failed         the other rollouts that it was to sample
+        mixture/{policy}/decisions, …/outcome_reward, …/reward, …/unique_achievements
+                                        mean of an episode; `reward` is the sum of r_t
+
+    Args:
+        requests: of all rounds of the iteration.
+        credits: of the rollouts, in their order.
+        alpha: None without fixed policies.
+
+    Source: 4-mixture-of-rollout-models.md, "Monitoring and Logging" (names).
+    """
+    if alpha is None:
+        return {}
+    planned = Counter(map(sampler_of, requests))
+    names = (ACTOR, *(table.name for table in policies.fixed))
+    by_policy: dict[str, list[tuple[Rollout, Credit]]] = {name: [] for name in names}
+    for rollout, credit in zip(rollouts, credits, strict=True):
+        by_policy[policies.policy_by(rollout)].append((rollout, credit))
+    metrics = {
+        "rollout/policy_choice": planned[ACTOR] / planned.total(),
+        "rollout/using_actor": float(planned[ACTOR] > 0),
+        "rollout/using_fixed": float(planned[ACTOR] < planned.total()),
+        "mixture/alpha": alpha,
+    }
+    for policy, played in by_policy.items():
+        metrics |= {
+            metric_of(policy, EPISODES): float(len(played)),
+            metric_of(policy, "failed"): float(planned[policy] - len(played)),
+            **{metric_of(policy, name): value for name, value in _means(played).items()},
         }
-
-    def by_policy(
-        self,
-        requests: Iterable[RolloutRequest],
-        rollouts: Sequence[Rollout],
-        credits: Sequence[Credit],
-        *,
-        alpha: float | None,
-    ) -> dict[str, float]:
-        """The share and the episodes of each policy in an iteration; empty without fixed policies.
-
-            rollout/policy_choice           share of the rollouts that the actor was to sample
-            rollout/using_actor, …_fixed    1 where any was
-            mixture/alpha                   P(actor), as the schedule had it
-            mixture/{policy}/episodes       finished rollouts; 0 too
-            mixture/{policy}/failed         the other rollouts that it was to sample
-            mixture/{policy}/decisions, …/outcome_reward, …/reward, …/unique_achievements
-                                            mean of an episode; `reward` is the sum of r_t
-
-        Args:
-            requests: of all rounds of the iteration.
-            credits: of the rollouts, in their order.
-            alpha: None without fixed policies.
-
-        Source: 4-mixture-of-rollout-models.md, "Monitoring and Logging" (names).
-        """
-        if alpha is None:
-            return {}
-        planned = Counter(map(sampler_of, requests))
-        names = (ACTOR, *(table.name for table in self.policies.fixed))
-        by_policy: dict[str, list[tuple[Rollout, Credit]]] = {name: [] for name in names}
-        for rollout, credit in zip(rollouts, credits, strict=True):
-            by_policy[self.policies.policy_by(rollout)].append((rollout, credit))
-        metrics = {
-            "rollout/policy_choice": planned[ACTOR] / planned.total(),
-            "rollout/using_actor": float(planned[ACTOR] > 0),
-            "rollout/using_fixed": float(planned[ACTOR] < planned.total()),
-            "mixture/alpha": alpha,
-        }
-        for policy, played in by_policy.items():
-            metrics |= {
-                metric_of(policy, EPISODES): float(len(played)),
-                metric_of(policy, "failed"): float(planned[policy] - len(played)),
-                **{metric_of(policy, name): value for name, value in _means(played).items()},
-            }
-        return metrics
+    return metrics
 
 
 def _reused_decisions(result: IterationResult) -> int:
@@ -251,9 +249,9 @@ def refuse_round(policies: Policies, requests: Sequence[RolloutRequest], batch: 
 
 def _refuse_silent_policy(policies: Policies, requests: Sequence[RolloutRequest], batch: Batch) -> None:
     samplers = _samplers(requests)
-    finished = {samplers[_name(rollout.rollout_id)] for rollout in batch.rollouts}
+    finished = {samplers[plan_id(rollout.rollout_id)] for rollout in batch.rollouts}
     for table in policies.fixed:
-        lost = [item for item in batch.failed if samplers[_name(item.rollout_id)] == table.name]
+        lost = [item for item in batch.failed if samplers[plan_id(item.rollout_id)] == table.name]
         silent = [item.failure for item in lost if item.failure and item.failure.code in _SILENT]
         if silent and table.name not in finished:
             raise NothingToLearnFrom(
@@ -293,7 +291,7 @@ def _refuse_other_sampler(policies: Policies, requests: Sequence[RolloutRequest]
     policy; a rollout without a name counts as the actor's."""
     samplers = _samplers(requests)
     for rollout in batch.rollouts:
-        planned, sampler = samplers[_name(rollout.rollout_id)], policies.policy_by(rollout)
+        planned, sampler = samplers[plan_id(rollout.rollout_id)], policies.policy_by(rollout)
         if planned != sampler:
             model = rollout.trajectory.model if rollout.trajectory is not None else None
             raise SegmentError(
@@ -322,12 +320,8 @@ def _means(played: Sequence[tuple[Rollout, Credit]]) -> Mapping[str, float]:
 
 
 def _samplers(requests: Sequence[RolloutRequest]) -> dict[str, str]:
-    """Map each rollout's name, its id without the attempt, to the policy that was asked for it."""
-    return {_name(request.rollout_id): sampler_of(request) for request in requests}
-
-
-def _name(rollout_id: str) -> str:
-    return rollout_id.partition(":")[0]
+    """Map each rollout's place in the plan to the policy that was asked for it."""
+    return {plan_id(request.rollout_id): sampler_of(request) for request in requests}
 
 
 _TOLD_AGAIN = 25

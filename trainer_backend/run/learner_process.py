@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, cast
 
 import httpx
@@ -54,6 +53,7 @@ from trainer_backend.learner.calls import (
     session_of,
 )
 from trainer_backend.protocols import CreditedEpisode, Hardware, Progress, Reporter, WeightPart
+from trainer_backend.run.stopping import end_tasks
 from trainer_backend.rundir.layout import RunDirectory
 
 Tell = Callable[[int, int], None]
@@ -421,9 +421,7 @@ class LearnerProcess:
         finally:
             mark.unlink(missing_ok=True)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         await self._end(error)
 
     def fixed_folders(self, checkpoint: Path | None) -> Mapping[str, Path]:
@@ -491,8 +489,7 @@ class LearnerProcess:
         if self._process is not None:
             await self._process.end(_STOP_S)
         if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
+            await end_tasks(self._watch)
         if self._connection is not None:
             self._connection.close()
 

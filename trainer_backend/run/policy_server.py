@@ -11,7 +11,7 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import SecretStr
 
@@ -26,7 +26,6 @@ from trainer_backend.inference.chat_check import Tokenizer
 from trainer_backend.inference.engine import LocalEngine, stop_token_ids
 from trainer_backend.inference.gateway import GatewayLimits, create_gateway
 from trainer_backend.inference.keys import EngineKeys
-from trainer_backend.inference.protocol import FrozenEngine
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.job.tables import InferenceTable, ModelTable
 from trainer_backend.learner.adapter_folder import FOLDER, read_adapter
@@ -39,7 +38,7 @@ from trainer_backend.models.sources import in_folder
 from trainer_backend.protocols import Reporter
 from trainer_backend.run.fixed_policies import FixedPolicies
 from trainer_backend.run.replicas import ReplicaPublisher
-from trainer_backend.run.stopping import while_unbroken
+from trainer_backend.run.stopping import end_tasks, while_unbroken
 from trainer_backend.run.weight_folders import WeightFolders
 from trainer_backend.rundir.layout import RunDirectory
 
@@ -53,28 +52,6 @@ class WeightRoute(NamedTuple):
     directory: RunDirectory
     broadcasts: bool
     """The learner sends them, instead of writing them there."""
-
-
-class Source(Protocol):
-    """Where the actor samples, and how new weights get there."""
-
-    @property
-    def engine(self) -> FrozenEngine: ...
-
-    async def publish(self, policy_version: int) -> None:
-        """As `protocols.InferenceServer` has it."""
-
-    async def release(self) -> None:
-        """As `protocols.InferenceServer` has it."""
-
-    def totals(self) -> Mapping[str, float]:
-        """The engine's counts since the start."""
-
-    async def look_after(self) -> None:
-        """Run while the actor is served, and be cancelled at its end."""
-
-    def watch(self, reporter: Reporter) -> None:
-        """As `protocols.InferenceServer` has it."""
 
 
 class LocalActor:
@@ -116,6 +93,10 @@ class LocalFolderActor(LocalActor):
         # Its engine is a copy of the learner's model, with the adapters beside the base in any precision.
         source = await asyncio.to_thread(read_adapter, folder / FOLDER) if self._has_adapters else folder
         await self.engine.load_weights(policy_version, source)
+
+
+# Where the actor samples, and how new weights get there.
+Source = LocalActor | ReplicaPublisher
 
 
 class ActorServer:
@@ -213,9 +194,7 @@ class PolicyServer:
             try:
                 yield ActorServer(self.inference, source, policy, fixed, broken=broken)
             finally:
-                broken.cancel()
-                watch.cancel()
-                await asyncio.gather(watch, return_exceptions=True)
+                await end_tasks(broken, watch)
 
     def _source(self, learner: LocalLearner) -> Source:
         """The servers that sample for the actor, or an engine of this process."""

@@ -10,8 +10,7 @@ from trainer_backend.job.tables import InferenceTable
 from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.protocols import Reporter
-from trainer_backend.run.vllm_servers import own_servers
-from trainer_backend.run.weight_broadcast import delivery_of
+from trainer_backend.run.weight_broadcast import deliver_to_servers
 from trainer_backend.rundir.layout import RunDirectory
 
 # Differences of log-probs that arithmetic explains, by the precision that serves.
@@ -30,23 +29,16 @@ class ReplicaPublisher:
         *,
         broadcasts: bool = False,
     ) -> None:
-        facts = learner.facts()
-        self._servers = own_servers(table, learner.hardware(), directory, tell, broadcasts=broadcasts)
-        if self._servers is not None:
-            table = table.model_copy(update={"urls": self._servers.urls})
-        renew = None if self._servers is None else self._servers.renew
-        self._weights = delivery_of(
-            learner, directory.weights, table,
-            broadcasts=broadcasts, has_adapters=learner.config.lora is not None,
-        )  # fmt: skip
-        ask = self._weights.serve_again
-        self.engine = pool_of(table, facts, tell, renew, ask)
+        has_adapters = learner.config.lora is not None
+        self._weights, table = deliver_to_servers(
+            learner, table, directory, tell, broadcasts=broadcasts, has_adapters=has_adapters
+        )
+        weights = self._weights
+        self.engine = pool_of(table, learner.facts(), tell, weights.renew, weights.serve_again)
 
     async def publish(self, policy_version: int) -> None:
         """Write or send the policy, and have every replica serve it; at first, start servers."""
         version = await self._weights.write(policy_version)
-        if self._servers is not None:
-            await self._servers.start(version.model)
         await self._weights.deliver(self.engine.publish(version))
 
     def totals(self) -> dict[str, float]:
@@ -65,8 +57,6 @@ class ReplicaPublisher:
             await self.engine.look_after()
         finally:
             await self._weights.close()
-            if self._servers is not None:
-                await self._servers.stop()
 
 
 def shown_by(report: Callable[..., None]) -> Show:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 from service_kit.boundary import Boundary, describe_error
@@ -198,6 +197,8 @@ class SinkReporter:
     ) -> None:
         self._table, self._run = sinks, SinkRun(directory.path, directory.run_id, job)
         self._directory, self._reporter, self._board = directory, reporter, board
+        self.say, self.note = reporter.say, reporter.note
+        self.stage, self.process = reporter.stage, reporter.process
         self._sinks: dict[str, Sink] = {}
         self._caught_up = False
 
@@ -212,25 +213,8 @@ class SinkReporter:
                     raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._close()
-
-    def say(self, text: str) -> None:
-        self._reporter.say(text)
-
-    def note(self, text: str) -> None:
-        self._reporter.note(text)
-
-    def stage(self, name: str, done: int, total: int) -> None:
-        self._reporter.stage(name, done, total)
-
-    def process(
-        self, name: str, *, role: ProcessRole, state: str, version: int | None = None, word: str = "",
-        host: str = "",
-    ) -> None:  # fmt: skip
-        self._reporter.process(name, role=role, state=state, version=version, word=word, host=host)
 
     def metrics(self, row: dict[str, Any], line: str) -> None:
         self._reporter.metrics(row, line)

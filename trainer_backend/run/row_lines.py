@@ -96,18 +96,15 @@ def word_outcome(row: Row) -> str:
 
 def columns_for(row: Row) -> list[tuple[str, str, str]]:
     """Return key, title and format of each figure that the row has; the first is the iteration."""
+    # Of each fixed policy; the actor has its column anyway.
+    keys = [key for key in row if _OF_A_POLICY.fullmatch(key) and key != metric_of(ACTOR, OUTCOME)]
+    outcomes = [(key, key.split("/")[1], "{:.2f}") for key in keys]
     columns = [
         (key, outcome_name(row) if key == _OUTCOME else title, form)
-        for key, title, form in (*_COLUMNS, *_fixed_policy_columns(row), *_TIMES)
+        for key, title, form in (*_COLUMNS, *outcomes, *_TIMES)
     ]
     has_achievements = "episode/unique_achievements" in row
     return [column for column in columns if column[0] in row and (has_achievements or column[0] != _REWARDED)]
-
-
-def _fixed_policy_columns(row: Row) -> list[tuple[str, str, str]]:
-    """Return a column for the outcome of each fixed policy; the actor has one anyway."""
-    keys = [key for key in row if _OF_A_POLICY.fullmatch(key)]
-    return [(key, key.split("/")[1], "{:.2f}") for key in keys if key != metric_of(ACTOR, OUTCOME)]
 
 
 def _score_and_progress(row: Row) -> str:

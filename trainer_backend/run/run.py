@@ -13,7 +13,6 @@ from trainer_backend.collect.plan import Planner
 from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.protocols import InferenceServer, Learner, Progress, Reporter
 from trainer_backend.run.checkpointing import Saving
-from trainer_backend.run.iteration_metrics import IterationMetrics
 from trainer_backend.run.row_lines import Pace, word_evaluation, word_iteration
 from trainer_backend.run.stopping import until
 from trainer_backend.run.timeline import Timeline
@@ -49,10 +48,6 @@ class Run:
     def losses(self) -> LossCheck:
         most, directory = self.planner.table.max_lost_share, self.directory
         return LossCheck(directory.task_app_log, most, self.reporter.say, directory.append_last_stage)
-
-    @property
-    def metrics(self) -> IterationMetrics:
-        return IterationMetrics(self.credit.policies)
 
     def current_planner(self) -> Planner:
         """The planner of the next iteration, whose schedule may look back on the finished ones."""

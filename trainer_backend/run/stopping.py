@@ -5,14 +5,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 from trainer_backend.errors import EngineStopped
 
 Result = TypeVar("Result")
+Tell = Callable[[int, int], None]
 
 STOPPING = "stopping, and saving what is finished; Ctrl-C again ends at once, without saving"
 # Signals that ask for a stop, as users know them.
@@ -31,17 +32,34 @@ class Halted(Exception):
     """Raised inside work on a thread, between two of its steps, to end it; see `until_on_thread`."""
 
 
+async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait for their ends; their errors have no reader."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def racing(
+    work: Coroutine[Any, Any, Result], other: asyncio.Future[Any]
+) -> AsyncIterator[asyncio.Task[Result]]:
+    """The task of `work`, once it or `other` is done; it has ended when the context is left."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((task, other), return_when=asyncio.FIRST_COMPLETED)
+        yield task
+    finally:
+        await end_tasks(task)
+
+
 async def until(stop: asyncio.Event, work: Coroutine[None, None, Result]) -> Result | None:
     """The result of `work`, or None if `stop` came first; `work` is then cancelled and has ended."""
-    task: asyncio.Task[Result] = asyncio.ensure_future(work)
     waiter = asyncio.ensure_future(stop.wait())
     try:
-        await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
+        async with racing(work, waiter) as task:
+            return task.result() if task.done() else None
     finally:
-        for item in (task, waiter):
-            item.cancel()
-        await asyncio.gather(task, waiter, return_exceptions=True)
+        await end_tasks(waiter)
 
 
 async def while_unbroken(broken: asyncio.Future[str], work: Coroutine[Any, Any, Result]) -> Result:
@@ -50,28 +68,24 @@ async def while_unbroken(broken: asyncio.Future[str], work: Coroutine[Any, Any, 
     Raises:
         EngineStopped: an engine ended by itself first; `work` would wait for it in vain.
     """
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait((task, broken), return_when=asyncio.FIRST_COMPLETED)
+    async with racing(work, broken) as task:
         if not task.done():
             raise EngineStopped(f"the engine does not run: {broken.result()}")
         return task.result()
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
-async def until_on_thread(stop: asyncio.Event, work: Callable[[Callable[[], None]], Result]) -> Result | None:
-    """The result of `work(check)` on a thread, or None if `stop` came first; the thread has then ended.
+async def until_on_thread(stop: asyncio.Event, tell: Tell, work: Callable[[Tell], Result]) -> Result | None:
+    """The result of `work(tell)` on a thread, or None if `stop` came first; the thread has then ended.
 
     A thread cannot be cancelled, and an abandoned one would go on working until the interpreter waits for it
-    at exit. So `work` calls `check` between its steps, which raises Halted once `stop` is set.
+    at exit. So `work` tells its progress between its steps, which raises Halted once `stop` is set.
     """
     halt = threading.Event()
 
-    def check() -> None:
+    def tell_unless_halted(done: int, total: int) -> None:
         if halt.is_set():
             raise Halted
+        tell(done, total)
 
     async def pass_on() -> None:
         await stop.wait()
@@ -79,7 +93,7 @@ async def until_on_thread(stop: asyncio.Event, work: Callable[[Callable[[], None
 
     passing_on = asyncio.ensure_future(pass_on())
     try:
-        return await asyncio.to_thread(work, check)
+        return await asyncio.to_thread(work, tell_unless_halted)
     except Halted:
         return None
     finally:

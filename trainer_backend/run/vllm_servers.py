@@ -30,6 +30,7 @@ from trainer_backend.job.tables import InferenceTable
 from trainer_backend.launchers.launcher import LOCAL, Launcher, Place, Process, Resources, Role
 from trainer_backend.launchers.port_forward import PortForward
 from trainer_backend.protocols import VISIBLE_DEVICES, Hardware
+from trainer_backend.run.stopping import end_tasks
 from trainer_backend.rundir.layout import RunDirectory
 
 _WORKER = Path(__file__).parents[1] / "inference" / "vllm_worker"
@@ -191,9 +192,7 @@ class VllmServers:
             for line in await asyncio.gather(*tasks):
                 self._tell(line)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(*tasks)
         self._keepers = [asyncio.ensure_future(self._keep(server)) for server in self._servers]
 
     def renew(self, url: str) -> None:
@@ -205,9 +204,7 @@ class VllmServers:
 
     async def stop(self) -> None:
         """End all servers."""
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await end_tasks(*self._keepers)
         await asyncio.gather(*(self._end(server) for server in self._servers))
         await asyncio.gather(
             *(server.forward.close() for server in self._servers if server.forward is not None)
@@ -228,9 +225,7 @@ class VllmServers:
                 )
             return ready.result()
         finally:
-            for task in (ready, end):
-                task.cancel()
-            await asyncio.gather(ready, end, return_exceptions=True)
+            await end_tasks(ready, end)
 
     async def _keep(self, server: _Server) -> None:
         pause = _PAUSE_S

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -12,8 +12,12 @@ import structlog
 from trainer_backend.errors import TrainerError
 from trainer_backend.inference.versions import PolicyVersion, WeightAddress
 from trainer_backend.job.tables import InferenceTable
+from trainer_backend.launchers.launcher import LOCAL, Launcher
 from trainer_backend.protocols import Learner
+from trainer_backend.run.stopping import racing
+from trainer_backend.run.vllm_servers import own_servers
 from trainer_backend.run.weight_folders import WeightFolders
+from trainer_backend.rundir.layout import RunDirectory
 
 log = structlog.get_logger("weights")
 
@@ -44,16 +48,13 @@ class WeightBroadcast(WeightFolders):
         # A server that is lost is not waited for: it asks once it is back.
         expected, self._served, self._asking = max(1, self._served), 0, 0
         sending = self._begin(expected, self._wait_s)
-        task = asyncio.ensure_future(loading)
         try:
-            await asyncio.wait((task, sending), return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()  # the learner may be lost
-            await task
+            async with racing(loading, sending) as task:
+                if sending.done():
+                    sending.result()  # the learner may be lost
+                await task
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            await self.close()
+            await self._settle()
         if self._asking > 0:
             self._begin(self._asking, _ABOUT_TO_ASK_S)
 
@@ -64,6 +65,10 @@ class WeightBroadcast(WeightFolders):
             self._begin(self._asking, _ABOUT_TO_ASK_S)
 
     async def close(self) -> None:
+        await self._settle()
+        await super().close()
+
+    async def _settle(self) -> None:
         """Wait until nothing is sent."""
         self._enough.set()
         if self._sending is not None:
@@ -119,11 +124,26 @@ class _Enough(Exception):
     """Raised in a learner's wait for servers that need not come any more."""
 
 
-def delivery_of(
-    learner: Learner, path: Path, table: InferenceTable, *, broadcasts: bool, has_adapters: bool
-) -> WeightFolders:
-    """How versions, whose folder is `path`, reach the vLLM servers of the table."""
+def deliver_to_servers(
+    learner: Learner, table: InferenceTable, directory: RunDirectory, tell: Callable[[str], None], *,
+    broadcasts: bool, has_adapters: bool, launcher: Launcher = LOCAL, device: str = "auto",
+) -> tuple[WeightFolders, InferenceTable]:  # fmt: skip
+    """How versions reach vLLM servers; and the table with the addresses of those that the run starts.
+
+    Args:
+        broadcasts: the learner sends them, instead of writing folders.
+        device: that of [model].
+    """
+    servers = own_servers(
+        table, learner.hardware(), directory, tell, launcher=launcher, device=device, broadcasts=broadcasts
+    )
+    if servers is not None:
+        table = table.model_copy(update={"urls": servers.urls})
+    weights: WeightFolders
     if broadcasts:
-        return WeightBroadcast(learner, path, table)
-    tokens = table.max_model_len - 1
-    return WeightFolders(learner, path, prompt_tokens=tokens, has_adapters=has_adapters)
+        weights = WeightBroadcast(learner, directory.weights, table)
+    else:
+        tokens = table.max_model_len - 1
+        weights = WeightFolders(learner, directory.weights, prompt_tokens=tokens, has_adapters=has_adapters)
+    weights.servers = servers
+    return weights, table

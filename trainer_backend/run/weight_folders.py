@@ -3,11 +3,12 @@
 import asyncio
 import json
 import shutil
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 from trainer_backend.inference.versions import PolicyVersion, ScoredPrompt
 from trainer_backend.protocols import Learner
+from trainer_backend.run.vllm_servers import VllmServers
 
 _PROMPT_TOKENS = 64
 _KEPT_VERSIONS = 2
@@ -25,6 +26,9 @@ class WeightFolders:
             once, at the first version.
     """
 
+    servers: VllmServers | None = None
+    """Those that the run starts itself: with the first version, until `close`."""
+
     def __init__(
         self, learner: Learner, path: Path, *, prompt_tokens: int = 0, has_adapters: bool = False
     ) -> None:
@@ -33,15 +37,18 @@ class WeightFolders:
         self._base: Path | None = None
 
     async def write(self, number: int) -> PolicyVersion:
-        """Write the policy of now under this version.
+        """Write the policy of now under this version; at first, start servers.
 
         No thread can be cancelled: its canceller waits, since after a stop the learner is saved.
         """
         writing = asyncio.ensure_future(asyncio.to_thread(self._write, number))
         try:
-            return await asyncio.shield(writing)
+            version = await asyncio.shield(writing)
         finally:
             await asyncio.gather(writing, return_exceptions=True)
+        if self.servers is not None:
+            await self.servers.start(version.model)
+        return version
 
     async def deliver(self, loading: Coroutine[None, None, None]) -> None:
         """Await what has engines load the version that was written last."""
@@ -50,8 +57,15 @@ class WeightFolders:
     def serve_again(self) -> None:
         """Do nothing: folders stay where they are, for an engine that comes back."""
 
+    @property
+    def renew(self) -> Callable[[str], None] | None:
+        """Starts the server of an address again; None where the run starts none."""
+        return None if self.servers is None else self.servers.renew
+
     async def close(self) -> None:
-        """Likewise: nothing is held."""
+        """End what it holds."""
+        if self.servers is not None:
+            await self.servers.stop()
 
     def _write(self, number: int) -> PolicyVersion:
         folder = self._path / f"version_{number}"
@@ -71,15 +85,10 @@ class WeightFolders:
     def _scored_prompt(self, model: Path) -> ScoredPrompt | None:
         if not self._prompt_tokens:
             return None
-        ids = _spread_ids(_vocabulary(model))[: self._prompt_tokens]
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        vocabulary = int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+        # Spread over the vocabulary, so that no part of the embedding or the head goes untested.
+        stride = vocabulary // _PROMPT_TOKENS + 1
+        places = range(min(_PROMPT_TOKENS, self._prompt_tokens))
+        ids = [(7 + place * stride) % vocabulary for place in places]
         return ScoredPrompt(ids=tuple(ids), logprobs=tuple(self._learner.logprobs_of(ids)))
-
-
-def _vocabulary(folder: Path) -> int:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return int(config.get("vocab_size") or config["text_config"]["vocab_size"])
-
-
-def _spread_ids(vocabulary: int) -> list[int]:
-    """Spread over the vocabulary, so that no part of the embedding or the head goes untested."""
-    return [(7 + place * (vocabulary // _PROMPT_TOKENS + 1)) % vocabulary for place in range(_PROMPT_TOKENS)]

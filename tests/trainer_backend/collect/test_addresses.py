@@ -89,19 +89,6 @@ async def test_a_task_app_that_has_two_addresses_is_asked_once():
     assert told == [f"{other} is the task app at {client.url}; it is asked once"]
 
 
-@pytest.mark.usefixtures("tries_without_waits")
-async def test_one_of_two_may_be_missing_at_the_start_and_a_wrong_key_may_not():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound, not listening: every connection is refused
-        gone = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        async with (
-            served(ScriptedTaskApp()) as client,
-            TaskApps([gone, client.url], KEY, timeout_s=0.5) as apps,
-        ):
-            assert [app.url for app in apps.serving] == [client.url]
-            assert apps.answers().startswith(f"{gone}: GET /info: ")
-
-
 class Waiting(ScriptedTaskApp):
     """Ends nothing before its gate is opened."""
 

@@ -12,7 +12,7 @@ from pydantic import SecretStr
 
 from shared_schemas.rollouts import PolicySpec, RolloutRequest
 from trainer_backend import job_parts
-from trainer_backend.collect.plan import Inference, Planner, retried
+from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.sources import sampler_of
 from trainer_backend.core.mixture_history import Past
 from trainer_backend.job.load import load_job, parse_job
@@ -139,11 +139,6 @@ def test_a_fixed_policy_is_asked_with_its_own_sampling():
     assert (config["model"], config["temperature"], config["top_p"], config["top_k"]) == (
         "job/teacher", 0.8, 1.0, 40,
     )  # fmt: skip
-
-
-def test_a_retry_keeps_its_policy():
-    request = plan_of(constant(0.0)).training(1)[0]
-    assert retried(request).policy == request.policy
 
 
 def test_evaluation_warm_up_and_prompts_are_the_actors_and_the_teachers():

@@ -101,16 +101,6 @@ def test_the_model_is_told_the_lower_of_the_lengths_that_bound_its_prompt():
     assert told(ours) is None
 
 
-def test_the_order_is_that_of_the_seed_and_another_in_each_epoch():
-    def epochs(seed: int) -> list[list[str | None]]:
-        plan = planner(6, job={"seed": seed}, rollout={"episodes_per_batch": 18})
-        return [played(plan.training(iteration)) for iteration in (1, 2)]
-
-    assert epochs(0) == epochs(0) != epochs(1)
-    assert epochs(0)[0] != epochs(0)[1]
-    assert sorted(epochs(0)[0]) == sorted(epochs(0)[1])
-
-
 def test_what_is_played_does_not_depend_on_the_format_of_the_file(tmp_path):
     records = [{"question": f"{n}+1?", "answer": f"#### {n + 1}"} for n in range(30)]
     paths = [
@@ -150,12 +140,6 @@ def test_every_evaluation_plays_the_held_out_rows_and_training_never_does():
     assert played(plan.evaluation("0")) == played(other.evaluation("9")) == ["test/0", "test/1", "test/2"]
     asked = [*plan.training(1), *plan.refill(1, 1, groups=9), *plan.prompts(7)]
     assert {row_of(request.group_id).partition("/")[0] for request in asked} == {"train"}
-
-
-def test_the_teacher_and_random_play_go_through_the_rows_too():
-    plan = planner(4, warmup={"episodes": 6})
-    assert set(played(plan.warmup())) == {row.id for row in rows(4)}
-    assert len(plan.warmup()) == 6
 
 
 def test_a_branch_is_played_on_the_row_of_its_parent():

@@ -46,13 +46,6 @@ async def test_the_window_is_full_until_nothing_is_left_to_submit():
     assert len(found.rollouts) == 7
 
 
-async def test_task_apps_share_the_window():
-    first, second = OneByOne(), OneByOne()
-    async with served(first) as a, served(second) as b:
-        await Dispatcher(TaskApps.of([a, b]), timeout_s=30, max_running=3).collect(plan(10))
-    assert (max(first.running), max(second.running)) == (2, 1)
-
-
 async def test_with_one_place_only_one_task_app_is_asked():
     first, second = OneByOne(), OneByOne()
     async with served(first) as a, served(second) as b:

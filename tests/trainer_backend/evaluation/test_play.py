@@ -79,18 +79,6 @@ def test_the_result_comes_last_and_begins_with_the_figures_that_papers_compare()
     assert "66.7 %" in told[names.index("progress")] and "of 3 achievements" in told[names.index("progress")]
 
 
-def test_another_environment_has_no_crafter_score():
-    episodes = [
-        item.model_copy(update={"trajectory": item.trajectory.model_copy(update={"env_name": "documents"})})
-        for item in LAST
-    ]
-    found = evaluation_result("p", Batch(tuple(episodes)))
-    assert found.crafter_score is None
-    out = io.StringIO()
-    Console(file=out, width=120).print(tables(found))
-    assert "Crafter" not in out.getvalue()
-
-
 def test_worlds_that_were_lost_are_told():
     failure = RolloutFailure(code="critical_error", detail="environment.step raised KeyError (plug.py:14)")
     lost = LAST[1].model_copy(update={"status": "failed", "trajectory": None, "failure": failure})

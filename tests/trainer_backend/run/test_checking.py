@@ -53,17 +53,6 @@ def test_check_takes_the_schedule_of_the_page_as_the_page_says(
     )
 
 
-def test_one_that_does_not_fit_is_told_by_the_first_difference(
-    trained: tuple[RunDirectory, Any, Any], tmp_path: Path, model_folders: dict[str, Path]
-):
-    asked = ["check", str(job_file(tmp_path, model_path=str(trained[0].path)))]
-    asked += ["--set", f"model.path={model_folders['llama']}"]
-    with pytest.raises(
-        JobError, match=r"^\[rollout_only\] 'fixed': it cannot be weighed against the actor: "
-    ):
-        CliRunner().invoke(app, asked, catch_exceptions=False)
-
-
 def test_adapters_of_layers_that_a_model_lacks_are_told_without_its_weights(
     tmp_path: Path, model_folders: dict[str, Path]
 ):

@@ -165,8 +165,9 @@ def test_ids_that_the_actor_does_not_embed_are_never_sampled(
     save_model_folder(tmp_path, model, tokenizer)
     learner = learner_of(tokenizer)
     found = FixedPolicies.of((), {"large": tmp_path}, learner.facts(), server.table)
-    (line,) = found.lines()
-    assert line.endswith("; it never samples the 28 ids that no tokenizer has and the actor does not embed")
+    assert found._local[0].line.endswith(
+        "; it never samples the 28 ids that no tokenizer has and the actor does not embed"
+    )
     assert found.policies["large"].engine._vocabulary == len(tokenizer)
     assert len(found.verify()) == 1
 
@@ -183,7 +184,7 @@ async def test_weights_that_changed_while_they_served_are_told_and_published_one
     (line,) = found.verify()
     assert line == (
         "fixed policy 'fixed': its weights are as they were loaded, sha256 "
-        f"{found.weights['fixed'].sha256[:12]}"
+        f"{found.models['fixed'].sha256[:12]}"
     )
     with torch.no_grad():
         next(found.policies["fixed"].engine._weights._model.parameters())[0, 0] += 1e-3

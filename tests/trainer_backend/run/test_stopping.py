@@ -5,11 +5,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 
 import pytest
 
-from trainer_backend.run.stopping import STOPPING, until_on_thread
+from trainer_backend.run.stopping import STOPPING, Tell, until_on_thread
 
 SLEEPER = """
 import asyncio, sys, threading
@@ -31,26 +30,28 @@ asyncio.run(main())
 
 
 async def test_work_on_a_thread_that_is_not_stopped_gives_its_result():
-    def work(check: Callable[[], None]) -> int:
-        check()
+    told: list[tuple[int, int]] = []
+
+    def work(tell: Tell) -> int:
+        tell(1, 2)
         return 7
 
-    assert await until_on_thread(asyncio.Event(), work) == 7
+    assert await until_on_thread(asyncio.Event(), lambda *counts: told.append(counts), work) == 7
+    assert told == [(1, 2)]
 
 
 async def test_work_on_a_thread_ends_at_its_next_step_after_a_stop():
     stop, pause = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
-    steps: list[int] = []
+    steps: list[tuple[int, int]] = []
 
-    def work(check: Callable[[], None]) -> None:
+    def work(tell: Tell) -> None:
         loop.call_soon_threadsafe(stop.set)
         for step in range(10**9):
-            check()
-            steps.append(step)
+            tell(step, 10**9)
             pause.wait(0.001)
 
-    assert await until_on_thread(stop, work) is None
+    assert await until_on_thread(stop, lambda *counts: steps.append(counts), work) is None
     count = len(steps)
     await asyncio.sleep(0.05)
     assert len(steps) == count < 10**6
@@ -60,16 +61,16 @@ async def test_a_wait_that_is_cancelled_ends_the_thread_too():
     begun, ended = threading.Event(), threading.Event()
     pause = threading.Event()
 
-    def work(check: Callable[[], None]) -> None:
+    def work(tell: Tell) -> None:
         begun.set()
         try:
             while True:
-                check()
+                tell(0, 1)
                 pause.wait(0.001)
         finally:
             ended.set()
 
-    waiting = asyncio.ensure_future(until_on_thread(asyncio.Event(), work))
+    waiting = asyncio.ensure_future(until_on_thread(asyncio.Event(), lambda *counts: None, work))
     await asyncio.to_thread(begun.wait)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -5,7 +5,10 @@ import json
 import os
 import signal
 import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -13,7 +16,7 @@ import pytest
 from tests.trainer_backend.inference.fake_vllm_environment import fake_environment
 from trainer_backend.errors import JobError, NotPlaced
 from trainer_backend.job.tables import InferenceTable
-from trainer_backend.launchers.launcher import LOCAL, Process, Role
+from trainer_backend.launchers.launcher import LOCAL, Launcher, Process, Role
 from trainer_backend.protocols import Hardware
 from trainer_backend.run.vllm_servers import VllmServers, arguments, check_environment, visible_devices
 
@@ -67,17 +70,6 @@ async def test_an_environment_without_vllm_is_refused_before_anything_is_played(
         await check_environment(table(tmp_path / "python3"))
 
 
-async def answer(url: str) -> str:
-    """Wait until a server answers; return its answer."""
-    async with aiohttp.ClientSession() as session:
-        while True:
-            try:
-                async with session.get(f"{url}/version") as response:
-                    return await response.text()
-            except aiohttp.ClientError:
-                await asyncio.sleep(0.05)
-
-
 # It gives one answer to everything that a server is asked before it is taken, with its command line in it.
 ECHO = """
 import http.server, json, sys
@@ -106,24 +98,34 @@ http.server.HTTPServer((host, int(port)), Echo).serve_forever()
 """
 
 
-async def test_a_server_that_dies_or_is_renewed_starts_anew_from_a_copy_that_stays(tmp_path):
-    python = fake_environment(tmp_path)
-    (tmp_path / SERVER).write_text(ECHO)
-    version, start = tmp_path / "version_0", tmp_path / "start"
+@asynccontextmanager
+async def started(
+    folder: Path, lines: list[str], launcher: Launcher = LOCAL, **keys: Any
+) -> AsyncIterator[tuple[VllmServers, str]]:
+    """A server of the run that echoes its command line, and its address; `lines` is what it tells."""
+    python = fake_environment(folder)
+    (folder / SERVER).write_text(ECHO)
+    version = folder / "version_0"
     version.mkdir()
     (version / "config.json").write_text("{}")
-    lines: list[str] = []
     servers = VllmServers(
-        table(python, vllm={"seed": 3}), start, [tmp_path / "log"],
-        hardware=Hardware("float32"), tell=lines.append,
+        table(python, **keys), folder / "start", [folder / "log"],
+        hardware=Hardware("float32"), tell=lines.append, launcher=launcher,
     )  # fmt: skip
     try:
         await servers.start(version)
-        (version / "config.json").unlink()
-        assert (start / "config.json").read_text() == "{}"
-        (url,) = servers.urls
+        yield servers, servers.urls[0]
+    finally:
+        await servers.stop()
+
+
+async def test_a_server_that_dies_or_is_renewed_starts_anew_from_a_copy_that_stays(tmp_path):
+    lines: list[str] = []
+    async with started(tmp_path, lines, vllm={"seed": 3}) as (servers, url):
+        (tmp_path / "version_0" / "config.json").unlink()
+        assert (tmp_path / "start" / "config.json").read_text() == "{}"
         words = await command(url)
-        assert f"--model {start} " in words and words.endswith(" --seed 3")
+        assert f"--model {tmp_path / 'start'} " in words and words.endswith(" --seed 3")
         assert "--max-model-len 64 --dtype float32 " in words
         process = process_at(url)
         os.kill(process, signal.SIGKILL)
@@ -134,8 +136,6 @@ async def test_a_server_that_dies_or_is_renewed_starts_anew_from_a_copy_that_sta
         servers.renew(url)
         while process_at(url) in (None, process):
             await asyncio.sleep(0.05)
-    finally:
-        await servers.stop()
     assert process_at(url) is None
     assert lines[1:] == [
         f"replica {url}: vLLM 0.32.0, context 64",
@@ -146,16 +146,9 @@ async def test_a_server_that_dies_or_is_renewed_starts_anew_from_a_copy_that_sta
 
 
 async def test_a_server_that_cannot_be_started_for_a_while_is_tried_again(tmp_path):
-    python = fake_environment(tmp_path)
-    (tmp_path / SERVER).write_text(ECHO)
-    (tmp_path / "version_0").mkdir()
     lines: list[str] = []
-    servers = VllmServers(
-        table(python), tmp_path / "start", [tmp_path / "log"], hardware=Hardware("float32"), tell=lines.append
-    )
-    try:
-        await servers.start(tmp_path / "version_0")
-        (url,) = servers.urls
+    async with started(tmp_path, lines) as (servers, url):
+        python = servers._table.vllm_python
         python.rename(tmp_path / "gone")
         servers.renew(url)
         while "cannot be started, and is tried again: " not in lines[-1]:
@@ -164,8 +157,6 @@ async def test_a_server_that_cannot_be_started_for_a_while_is_tried_again(tmp_pa
         assert "cannot be started" in lines[-1]
         (tmp_path / "gone").rename(python)
         assert await command(url)
-    finally:
-        await servers.stop()
 
 
 class OnceFull:
@@ -186,23 +177,12 @@ class OnceFull:
 
 async def test_a_server_that_has_no_place_for_a_while_is_placed_again(tmp_path, monkeypatch):
     monkeypatch.setattr("trainer_backend.run.vllm_servers._PAUSE_S", 0.01)
-    python = fake_environment(tmp_path)
-    (tmp_path / SERVER).write_text(ECHO)
-    (tmp_path / "version_0").mkdir()
     lines: list[str] = []
-    servers = VllmServers(
-        table(python), tmp_path / "start", [tmp_path / "log"],
-        hardware=Hardware("float32"), tell=lines.append, launcher=OnceFull(),
-    )  # fmt: skip
-    try:
-        await servers.start(tmp_path / "version_0")
-        (url,) = servers.urls
+    async with started(tmp_path, lines, OnceFull()) as (servers, url):
         servers.renew(url)
         while not lines[-1].endswith("cannot be started, and is tried again: no node has room"):
             await asyncio.sleep(0.01)
         assert await command(url)
-    finally:
-        await servers.stop()
 
 
 async def test_the_python_that_is_asked_for_its_vllm_hears_no_ctrl_c_of_the_terminal(tmp_path):
