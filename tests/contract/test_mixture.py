@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from html import unescape
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from trainer_backend.job.load import load_job
 from trainer_backend.models.folder import fingerprint
 from trainer_backend.operator_plugins import load_plugins
 from trainer_backend.pages.report import write_report
-from trainer_backend.rundir.layout import FIXED_RECORD
+from trainer_backend.rundir.layout import FIXED_RECORD, open_run
 from trainer_backend.rundir.rollout_files import finished_rows, read_rollouts
 
 ROOT = Path(__file__).parents[2]
@@ -123,8 +124,23 @@ def test_a_row_of_metrics_counts_what_each_policy_played(mixed):
             assert row[f"mixture/{policy}/episodes"] == sampled.count(policy)
         assert row["rollout/policy_choice"] == sampled.count("actor") / 8
         assert row["mixture/alpha"] == 0.4
-        assert row["mismatch/logprob_max"] < 1e-4, "of the actor's samples alone"
         assert row["actor/importance_sampling"] == row["rollout/using_fixed"] == 1.0
+
+
+def test_no_curve_of_the_actor_holds_a_sample_of_a_fixed_policy(mixed):
+    directory, _, _ = mixed
+    for row in rows_of(directory, "iteration"):
+        rollouts = stored(directory, row["iteration"])
+        own = [item for item in rollouts if policy_of(item.trajectory.model) == "actor"]
+        if not own:
+            assert not any(name.startswith(("episode/outcome_r", "reward/", "mismatch/")) for name in row)
+            continue
+        outcomes = [item.trajectory.outcome_reward for item in own]
+        assert row["episode/outcome_reward"] == pytest.approx(sum(outcomes) / len(outcomes))
+        assert row["episode/outcome_reward"] == pytest.approx(row["mixture/actor/outcome_reward"])
+        assert row["episode/count"] == len(own)
+        assert row["decision/count"] == sum(len(item.trajectory.steps) for item in own)
+        assert row["mismatch/logprob_max"] < 1e-4
 
 
 def test_a_fixed_policy_that_is_the_actor_weighs_one(mixed):
@@ -191,6 +207,18 @@ def test_inspect_tells_who_sampled(mixed):
     shown = CliRunner().invoke(app, command)
     assert shown.exit_code == 0, shown.output
     assert f"openai {rollout.trajectory.model}; outcome" in " ".join(shown.output.split())
+
+
+def test_a_resumed_run_goes_on_with_the_same_choices(mixed, trained, tmp_path):
+    whole, _, _ = mixed
+    run = open_run(shutil.copytree(whole.path, tmp_path / "run"))
+    shutil.rmtree(run.checkpoints / "iteration_3")  # as if it had been killed in its last iteration
+    run.rollouts_file("iteration_3").unlink()
+    directory, reporter, progress = train_job(job_of(trained), run.path, resume=run)
+    assert progress.iteration == len(ITERATIONS)
+    assert f"resumed from {run.checkpoints}/iteration_2" in reporter.lines
+    for number in ITERATIONS:
+        assert choices(directory, number) == choices(whole, number)
 
 
 def test_an_iteration_that_a_fixed_policy_played_trains_the_actor_and_tells_nothing_of_it(by_iteration):

@@ -39,6 +39,10 @@ def played(batch: Batch) -> list[Any]:
     ]
 
 
+def place(rollout: dict[str, Any]) -> tuple[str, int]:
+    return rollout["group_id"], rollout["sibling"]
+
+
 @pytest.fixture(scope="module")
 def undisturbed() -> list[Any]:
     async def collect() -> list[Any]:
@@ -69,6 +73,17 @@ async def test_a_task_app_killed_in_a_collection_changes_nothing_of_what_comes_b
     assert figures.losses >= 1
     assert found.failures == {"task_app_lost": figures.losses}
     assert sum(part.finished for part in found.apps.values()) == 24
+
+
+async def test_two_collections_of_one_run_at_the_same_time_each_get_their_own(undisturbed):
+    with task_app_thread() as url:
+        async with TaskApps([url], TASK_APP_KEY, timeout_s=20) as apps:
+            dispatcher = Dispatcher(apps, timeout_s=120, max_running=8)
+            parts = await asyncio.gather(dispatcher.collect(PLAN[:12]), dispatcher.collect(PLAN[12:]))
+    assert [len(part.rollouts) for part in parts] == [12, 12]
+    assert sorted(played(parts[0]) + played(parts[1]), key=place) == sorted(undisturbed, key=place)
+    assert [part.failures for part in parts] == [{}, {}]
+    assert [[figures.finished for figures in part.apps.values()] for part in parts] == [[12], [12]]
 
 
 async def test_a_task_app_started_again_on_its_port_takes_work_in_the_same_batch(tmp_path, undisturbed):
@@ -123,6 +138,22 @@ async def test_a_name_with_two_addresses_is_two_task_apps(undisturbed):
     assert played(found) == undisturbed
     assert {figures.answers for figures in found.apps.values()} == {True}
     assert min(figures.finished for figures in found.apps.values()) >= 1
+
+
+async def test_the_siblings_of_a_group_live_on_one_task_app():
+    plan = job_parts.planner(JOB, "run").prompts(4)
+    plan = [
+        request.model_copy(update={"group_id": f"g{number // 4}", "rollout_id": f"run/{number}"})
+        for number, request in enumerate(plan * 4)
+    ]
+    with task_app_thread() as first, task_app_thread() as second:
+        async with TaskApps([first, second], TASK_APP_KEY, timeout_s=20) as apps:
+            found = await Dispatcher(apps, timeout_s=120).collect(plan)
+    homes: dict[str, set[str]] = {}
+    for rollout in found.rollouts:
+        homes.setdefault(rollout.group_id, set()).add(rollout.instance_id)
+    assert [len(instances) for instances in homes.values()] == [1] * 4
+    assert sorted(figures.finished for figures in found.apps.values()) == [8, 8]
 
 
 @pytest.mark.usefixtures("tries_without_waits")
