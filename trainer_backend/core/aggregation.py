@@ -144,11 +144,8 @@ def _weights(segments: Sequence[Segment], unit: Callable[[Segment, int], Hashabl
 def units_of(segments: Sequence[Segment], levels: Sequence[RatioLevel]) -> list[NDArray[Any]]:
     """For each segment, [N] the number of each sampled token's unit, from 0 in order of appearance.
 
-    A decision lies in one segment; an episode may lie in several, all of one level.
-
-    Args:
-        segments: all of what units may lie in, each once.
-        levels: that of each segment.
+    `segments` are all of what units may lie in, each once, and `levels` that of each. A decision lies in one
+    segment; an episode may lie in several, all of one level.
     """
     numbers: dict[Hashable, int] = {}
     rows, count = [], 0

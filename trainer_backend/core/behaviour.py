@@ -67,11 +67,8 @@ def log_weights(logprobs: Tensor, behaviour_logprobs: Tensor, units: Tensor | No
     """[N] log w of each token's unit, before truncation, LOG_RATIO_LIMIT at most; no gradient.
 
     Nothing holds it from below: units that are far away would all get the same small weight, and pass for
-    samples that count alike.
-
-    Args:
-        logprobs, behaviour_logprobs: as in `behaviour_weights`.
-        units: equal for tokens of one unit, whose tokens have to be here all together; None: each by itself.
+    samples that count alike. `units` are equal for tokens of one unit, whose tokens have to be here all
+    together; None: each by itself.
     """
     difference = (logprobs - behaviour_logprobs).detach()
     if units is not None:

@@ -143,14 +143,8 @@ def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 def pack_segments(segments: Sequence[Segment], *, row_tokens: int) -> Packed:
     """Pack segments into rows of at most `row_tokens` tokens; B rows, as wide as the fullest.
 
-    Args:
-        segments: each with a sampled token at least (`segments_of` gives no other).
-        row_tokens: most tokens in a row.
-
-    Raises:
-        BatchError: no segment, or one that is longer than a row.
-
-    Source: DESIGN.md, stop 11 of the route.
+    Each has a sampled token at least (`segments_of` gives no other). Raises BatchError where there is no
+    segment, or one that is longer than a row. Source: DESIGN.md, stop 11 of the route.
     """
     if not segments:
         raise BatchError("no segment to pack")
@@ -295,14 +289,9 @@ def collate(
 
 
 def by_segment(packed: Packed, values_N: Tensor) -> list[NDArray[Any]]:
-    """Values of sampled tokens, back in the order of the segments that were packed.
+    """[N_segment] values of the sampled tokens of each segment that was packed, from [N] those of all.
 
-    Args:
-        packed: all of what `pack_segments` gave (not a cut of it).
-        values_N: [N] one value for each sampled token.
-
-    Returns:
-        For each segment, [N_segment] values of its sampled tokens in order.
+    `packed` is all of what `pack_segments` gave, not a cut of it.
     """
     rows = rows_of(packed, values_N)
     return [rows[index] for index in range(len(rows))]

@@ -105,8 +105,7 @@ def firsts(numbers: OfEpisode) -> Sequence[float]:
 def targets_of(values: OfEpisode, advantages: OfEpisode) -> CriticTargets:
     """Returns of GAE: advantage plus value, each where it was given.
 
-    Raises:
-        ValueError: values and advantages of other lengths, or of another level.
+    Raises ValueError where values and advantages are of other lengths, or of another level.
     """
     if isinstance(values, ByToken) and isinstance(advantages, ByToken):
         rows = zip(values.rows_T, advantages.rows_T, strict=True)
@@ -142,8 +141,8 @@ def values_of_episode(segments: Sequence[Segment], values: Sequence[Row], *, lev
 def column_of(segment: Segment, of_episodes: Mapping[str, OfEpisode], what: str) -> NDArray[np.float64]:
     """[N] the number of each sampled token of a segment: its own, or its decision's.
 
-    Raises:
-        BatchError: a token without a number, or with one that is not finite; more numbers than tokens.
+    Raises BatchError for a token without a number, or with one that is not finite, and for more numbers than
+    tokens.
     """
     found = of_episodes.get(segment.rollout_id, ())
     if isinstance(found, ByToken):
@@ -180,14 +179,9 @@ def offsets(segment: Segment) -> NDArray[np.int64]:
 
 
 def by_decision(segments: Sequence[Segment], columns: Sequence[Row]) -> list[list[float]]:
-    """[T] the numbers of each decision's tokens, from those of each segment's.
+    """[T] the numbers of each decision's tokens, from the [N] of each segment of an episode.
 
-    Args:
-        segments: all of an episode.
-        columns: for each segment, [N].
-
-    Raises:
-        ValueError: a column of another length than its segment's sampled tokens.
+    Raises ValueError for a column of another length than its segment's sampled tokens.
     """
     decisions = max((int(t) + 1 for segment in segments for t in segment.spans["decision"]), default=0)
     rows: list[list[float]] = [[] for _ in range(decisions)]

@@ -16,9 +16,7 @@ from trainer_backend.core.statistics import (
 def achievement_shares(counts: Sequence[Mapping[str, int]], worlds: Sequence[str]) -> dict[str, list[float]]:
     """[W] share of each world's episodes that unlocked an achievement, by its name in alphabetical order.
 
-    Args:
-        counts: counter of every achievement at the end of each episode; a missing name counts 0.
-        worlds: of each episode.
+    `counts` are the counters at the end of each episode, where a missing name counts 0; `worlds` are of each.
     """
     plays: defaultdict[str, list[Mapping[str, int]]] = defaultdict(list)
     for world, item in zip(worlds, counts, strict=True):

@@ -63,8 +63,7 @@ class ScoredTokens:
 def kl_estimates(scored: ScoredTokens, kind: KlKind, *, rollout_id: str = "") -> list[list[float]]:
     """For each decision, the estimate of KL(policy || reference) at each of its tokens, in nats.
 
-    Raises:
-        RewardError: a log-prob is missing or not finite, by the name of its decision.
+    Raises RewardError, by the name of its decision, where a log-prob is missing or not finite.
     """
     estimate = _ESTIMATES[kind]
     rows: list[list[float]] = []

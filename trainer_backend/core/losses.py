@@ -196,10 +196,8 @@ def with_gradient_of(logprobs: Tensor, values: Tensor) -> Tensor:
 def unit_means(units: Tensor, log_ratios: Tensor, weights: Tensor) -> Tensor:
     """[N] mean of the log-ratios over the tokens of each token's unit, without gradient.
 
-    Args:
-        units: int64, [N]: equal for tokens of one unit, whose tokens have to be here all together.
-        log_ratios: [N] nats, as `log_ratio` gives them.
-        weights: [N]; tokens of weight 0 are not counted.
+    `units` are int64, equal for tokens of one unit, whose tokens have to be here all together; `log_ratios`
+    are nats, as `log_ratio` gives them; tokens of weight 0 are not counted.
     """
     counted = (weights != 0).to(log_ratios.dtype)
     sums = counted.new_zeros(int(units.max()) + 1)

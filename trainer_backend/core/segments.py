@@ -54,11 +54,7 @@ class Segment:
     def of(
         cls, rollout_id: str, token_ids: Sequence[int], logprobs: Sequence[float], spans: Sequence[Span]
     ) -> "Segment":
-        """From numbers of Python's.
-
-        Raises:
-            SegmentError: an id or a version that is no int32.
-        """
+        """From numbers of Python's. Raises SegmentError for an id or a version that is no int32."""
         try:
             ids, spans_K = np.array(array("i", token_ids), _ID), np.array(spans, SPAN)
         except OverflowError as error:

@@ -117,12 +117,8 @@ def choice_strata(choices_N: Sequence[Hashable], pairs: int, seed: int) -> list[
     """Which of N sampled choices to play on from, in `pairs` pairs; in N where that is less.
 
     A frequent choice has two pairs or more, its share of them rounded down. What is left goes to the other
-    choices together, of which random ones are taken. What is more than those goes to the frequent ones that
-    rounding took most from.
-
-    Args:
-        choices_N: [N] at least one.
-        seed: of the random ones.
+    choices together, of which random ones, by `seed`, are taken. What is more than those goes to the frequent
+    ones that rounding took most from.
     """
     total = len(choices_N)
     pairs = min(pairs, total)

@@ -39,10 +39,8 @@ def critic_columns(
 
         w = 1 / (decisions of the step), or where values are by token 1 / (sampled tokens of the step)
 
-    Targets are by rollout id; `order` is that in which the segments were packed.
-
-    Raises:
-        BatchError: see `column_of`.
+    Targets are by rollout id; `order` is that in which the segments were packed. Raises BatchError as
+    `column_of`.
     """
     values = {name: item.values for name, item in targets.items()}
     returns = {name: item.returns for name, item in targets.items()}

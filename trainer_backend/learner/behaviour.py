@@ -190,11 +190,9 @@ def mismatch(scored: Sequence[Scored], policy_version: int | None, *, limit: flo
     """How far the sampler's log-probs are from the learner's own: the token-in, token-out check.
 
     Of what `policy_version` sampled (None: of all of the actor's): another policy's samples are far away, and
-    an older version's may be.
-
-    Returns:
-        mismatch/logprob_max and mismatch/logprob_mean (nats), and mismatch/checked_share where older versions
-        may have sampled too. Empty, or that share alone, where there is nothing to check.
+    an older version's may be. Gives mismatch/logprob_max and mismatch/logprob_mean (nats), and
+    mismatch/checked_share where older versions may have sampled too. Empty, or that share alone, where there
+    is nothing to check.
     """
     of_actor = [item for item in scored if item.policy == ACTOR]
     sampled = sum(len(item.proximal) for item in of_actor)

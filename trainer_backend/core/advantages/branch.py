@@ -119,19 +119,11 @@ Branches = Mapping[int, Sequence[Rollout]]
 
 
 def branch_turns(seed: int, *, count: int, max_decisions: int, first: int = 1) -> tuple[int, ...]:
-    """Turns of an episode that get branches, chosen before it is played, each turn as likely as any other.
+    """At most `count` turns of an episode of `max_decisions` at most, in order, each as likely as any other.
 
-    So nothing that happens in the episode decides it, neither an action nor what came of one: a choice that
+    They get branches, and are chosen by `seed`, from the turn `first` on, before the episode is played. So
+    nothing that happens in the episode decides it, neither an action nor what came of one: a choice that
     looks ahead would bias the gradient. A turn that the episode does not reach costs nothing.
-
-    Args:
-        seed: of the choice.
-        count: turns wanted; there may be fewer.
-        max_decisions: the longest that the episode can be.
-        first: turns before it are not chosen.
-
-    Returns:
-        Different turns, counted from 1, in order.
     """
     turns = range(first, max_decisions + 1)
     return tuple(sorted(random.Random(seed).sample(turns, min(count, len(turns)))))

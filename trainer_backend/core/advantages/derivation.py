@@ -67,9 +67,7 @@ class Derivation:
 
         ("advantage 0.42 = return 3.31 - baseline 2.89", "baseline: mean of 3 siblings at this turn")
 
-        Args:
-            numbers: of one decision, by name: its parts, `reward` and `advantage`.
-            show: a number as text.
+        `numbers` are of one decision, by name: its parts, `reward` and `advantage`. `show` makes one a text.
         """
         known = {name: value for name, value in numbers.items() if value is not None}
         return [

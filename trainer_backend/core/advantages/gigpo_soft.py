@@ -103,10 +103,7 @@ def _soft_means(
 ) -> tuple[Matrix, Matrix]:
     """For each of U different texts the mean by similarity, and the effective number of others.
 
-    Args:
-        texts: [U] different ones.
-        counts_U: how many decisions have each.
-        sums_U: the sum of their returns.
+    `counts_U` decisions have each text, and `sums_U` is the sum of their returns.
     """
     if temperature == 0.0:
         return sums_U / counts_U, counts_U - 1.0

@@ -87,8 +87,7 @@ class StateGraph:
 def state_graph(episodes: Sequence[EpisodeRewards], reader: str) -> StateGraph:
     """The graph of the batch, by the episodes' state keys; `reader` is the estimator that errors name.
 
-    Raises:
-        AdvantageError: see `siblings`; state keys that are not one a decision.
+    Raises AdvantageError as `siblings`, and where state keys are not one a decision.
     """
     groups = siblings(episodes)
     refuse_missing_keys(episodes, reader)
