@@ -49,11 +49,8 @@ class Lines:
         self._rest, self._most_bytes = bytearray(), most_bytes
 
     def take(self, part: bytes) -> list[bytes]:
-        """Return the lines that this part completes.
-
-        Raises:
-            ReplyTooLarge: the line that has begun is longer.
-        """
+        """Return the lines that this part completes. Raises ReplyTooLarge where the line that has begun is
+        longer."""
         self._rest += part
         lines: list[bytearray] = []
         if b"\n" in part:

@@ -34,13 +34,9 @@ _HALVES = ("hex escape", "surrogate", "unicode code point")
 def read_json(text: bytes | str, *, keeps_nul: bool = False) -> Any:
     """The value of a JSON text; a byte order mark before it counts as nothing, as RFC 8259 allows.
 
-    Args:
-        keeps_nul: whether U+0000 may stand in it.
-
-    Raises:
-        ValueError: it is no JSON in UTF-8, or holds a lone surrogate, U+0000, a number beyond a float's
-            range, more than MAX_DEPTH levels, or an object of more than MAX_MEMBERS; the message says which
-            and where.
+    `keeps_nul` says whether U+0000 may stand in it. Raises ValueError, which says what and where, for no JSON
+    in UTF-8, a lone surrogate, U+0000, a number beyond a float's range, more than MAX_DEPTH levels, or an
+    object of more than MAX_MEMBERS.
     """
     # A lone surrogate is passed on, so that the reader refuses it with its place.
     raw = text.encode(errors="surrogatepass") if isinstance(text, str) else without_mark(text)

@@ -202,8 +202,7 @@ class ObservationData(Body):
     def prompt(self) -> tuple[Message, ...]:
         """All messages that the policy saw.
 
-        Raises:
-            ValueError: the observation came over the wire, and earlier steps hold some of the messages.
+        Raises ValueError where it came over the wire, and earlier steps hold some of the messages.
         """
         if not self.messages_reused:
             return self.messages
@@ -348,11 +347,10 @@ class StepData(Body):
     ) -> None:
         """Make a step that did not come over the wire.
 
-        Args:
-            system_step_index: may replace `turn`; counts from 0.
-            resulting_messages_history: for a step that was not played in this process.
-            fields: the fields of the class. observation_data, step_info and policy_logprobs may also be other
-                values, which are kept for estimators in this process; such a step cannot be sent.
+        `system_step_index` may replace `turn` and counts from 0; `resulting_messages_history` is for a step
+        that was not played in this process. Of the fields of the class, observation_data, step_info and
+        policy_logprobs may also be other values, which are kept for estimators in this process; such a step
+        cannot be sent.
         """
         if system_step_index is not None:
             turn = fields.setdefault("turn", system_step_index + 1)
@@ -387,8 +385,7 @@ class StepData(Body):
     def resulting_messages_history(self) -> list[Message]:
         """The conversation after this step, with the messages that it caused at the end.
 
-        Raises:
-            ValueError: the step does not know it.
+        Raises ValueError where the step does not know it.
         """
         if _HISTORY in self.__dict__:
             return list(self.__dict__[_HISTORY]())

@@ -118,14 +118,10 @@ def targets_of(values: OfEpisode, advantages: OfEpisode) -> CriticTargets:
 def values_of_episode(segments: Sequence[Segment], values: Sequence[Row], *, level: ValueLevel) -> OfEpisode:
     """The values of an episode where its estimator reads them.
 
-    Args:
-        segments: all of the episode.
-        values: for each segment, [N] V where each of its sampled tokens is predicted, in reward units.
-        level: "decision" reads V(s_t) where the first sampled token of decision t is predicted.
-
-    Raises:
-        AdvantageError: a decision sampled no token, so that its state was never read; a value that is not
-            finite, by the name of its token.
+    `values` are for each of all its segments [N] V where each sampled token is predicted, in reward units;
+    the level "decision" reads V(s_t) where the first sampled token of decision t is predicted. Raises
+    AdvantageError where a decision sampled no token, so that its state was never read, and for a value that
+    is not finite, by the name of its token.
     """
     rows = by_decision(segments, values)
     for segment, column in zip(segments, values, strict=True):

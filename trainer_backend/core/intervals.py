@@ -202,18 +202,13 @@ def nested_rate_interval(shares: Sequence[float], episodes: int) -> Interval:
 
 
 def paired_success_interval(differences: Sequence[float]) -> Interval:
-    """The mean difference of two players' successes in the same worlds, with its 95 % interval.
+    """The mean difference of two players' successes in the same n worlds, with its 95 % interval.
 
         p - q +- z sqrt((p + q - (p - q)^2) / (n + 2))
         p = (gains + 1) / (n + 2),   q = (losses + 1) / (n + 2)
 
-    Student's t would have no width where no world differs, and too little where few do.
-
-    Args:
-        differences: [n] of each world: 1 where only the second player succeeded, -1 where only the first did.
-
-    Raises:
-        ValueError: no worlds.
+    Student's t would have no width where no world differs, and too little where few do. A difference is 1
+    where only the second player succeeded, -1 where only the first did. Raises ValueError without worlds.
 
     Source: Bonett and Price, Journal of Educational and Behavioral Statistics 37 (2012), p. 479.
     """

@@ -36,8 +36,7 @@ def find_rollout(
 ) -> tuple[Rollout, list[dict[str, Any]]]:
     """The stored rollout of that id, or of the only one that ends with it, and its row's decisions.
 
-    Args:
-        advantage: the estimator whose credit is wanted, by `turnwise recredit`; None: the run's own.
+    Their credit is that of the estimator `advantage`, by `turnwise recredit`; None: the run's own.
     """
     found = [
         (run, path, known)
@@ -76,10 +75,9 @@ def episode_view(
 ) -> Group:
     """All of an episode for a terminal.
 
-    Args:
-        credits: the columns of each decision, as they are stored; empty where no credit was given.
-        full: the whole prompt of each decision, not only what is new in it.
-        tokens: where its tokens stand in the segments that it was trained on.
+    `credits` are the stored columns of each decision, empty where no credit was given. `full` shows the whole
+    prompt of each decision, not only what is new in it, and `tokens` where its tokens stand in the segments
+    that it was trained on.
     """
     return Group(*_parts(rollout, credits, full=full, tokens=tokens))
 

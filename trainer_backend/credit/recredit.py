@@ -304,9 +304,7 @@ def agreement_page(
 ) -> bytes:
     """A chart for each estimator but the first: its advantages over the first's, a point a decision.
 
-    Args:
-        notes: by estimator, a sentence about its chart.
-        above: sentences about all of them.
+    `notes` have, by estimator, a sentence about its chart; `above` are sentences about all of them.
     """
     first, *others = advantages
     # Evenly spread over the batch: a picture of every decision would be a blot.
@@ -362,9 +360,8 @@ def recredit_run(
 ) -> tuple[Group, Path]:
     """Tables, and the folder that was written.
 
-    Args:
-        truth: the file of `turnwise truth`, which the estimators are held against.
-        reporter: hears of the processes that compute gradients at the checkpoint.
+    The estimators are held against `truth`, the file of `turnwise truth`. `reporter` hears of the processes
+    that compute gradients at the checkpoint.
     """
     run = open_run(path)
     loaded = run.job_of_stored(overrides)
@@ -410,10 +407,7 @@ def recredit_run(
 def _truth_of(
     path: Path, run: RunDirectory, iterations: Sequence[int], training: TrainingTable, gamma: float
 ) -> TruthFile:
-    """
-    Raises:
-        RunDirectoryError: see `TruthFile.read`; another iteration is measured, or other rewards.
-    """
+    """Raises RunDirectoryError as `TruthFile.read`, and for another iteration or other rewards."""
     file = TruthFile.read(path, run)
     setting = file.setting
     if iterations and set(iterations) != {setting.iteration}:
