@@ -178,8 +178,7 @@ class ObservationData(Body):
     """
 
     messages: tuple[Message, ...] = Field(
-        default=(),
-        description="of the prompt; for a conversation only those new since the previous prompt",
+        default=(), description="of the prompt; for a conversation only those new since the previous prompt"
     )
     messages_reused: int = Field(
         default=0, ge=0, description="number of leading messages that the previous prompt has too"
@@ -514,8 +513,7 @@ class Trajectory(Body):
     stop_reason: StopReason
     wall_s: float = Field(ge=0.0)
     full_history: tuple[Message, ...] = Field(
-        default=(),
-        description="for a conversation, every message as it was said, deleted or not",
+        default=(), description="for a conversation, every message as it was said, deleted or not"
     )
     deleted_msg_ids: tuple[int, ...] = ()
     had_delete_operation: bool = False

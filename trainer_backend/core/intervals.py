@@ -5,12 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from trainer_backend.core.statistics import (
-    Z_975,
-    Interval,
-    bounded,
-    t_quantile_975,
-)
+from trainer_backend.core.statistics import Z_975, Interval, bounded, t_quantile_975
 
 
 def achievement_shares(counts: Sequence[Mapping[str, int]], worlds: Sequence[str]) -> dict[str, list[float]]:

@@ -46,10 +46,7 @@ class ScoredTokens:
 
     @classmethod
     def of(
-        cls,
-        segments: Sequence[Segment],
-        policy: Sequence[Row],
-        reference: Sequence[Row],
+        cls, segments: Sequence[Segment], policy: Sequence[Row], reference: Sequence[Row]
     ) -> "ScoredTokens":
         """From log-probs as the learner scores them: for each segment, of its sampled tokens."""
         return cls(by_decision(segments, policy), by_decision(segments, reference))

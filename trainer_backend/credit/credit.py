@@ -12,11 +12,7 @@ from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory, prompts
 from trainer_backend.collect.metrics import finished_trajectories
 from trainer_backend.core.advantages.branch import Branches
-from trainer_backend.core.advantages.episodes import (
-    Advantages,
-    EpisodeRewards,
-    EstimatorPlug,
-)
+from trainer_backend.core.advantages.episodes import Advantages, EpisodeRewards, EstimatorPlug
 from trainer_backend.core.advantages.gae import foretold
 from trainer_backend.core.advantages.spread import flat_groups
 from trainer_backend.core.critic import ByToken, CriticTargets, OfEpisode, firsts, targets_of
@@ -223,13 +219,7 @@ class CreditAssignment:
             for episode, item in zip(episodes, trained, strict=True)
         ]
         return _Estimate(
-            trajectories,
-            policies,
-            earned,
-            episodes,
-            advantages=advantages,
-            trained=trained,
-            targets=targets,
+            trajectories, policies, earned, episodes, advantages=advantages, trained=trained, targets=targets
         )
 
     def _rewarded(

@@ -77,13 +77,7 @@ class TruthScores:
 
     def tables(self) -> Group:
         """A row an estimator, the nearest first; then where each lies beside the truth."""
-        return Group(
-            noise_lines(self.setting, self.noise),
-            "",
-            self._scores(),
-            "",
-            _biases(self.scores),
-        )
+        return Group(noise_lines(self.setting, self.noise), "", self._scores(), "", _biases(self.scores))
 
     def _scores(self) -> Table:
         table = _table("against the truth", self.scores, (*_TITLES, *(("gradient",) if self.cosines else ())))

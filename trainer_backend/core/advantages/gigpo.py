@@ -103,9 +103,7 @@ def _gigpo(episodes: Sequence[EpisodeRewards], keys: AnchorKeys, weights: tuple[
 
 
 def _of_steps(
-    episodes: Sequence[EpisodeRewards],
-    met: Sequence[Sequence[int]],
-    keys: AnchorKeys,
+    episodes: Sequence[EpisodeRewards], met: Sequence[Sequence[int]], keys: AnchorKeys
 ) -> tuple[list[float], Columns]:
     """[D] A_S and its parts; `met` are the anchors of the current state alone, k = 0."""
     scale, returns_D = keys.scale, returns_to_go(episodes, keys.gamma)

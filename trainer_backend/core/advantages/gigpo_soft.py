@@ -20,12 +20,7 @@ from trainer_backend.core.advantages.episodes import (
     refuse_incomplete,
 )
 from trainer_backend.core.advantages.levels import AdditiveKeys, summed_levels
-from trainer_backend.core.advantages.state_graph import (
-    StateGraph,
-    return_sizes,
-    returns_to_go,
-    state_graph,
-)
+from trainer_backend.core.advantages.state_graph import StateGraph, return_sizes, returns_to_go, state_graph
 
 Matrix = NDArray[np.float64]
 _TERM = re.compile(r"\w+")
