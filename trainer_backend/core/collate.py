@@ -13,6 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -92,13 +93,10 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same on a device; itself where it is there already."""
-        return self._with(self.packed.to(device), lambda column: column.to(device, non_blocking=True))
+        return self.each(self.packed.to(device), lambda column: column.to(device, non_blocking=True))
 
-    def cut(self, packed: Packed, tokens: slice) -> Batch:
-        """The columns of some of its tokens, beside the rows that they lie in."""
-        return self._with(packed, lambda column: column[tokens])
-
-    def _with(self, packed: Packed, of: Callable[[Tensor], Tensor]) -> Batch:
+    def each(self, packed: Packed, of: Callable[[Tensor], Tensor]) -> Batch:
+        """These rows, with `of` every column."""
         columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         changed = {name: of(column) for name, column in columns.items() if isinstance(column, Tensor)}
         critic = None if self.critic is None else self.critic.each(of)
@@ -314,7 +312,7 @@ def cut_packed(packed: Packed, max_rows: int) -> Iterator[Packed]:
 def cut_batch(batch: Batch, max_rows: int) -> Iterator[Batch]:
     """The same batch, at most `max_rows` rows at a time. Weights stay as they are, so losses add up."""
     for cut, tokens in _cuts(batch.packed, max_rows):
-        yield batch.cut(cut, tokens)
+        yield batch.each(cut, itemgetter(tokens))
 
 
 def block_mask(segment_ids_BL: Tensor) -> Tensor:

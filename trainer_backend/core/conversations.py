@@ -76,7 +76,15 @@ def context_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "statelm/refused_edits": sum(map(refused_edits, played)) / len(played),
         "statelm/context_length_exceeded": over / len(played),
     }
-    peaks = [peak for item in played if (peak := _peak_context(item)) is not None]
+    lengths = [
+        [
+            info.prompt_tokens + (info.completion_tokens or 0)
+            for info in infos
+            if info.prompt_tokens is not None
+        ]
+        for infos in ([step.step_info for step in item.steps] for item in played)
+    ]
+    peaks = [max(of_episode) for of_episode in lengths if of_episode]
     return metrics | ({"statelm/peak_context": sum(peaks) / len(peaks)} if peaks else {})
 
 
@@ -119,11 +127,3 @@ def _score_by_turn(played: Sequence[Trajectory]) -> list[float]:
             last = ([last, *scores(item.steps[t])] if t < len(item.steps) else [last])[-1]
             sums[t] += last
     return [value / len(played) for value in sums]
-
-
-def _peak_context(trajectory: Trajectory) -> int | None:
-    infos = [step.step_info for step in trajectory.steps]
-    counts = [
-        info.prompt_tokens + (info.completion_tokens or 0) for info in infos if info.prompt_tokens is not None
-    ]
-    return max(counts, default=None)

@@ -125,7 +125,7 @@ def values_of_episode(segments: Sequence[Segment], values: Sequence[Row], *, lev
     """
     rows = by_decision(segments, values)
     for segment, column in zip(segments, values, strict=True):
-        _refuse_non_finite(segment, np.asarray(column))
+        segment.refuse_non_finite(column, "the critic's value", AdvantageError)
     for t, row in enumerate(rows):
         if not row:
             where = place(segments[0].rollout_id, t + 1)
@@ -158,12 +158,6 @@ def column_of(segment: Segment, of_episodes: Mapping[str, OfEpisode], what: str)
     return column
 
 
-def where_read(segment: Segment, values: OfEpisode) -> NDArray[np.bool_]:
-    """[N] whether a value is read where the token is predicted: everywhere, or first in its decision."""
-    is_first_N: NDArray[np.bool_] = offsets(segment) == 0
-    return np.ones_like(is_first_N) if isinstance(values, ByToken) else is_first_N
-
-
 def offsets(segment: Segment) -> NDArray[np.int64]:
     """[N] which of its decision's tokens each sampled token is, from 0."""
     before, seen = [], Counter[int]()
@@ -189,13 +183,6 @@ def by_decision(segments: Sequence[Segment], columns: Sequence[Row]) -> list[lis
             rows[t] += numbers[first : first + end - start]
             first += end - start
     return rows
-
-
-def _refuse_non_finite(segment: Segment, value_N: NDArray[Any]) -> None:
-    if not np.isfinite(value_N).all():
-        n = int(np.isfinite(value_N).argmin())
-        where = place(segment.rollout_id, int(segment.decision[n]) + 1, int(segment.sampled_positions[n]))
-        raise AdvantageError(f"the critic's value is {value_N[n]}", where=where)
 
 
 def _sums(left: Sequence[float], right: Sequence[float]) -> list[float]:

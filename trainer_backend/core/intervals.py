@@ -5,7 +5,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from trainer_backend.core.statistics import Z_975, Interval, bounded, t_quantile_975
+from trainer_backend.core.agreement import centred
+from trainer_backend.core.statistics import Z_975, Interval, bounded, sample_variance, t_quantile_975
 
 
 def achievement_shares(counts: Sequence[Mapping[str, int]], worlds: Sequence[str]) -> dict[str, list[float]]:
@@ -106,9 +107,8 @@ def _standardise(shares_W: Sequence[float]) -> list[float]:
     """Shares less their mean, in sample standard deviations; zeros where all are equal."""
     if min(shares_W) == max(shares_W):
         return [0.0] * len(shares_W)
-    mean = fmean(shares_W)
-    deviation = math.sqrt(math.fsum((share - mean) ** 2 for share in shares_W) / (len(shares_W) - 1))
-    return [(share - mean) / deviation for share in shares_W]
+    deviation = math.sqrt(sample_variance(shares_W))
+    return [difference / deviation for difference in centred(shares_W)]
 
 
 def _unseen_distance(shares_NW: Sequence[Sequence[float]], episodes: int) -> float:

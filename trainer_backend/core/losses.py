@@ -218,7 +218,7 @@ def _masked(values: Tensor, weights: Tensor) -> Tensor:
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     """sum(w * value) over tokens whose weight is not 0; a scalar in the unit of the values."""
-    return (values.where(weights != 0, 0.0) * weights).sum()
+    return (_masked(values, weights) * weights).sum()
 
 
 def entropy_loss(entropies: Tensor, weights: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from statistics import fmean
 
 from shared_schemas.rewards import decision_rewards
 from shared_schemas.trajectory import DecisionRewards, StepData, Trajectory, exact_tokens
+from trainer_backend.core.agreement import centred
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,7 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 def sample_variance(values: Sequence[float]) -> float:
     """Of two values or more."""
-    mean = math.fsum(values) / len(values)
-    return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return math.fsum(difference**2 for difference in centred(values)) / (len(values) - 1)
 
 
 def over_worlds(values: Sequence[float], worlds: Sequence[str]) -> Interval:
@@ -113,11 +113,6 @@ def step_deltas(step: StepData) -> DecisionRewards:
     return decision_rewards(before, after.achievements_counts, turn=step.turn)
 
 
-def _moved(step: StepData) -> bool:
-    after = step.next_observation
-    return after is not None and after.achievements_counts != step.observation_data.achievements_counts
-
-
 def unique_achievements(trajectory: Trajectory) -> int:
     """Achievements that the episode unlocked."""
     return sum(count > 0 for count in trajectory.achievements_counts.values())
@@ -153,8 +148,13 @@ def decision_metrics(
     Source: 1-crafter-event-rewards.md, "Debugging & metrics".
     """
     # Most decisions change no counter: comparing the two is all that those cost.
-    moved = (step for trajectory in trajectories for step in trajectory.steps if _moved(step))
-    deltas = [step_deltas(step) for step in moved]
+    deltas = [
+        step_deltas(step)
+        for trajectory in trajectories
+        for step in trajectory.steps
+        if (after := step.next_observation) is not None
+        and after.achievements_counts != step.observation_data.achievements_counts
+    ]
     decisions = sum(len(trajectory.steps) for trajectory in trajectories)
     nonzero = sum(delta.unique_delta > 0 for delta in deltas)
     total = math.fsum(math.fsum(rewards_T) for rewards_T in rewards)

@@ -8,7 +8,6 @@ from pydantic import Field
 
 from shared_schemas.rollouts import Rollout
 from shared_schemas.rounding import clear_rounding
-from shared_schemas.trajectory import Trajectory
 from trainer_backend.core.advantages.derivation import AT_TURN, Derivation
 from trainer_backend.core.advantages.episodes import (
     Advantages,
@@ -139,16 +138,6 @@ def by_parent(branches: Iterable[Rollout]) -> dict[str, dict[int, list[Rollout]]
         of_parent = found.setdefault(episode.parent_rollout_id, {})
         of_parent.setdefault(episode.parent_turn + 1, []).append(rollout)
     return found
-
-
-def invalid_before(episode: Trajectory, turn: int) -> int:
-    """Decisions before that turn that were refused: a branch goes on counting where its parent was."""
-    return sum(step.step_info.invalid_reason is not None for step in episode.steps[: turn - 1])
-
-
-def seconds_before(episode: Trajectory, turn: int) -> float:
-    """Seconds that policy and environment took before that turn: a branch has so much less time."""
-    return sum(step.step_info.policy_s + step.step_info.environment_s for step in episode.steps[: turn - 1])
 
 
 PLUGS = {

@@ -1,7 +1,7 @@
 """How an advantage follows from its parts: in equations for a check, in a line of words for people."""
 
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 # Every part that an estimator may report, and its meaning. Names of parts in equations are these alone.
@@ -70,15 +70,15 @@ class Derivation:
         `numbers` are of one decision, by name: its parts, `reward` and `advantage`. `show` makes one a text.
         """
         known = {name: value for name, value in numbers.items() if value is not None}
+        phrases = [(name, _phrase(words, known)) for name, words in self.words]
         return [
-            (substitution(equation, lambda name: f"{name} {show(known[name])}"), self._remarks(names, known))
+            (
+                substitution(equation, lambda name: f"{name} {show(known[name])}"),
+                "; ".join(f"{name}: {phrase}" for name, phrase in phrases if phrase and name in names),
+            )
             for equation in self.equations
             if (names := set(_NAME.findall(equation))) <= known.keys()
         ]
-
-    def _remarks(self, names: Set[str], known: Mapping[str, float]) -> str:
-        phrases = [(name, _phrase(words, known)) for name, words in self.words if name in names]
-        return "; ".join(f"{name}: {phrase}" for name, phrase in phrases if phrase)
 
 
 def substitution(equation: str, number: Callable[[str], str]) -> str:
