@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType, group
 from rich.table import Table
 from rich.text import Text
 
@@ -70,21 +70,16 @@ def _credited(run: RunDirectory, path: Path, rollout_id: str, advantage: str) ->
     return found
 
 
+@group()
 def episode_view(
     rollout: Rollout, credits: Sequence[dict[str, Any]], *, full: bool, tokens: bool = False
-) -> Group:
+) -> Iterator[RenderableType]:
     """All of an episode for a terminal.
 
     `credits` are the stored columns of each decision, empty where no credit was given. `full` shows the whole
     prompt of each decision, not only what is new in it, and `tokens` where its tokens stand in the segments
     that it was trained on.
     """
-    return Group(*_parts(rollout, credits, full=full, tokens=tokens))
-
-
-def _parts(
-    rollout: Rollout, credits: Sequence[dict[str, Any]], *, full: bool, tokens: bool
-) -> Iterator[RenderableType]:
     yield Text(f"{rollout.rollout_id}  group {rollout.group_id}, sibling {rollout.sibling}", style="bold")
     episode = rollout.trajectory
     if episode is None:
