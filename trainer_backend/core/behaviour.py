@@ -43,22 +43,15 @@ class WeightKeys(Table):
 def behaviour_weights(
     logprobs: Tensor, behaviour_logprobs: Tensor, units: Tensor | None, keys: WeightKeys
 ) -> Tensor:
-    """How much likelier a policy finds each token's unit than its sampler did, truncated; no gradient.
+    """[N] how much likelier a policy finds each token's unit than its sampler did, in [0, cap]; no gradient.
 
     It multiplies the weights of a loss, whether the sampler is an older version of the policy or another
-    model. A token whose weight is 0 is padding to every loss.
+    model. A token whose weight is 0 is padding to every loss. The log-probs (nats) are those of the policy
+    that the samples are to stand for, and of the policy that sampled them, as it sampled; `units` as in
+    `log_weights`; `keys` truncate.
 
-    Args:
-        logprobs: [N] of the policy that the samples are to stand for (nats).
-        behaviour_logprobs: [N] of the policy that sampled them, as it sampled.
-        units: int64, [N], see `log_weights`.
-        keys: the truncation.
-
-    Returns:
-        [N], in [0, cap].
-
-    Source: Ionides, Truncated Importance Sampling, 2008; mask: IcePop, as verl's threshold "lo_hi";
-    DESIGN.md 4.9, 4.10.
+    Source: Ionides, Truncated Importance Sampling, 2008; mask: IcePop, as verl's threshold "lo_hi"; DESIGN.md
+    4.9, 4.10.
     """
     return truncated(log_weights(logprobs, behaviour_logprobs, units), keys)
 

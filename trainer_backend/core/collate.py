@@ -104,20 +104,12 @@ class Batch:
 
 
 def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Pack into rows of at most `row_tokens` tokens: best-fit decreasing.
+    """Pack sequences of these lengths into rows of at most `row_tokens` tokens: best-fit decreasing.
 
     Each sequence, longest first, goes to the fullest row that still has room for it. The bound is that of
-    first fit (11/9 of the fewest rows possible, and a constant); the row is found by bisection.
-
-    Args:
-        lengths: tokens of each sequence; equal lengths keep their order, so the result is deterministic.
-        row_tokens: most tokens in a row.
-
-    Returns:
-        For each row, the indices of its sequences in order of placement.
-
-    Raises:
-        BatchError: a sequence is empty or longer than a row.
+    first fit (11/9 of the fewest rows possible, and a constant); the row is found by bisection. Equal lengths
+    keep their order, so the result is deterministic: for each row, the indices of its sequences in order of
+    placement. Raises BatchError for a sequence that is empty or longer than a row.
 
     Source: Johnson et al., Worst-case performance bounds for simple one-dimensional packing algorithms, 1974.
     """

@@ -146,19 +146,13 @@ def _jackknife_bias(shares_W: Sequence[float]) -> float:
 
 
 def wilson_interval(successes: int, count: int) -> Interval:
-    """A rate with its 95 % Wilson score interval.
+    """A rate of `successes` in `count` independent trials, one at least, with its 95 % Wilson score interval.
 
         centre = (p + z^2 / 2n) / (1 + z^2 / n)
         half   = z / (1 + z^2 / n) * sqrt(p (1 - p) / n + z^2 / 4n^2)
 
     It stays inside [0, 1], and 0 of n or n of n still has a width, where the normal approximation has none.
-
-    Args:
-        successes: how many of `count` succeeded.
-        count: independent trials, at least 1.
-
-    Raises:
-        ValueError: no trials, or successes outside 0 .. count.
+    Raises ValueError for no trials, and for successes outside 0 .. count.
 
     Source: Wilson, JASA 22 (1927), p. 209.
     """
@@ -176,15 +170,9 @@ def nested_rate_interval(shares: Sequence[float], episodes: int) -> Interval:
 
         n = min(p (1 - p) / v, E) * (t_{E-1} / t_{W-1})^2,   v = sum_w (p_w - p)^2 / (W (W - 1))
 
-    of W worlds with shares p_w, their mean p, and E episodes; t is Student's 97.5 % quantile. Where p is 0 or
-    1, v tells nothing, and W stands for the minimum. One episode a world: `wilson_interval`.
-
-    Args:
-        shares: [W] share of successes of each world.
-        episodes: of all worlds together, at least W.
-
-    Raises:
-        ValueError: no worlds.
+    of W worlds with shares p_w of successes, their mean p, and E episodes, at least W; t is Student's 97.5 %
+    quantile. Where p is 0 or 1, v tells nothing, and W stands for the minimum. One episode a world:
+    `wilson_interval`. Raises ValueError without worlds.
 
     Source: Korn and Graubard, Survey Methodology 24 (1998), p. 193, with Wilson's interval for theirs.
     """

@@ -173,14 +173,9 @@ def at_level_of(means: Tensor, logprobs: Tensor, proximal_logprobs: Tensor) -> T
         result  = proximal + log s_u + (logprob - stop_gradient(logprob))
 
     So every token of a unit has the ratio s_u, and a gradient of its own: over the unit they sum to that of
-    s_u where its tokens weigh the same. With the clipped loss and decisions as units this is GSPO.
-
-    Args:
-        means: log s_u of each token's unit, as `unit_means` gives them; the shape of the other two.
-        logprobs, proximal_logprobs: as in `clipped_policy_loss`.
-
-    Returns:
-        Log-probs (nats) in the same shape, to be given to a loss instead of `logprobs`.
+    s_u where its tokens weigh the same. With the clipped loss and decisions as units this is GSPO. `means`
+    are log s_u of each token's unit, as `unit_means` gives them; all three are of one shape, as in
+    `clipped_policy_loss`, and a loss gets the result instead of `logprobs`.
 
     Source: Zheng et al., GSPO, arXiv:2507.18071, eq. 7 (the sequence ratio) and 14 (a gradient a token). It
     clips at 3e-4 and 4e-4 (section 5.1) and weighs sequences alike; a sequence is a decision's tokens here.

@@ -10,14 +10,7 @@ from pydantic import BaseModel, Field
 
 from shared_schemas.rounding import add_up
 from shared_schemas.trajectory import ObservationData
-from trainer_backend.core.advantages.derivation import (
-    AT_STATE,
-    BY_STATE,
-    OF_EPISODE,
-    OF_LEVELS,
-    OF_SCORE,
-    Derivation,
-)
+from trainer_backend.core.advantages.derivation import AT_STATE, BY_STATE, two_levels
 from trainer_backend.core.advantages.episodes import Advantages, EpisodeRewards, EstimatorPlug, siblings
 from trainer_backend.core.advantages.levels import AdditiveKeys, LevelKeys, StateKeys, summed_levels
 from trainer_backend.core.advantages.state_graph import (
@@ -275,10 +268,7 @@ def _base_rewards(
 _PLUG: EstimatorPlug[Any] = EstimatorPlug(
     gigpo,
     GigpoKeys,
-    Derivation(
-        (OF_EPISODE, "step_advantage = (return - baseline) / scale", OF_LEVELS),
-        (OF_SCORE, ("baseline", AT_STATE)),
-    ),
+    two_levels(["step_advantage = (return - baseline) / scale"], ("baseline", AT_STATE)),
     needs_state_keys=True,
     divides_by_std=True,
     bias=BY_STATE,

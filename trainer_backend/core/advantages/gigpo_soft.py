@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from shared_schemas.rounding import clear_rounding
-from trainer_backend.core.advantages.derivation import OF_EPISODE, OF_LEVELS, OF_SCORE, Derivation
+from trainer_backend.core.advantages.derivation import two_levels
 from trainer_backend.core.advantages.episodes import (
     Advantages,
     EpisodeRewards,
@@ -141,9 +141,9 @@ PLUGS = {
     "gigpo_soft": EstimatorPlug(
         gigpo_soft,
         SoftKeys,
-        Derivation(
-            (OF_EPISODE, "step_advantage = return - baseline", OF_LEVELS),
-            (OF_SCORE, ("baseline", "mean by similarity, worth {compared} other[s] and itself")),
+        two_levels(
+            ["step_advantage = return - baseline"],
+            ("baseline", "mean by similarity, worth {compared} other[s] and itself"),
         ),
         needs_texts=True,
         bias="compares a decision with those of similar states, itself among them",
