@@ -106,7 +106,12 @@ def episode_view(
     seen = _seen(episode, full=full)
     lines = _token_lines(rollout.rollout_id, episode, full=full) if tokens else {}
     if tokens and episode.full_history:
-        yield Text(_context(episode))
+        ids = ", ".join(map(str, episode.deleted_msg_ids)) or "none"
+        count = len(episode.full_history)
+        yield Text(  # source 3's names
+            f"full_history  {count} messages (msg_id_counter {count}); deleted_msg_ids  {ids}; "
+            f"had_delete_operation  {str(episode.had_delete_operation).lower()}"
+        )
     for step, shown in zip(episode.steps, seen, strict=True):
         yield ""
         yield Text(f"decision {step.turn}", style="bold")
@@ -132,16 +137,6 @@ def _seen(episode: Trajectory, *, full: bool) -> list[str]:
     if episode.full_history:
         return ["\n".join(new_messages(step)) for step in episode.steps]
     return [last_message(step) for step in episode.steps]
-
-
-def _context(episode: Trajectory) -> str:
-    """The record of a conversation that source 3 keeps, by its names."""
-    ids = ", ".join(map(str, episode.deleted_msg_ids)) or "none"
-    count = len(episode.full_history)
-    return (
-        f"full_history  {count} messages (msg_id_counter {count}); deleted_msg_ids  {ids}; "
-        f"had_delete_operation  {str(episode.had_delete_operation).lower()}"
-    )
 
 
 def _token_lines(rollout_id: str, episode: Trajectory, *, full: bool) -> dict[int, list[str]]:
@@ -189,11 +184,8 @@ def _view_lines(view: EmissionView, *, full: bool) -> list[str]:
 def _done(step: StepData) -> str:
     invalid = step.step_info.invalid_reason
     executed = " ".join(step.step_info.executed_actions)
-    return (
-        action_text(step)
-        + (f"  ->  {executed}" if executed else "")
-        + (f"  (refused: {invalid})" if invalid else "")
-    )
+    done = action_text(step) + (f"  ->  {executed}" if executed else "")
+    return done + (f"  (refused: {invalid})" if invalid else "")
 
 
 def _earned(step: StepData) -> str:

@@ -132,10 +132,7 @@ class PolicyUpdate:
             self._zero_grad()
             error.steps_taken = len(parts)
             raise
-        metrics, tokens, ranks = mean_metrics(parts), self._tokens_by_rank, dict[str, float]()
-        if self._ranks.are_several:  # how evenly the pieces of the steps were dealt out
-            imbalance = float(tokens.max() / tokens.mean())
-            ranks = {"learner/ranks": float(len(tokens)), "learner/tokens_imbalance": imbalance}
+        metrics = mean_metrics(parts)
         return {
             **metrics,
             **gaps,
@@ -143,9 +140,17 @@ class PolicyUpdate:
             "optim/steps_skipped": float(len(steps) - len(parts)),
             "optim/lr": self._rate(),
             DRIFT: moved,
-            **ranks,
+            **self._spread_of_ranks(),
             **mixture_metrics(self._terms.objectives, scores.samples, metrics),
         }
+
+    def _spread_of_ranks(self) -> dict[str, float]:
+        """How evenly the pieces of the steps were dealt out."""
+        if not self._ranks.are_several:
+            return {}
+        tokens = self._tokens_by_rank
+        imbalance = float(tokens.max() / tokens.mean())
+        return {"learner/ranks": float(len(tokens)), "learner/tokens_imbalance": imbalance}
 
     def weighed(self, episodes: Sequence[CreditedEpisode], cache: LogprobCache = EMPTY) -> Weighed:
         """Stop 8: score each segment before the first step, without dropout, and weigh its tokens."""
