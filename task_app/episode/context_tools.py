@@ -2,9 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema
@@ -245,8 +244,17 @@ def cut(text: str, spans: Sequence[Span], start: str, end: str) -> Cut:
     last = _first(text, end, spans, after=earliest)
     if last is None:
         raise ValueError(f"the words {end[:80]!r} do not follow {start[:80]!r}")
-    merged = tuple(_merge([*spans, (begin, last + len(end))]))
-    return Cut(_without(text, merged), merged, _length(merged) - _length(spans))
+    merged: list[Span] = []
+    for span in sorted([*spans, (begin, last + len(end))]):
+        if merged and span[0] <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], span[1]))
+        else:
+            merged.append(span)
+    parts, place = [], 0
+    for a, b in merged:
+        parts += [text[place:a], f"[{b - a} characters deleted]"]
+        place = b
+    return Cut("".join([*parts, text[place:]]), tuple(merged), _length(merged) - _length(spans))
 
 
 def _first(text: str, words: str, spans: Sequence[Span], *, after: int) -> int | None:
@@ -258,28 +266,6 @@ def _first(text: str, words: str, spans: Sequence[Span], *, after: int) -> int |
             return place
         place = text.find(words, hidden_end)
     return None
-
-
-def _merge(spans: Sequence[Span]) -> Iterator[Span]:
-    current: Span | None = None
-    for span in sorted(spans):
-        if current is None:
-            current = span
-        elif span[0] <= current[1]:
-            current = (current[0], max(current[1], span[1]))
-        else:
-            yield current
-            current = span
-    if current is not None:
-        yield current
-
-
-def _without(text: str, spans: Sequence[Span]) -> str:
-    parts, place = [], 0
-    for begin, end in spans:
-        parts += [text[place:begin], f"[{end - begin} characters deleted]"]
-        place = end
-    return "".join([*parts, text[place:]])
 
 
 def _length(spans: Sequence[Span]) -> int:
@@ -356,21 +342,12 @@ class EditResult:
 
 def context_specs(names: Sequence[str] = PUBLISHED) -> tuple[ToolSpec, ...]:
     """The named context tools, which the loop offers beside the environment's tools."""
-    return tuple(_specs()[name] for name in names)
+    return tuple(function_tool(getattr(ContextEditor, name)).spec for name in names)
 
 
 def apply(history: History, call: ToolRequest, *, budget: Budget | None = None) -> EditResult:
     """Carry out one call of the last assistant message of the history; its name is one of CONTEXT_TOOLS."""
     editor = ContextEditor(history, budget or Budget())
-    answer = _toolbox(editor).answer(call)
+    answer = Toolbox(function_tool(getattr(editor, name)) for name in CONTEXT_TOOLS).answer(call)
     changes_view = editor.history is not history
     return EditResult(editor.history, answer.text, changes_view, answer.refused, editor.fields)
-
-
-def _toolbox(editor: ContextEditor) -> Toolbox:
-    return Toolbox(function_tool(getattr(editor, name)) for name in CONTEXT_TOOLS)
-
-
-@cache
-def _specs() -> dict[str, ToolSpec]:
-    return {name: function_tool(getattr(ContextEditor, name)).spec for name in CONTEXT_TOOLS}

@@ -97,7 +97,7 @@ class Conversation(Prompts):
     async def carry_out(
         self, choice: Choice, action: Action, before: Observation, execute: Execute, budget: Budget
     ) -> DecisionEffect:
-        environment_calls = tuple(call for call in action.requests if not self._is_the_loops(call.name))
+        environment_calls = tuple(call for call in action.requests if call.name not in self._context_tools)
         if environment_calls or not action.requests:
             outcome = await execute(replace(action, requests=environment_calls))
         else:
@@ -125,9 +125,6 @@ class Conversation(Prompts):
             "had_delete_operation": self.history.had_delete_operation,
         }
 
-    def _is_the_loops(self, tool: str) -> bool:
-        return tool in self._context_tools
-
     def _answer_calls(self, action: Action, outcome: DecisionOutcome, budget: Budget) -> DecisionOutcome:
         """Give every call its result, in order; the environment has carried out its own calls already."""
         results, texts = self._results(action, outcome), []
@@ -153,7 +150,7 @@ class Conversation(Prompts):
 
     def _results(self, action: Action, outcome: DecisionOutcome) -> dict[int, str]:
         """The environment's result of each of its own calls, by the call's index in the message."""
-        own = [i for i, request in enumerate(action.requests) if not self._is_the_loops(request.name)]
+        own = [i for i, request in enumerate(action.requests) if request.name not in self._context_tools]
         if len(own) != len(outcome.results):
             raise CriticalError(
                 f"environment {self._environment.name!r} gave {len(outcome.results)} results for {len(own)} "

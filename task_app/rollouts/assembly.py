@@ -25,7 +25,6 @@ from task_app.errors import (
     DeadlineExceeded,
     InvalidRequest,
     NotReseedable,
-    NotRestorable,
     SnapshotRefused,
     boundary,
     refuse_used,
@@ -47,7 +46,7 @@ from task_app.protocols import (
 from task_app.sessions.snapshots import EnvironmentFacts, EnvironmentSnapshot
 from task_app.sessions.switches import agree_on_step_rewards, take_step_rewards
 from task_app.snapshots.envelope import from_text
-from task_app.snapshots.starts import EpisodeStart, Worlds
+from task_app.snapshots.starts import EpisodeStart, Worlds, require_restorable
 from task_app.threads import Threads, in_thread
 
 Worker = RLRolloutWorker | AgentWorker
@@ -83,7 +82,7 @@ class Assembly:
         keys = select_keys(request.state_keys, known, where=where + "state_keys")
         keep: Keep | None = None
         if request.snapshot_turns:
-            refuse_unrestorable(environment, where=where + "snapshot_turns")
+            require_restorable(environment, where=where + "snapshot_turns")
             keep = SnapshotTaker(
                 frozenset(request.snapshot_turns),
                 self.boards.resolve(env),
@@ -301,8 +300,3 @@ class SnapshotTaker:
                 return await in_thread(self.threads, "environment.snapshot", environment.snapshot)
         except TimeoutError as exc:
             raise DeadlineExceeded("environment.snapshot did not return within limits.timeout_s") from exc
-
-
-def refuse_unrestorable(environment: Environment, *, where: str) -> None:
-    if not isinstance(environment, RestorableEnvironment):
-        raise NotRestorable("environment", environment.name, where=where)

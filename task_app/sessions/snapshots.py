@@ -24,14 +24,21 @@ from task_app.protocols import (
     DecisionOutcome,
     Environment,
     PastDecision,
-    RestorableEnvironment,
     RestorablePolicy,
     ToolRequest,
     policy_name,
 )
 from task_app.sessions.sessions import EnvironmentSession, PolicySession
 from task_app.snapshots.envelope import open_envelope, seal, to_text
-from task_app.snapshots.starts import EpisodeStart, StartView, refusal_of, reseed, restore, restore_in_thread
+from task_app.snapshots.starts import (
+    EpisodeStart,
+    StartView,
+    refusal_of,
+    require_restorable,
+    reseed,
+    restore,
+    restore_in_thread,
+)
 from task_app.threads import Threads
 
 # Names the snapshot as the source of a restored session's switches (`EnvironmentSession.switches`).
@@ -96,9 +103,7 @@ class EnvironmentSnapshot:
     @classmethod
     def take(cls, session: EnvironmentSession, boards: PlugBoards, *, where: str) -> Self:
         """Take a snapshot of the session; the caller holds its lock."""
-        environment = session.environment
-        if not isinstance(environment, RestorableEnvironment):
-            raise NotRestorable("environment", environment.name, where=where)
+        environment = require_restorable(session.environment, where=where)
         with boundary("environment.snapshot"):
             state = environment.snapshot()
         facts = EnvironmentFacts(
