@@ -36,7 +36,6 @@ class OpenEnvSession:
 
     @classmethod
     def of(cls, services: Services, env_name: str, session_id: str) -> "OpenEnvSession":
-        """An existing session."""
         name = services.environments.get(session_id, where="session_id").spec.env_name
         if name != services.boards.environment_name(env_name):
             hint = f"it is one of environment {name!r}"

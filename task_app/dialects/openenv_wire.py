@@ -110,7 +110,6 @@ class OpenEnvState(Reply):
 def read_action(
     action: Mapping[str, Any], tools: Sequence[ToolSpec], *, at_most: int, where: str
 ) -> tuple[ToolRequest, ...]:
-    """The tool calls of an action."""
     calls = _calls_of({name: value for name, value in action.items() if name != "metadata"}, tools)
     if calls is None:
         names = ", ".join(tool.function.name for tool in tools)

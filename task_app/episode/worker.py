@@ -251,7 +251,6 @@ class RLRolloutWorker:
             return plain_number(self._environment.outcome_reward(), "it"), definition
 
     async def _start(self) -> None:
-        """Bring the environment to the start of the episode."""
         try:
             async with asyncio.timeout(self._limits.timeout_s):
                 self._observation, past = await self._start_at.begin(self._environment)

@@ -75,7 +75,6 @@ class MapMemory:
         return make_facts(data, ground, walks)
 
     def snapshot(self) -> dict[str, Any]:
-        """The memory as JSON-able data."""
         return {"step": self._step, "cells": [[*place_of(cell), name] for cell, name in self._cells.items()]}
 
     def restore(self, state: Any) -> None:

@@ -57,7 +57,10 @@ ReadTokens = Callable[[Mapping[str, Any], Mapping[str, Any]], PolicyLogprobs | N
 def read_reply(body: bytes, read_tokens: ReadTokens, *, logprobs: bool = False) -> Reply:
     """Read the body of a 200; `logprobs`: whether OpenAI's were asked for."""
     reply = parse_object(body)
-    choice = _first_choice(reply)
+    choices = reply.get("choices")
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        raise protocol_error("'choices' holds no object")
+    choice = choices[0]
     message = choice.get("message")
     if not isinstance(message, dict):
         raise protocol_error("choices[0].message is no object")
@@ -130,13 +133,6 @@ def protocol_error(what: str) -> PolicyUnavailable:
     return PolicyUnavailable(f"the inference server answered nonsense: {what}", code=PROTOCOL)
 
 
-def _first_choice(reply: Mapping[str, Any]) -> dict[str, Any]:
-    choices = reply.get("choices")
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        raise protocol_error("'choices' holds no object")
-    return choices[0]
-
-
 def _action(message: Mapping[str, Any], finish_reason: str | None) -> dict[str, Any]:
     """The action of a message: all its calls together, or text with the reason why there is no call.
 
@@ -146,7 +142,11 @@ def _action(message: Mapping[str, Any], finish_reason: str | None) -> dict[str, 
     calls = message.get("tool_calls")
     if isinstance(calls, list) and calls:
         own = [_call(call, index) for index, call in enumerate(calls)]
-        return {"type": "tool_call", **_published(own), "tool_calls": own, "content": _text(message)}
+        name, text = own[0]["name"], own[0]["arguments"]
+        arguments = json_object(text)
+        published = {"name": name, "arguments": text if arguments is None else arguments}
+        single = published if len(own) == 1 else {}
+        return {"type": "tool_call", **single, "tool_calls": own, "content": _text(message)}
     missing = WITHHELD if finish_reason == "content_filter" else NO_TOOL_CALL
     reason = _string(message.get("tool_call_error")) or missing
     return {"type": "text", "content": _text(message), "invalid_reason": reason}
@@ -162,14 +162,6 @@ def _call(call: Any, index: int) -> dict[str, str]:
         "name": _string(function.get("name")) or "",
         "arguments": encodable(arguments) if isinstance(arguments, str) else json.dumps(arguments),
     }
-
-
-def _published(calls: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-    if len(calls) > 1:
-        return {}
-    text = calls[0]["arguments"]
-    arguments = json_object(text)
-    return {"name": calls[0]["name"], "arguments": text if arguments is None else arguments}
 
 
 def _text(message: Mapping[str, Any]) -> str:

@@ -208,7 +208,10 @@ def _observation(observation: dict[str, Any], environment: Environment | None) -
     data = observation.get("data")
     data = data if isinstance(data, dict) else {}
     if "messages" in observation:
-        return PolicyObservation(_messages(observation["messages"]), data)
+        where, listed = "observation.messages", observation["messages"]
+        if not isinstance(listed, list) or not listed:
+            raise InvalidRequest(f"{where} is no list of messages", where=where)
+        return PolicyObservation((validated(Message, message, where=where) for message in listed), data)
     text = observation.get("text")
     if not isinstance(text, str):
         raise InvalidRequest("observation holds neither messages nor a text", where="observation")
@@ -216,12 +219,6 @@ def _observation(observation: dict[str, Any], environment: Environment | None) -
         return PolicyObservation((Message(role="user", content=text),), data)
     with boundary("environment.messages"):
         return PolicyObservation(environment.messages(Observation(text=text, data=data), ()), data)
-
-
-def _messages(value: Any) -> tuple[Message, ...]:
-    if not isinstance(value, list) or not value:
-        raise InvalidRequest("observation.messages is no list of messages", where="observation.messages")
-    return tuple(validated(Message, message, where="observation.messages") for message in value)
 
 
 def _choice_meta(choice: Choice, action: Action) -> dict[str, Any]:

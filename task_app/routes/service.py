@@ -381,7 +381,6 @@ async def _task(services: Services, environment: Environment, seed: int) -> dict
 
 
 def families(services: Services, *, version: str, sockets: int) -> Iterator[Metric]:
-    """All metrics of a task app."""
     facts = {"version": version, "instance_id": services.instance_id}
     yield InfoMetricFamily("turnwise_task_app", "Which task app this is.", facts)
     yield from _gauges(services, sockets)
@@ -389,7 +388,6 @@ def families(services: Services, *, version: str, sockets: int) -> Iterator[Metr
 
 
 def _gauges(services: Services, sockets: int) -> Iterator[Metric]:
-    """The current state."""
     runner = services.runner
     sessions: dict[str, Sized] = {
         "env": services.environments,
@@ -410,7 +408,6 @@ def _gauges(services: Services, sockets: int) -> Iterator[Metric]:
 
 
 def _counters(metrics: Metrics) -> Iterator[Metric]:
-    """What happened since the start."""
     yield metrics.requests.reply_family("turnwise_http_requests")
     latency = HistogramMetricFamily(
         "turnwise_http_request_seconds", "From the request's head to the answer's end.", labels=["route"]

@@ -213,7 +213,6 @@ def _reply(services: Services, data: bytes, *, rl_run_id: str | None, more: dict
 
 
 def _snapshot_bytes(services: Services, body: Restore) -> bytes:
-    """The snapshot that a request holds or names."""
     if (body.snapshot is None) == (body.snapshot_id is None):
         raise InvalidRequest("give either snapshot or snapshot_id", where="snapshot")
     if body.snapshot is not None:

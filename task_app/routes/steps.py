@@ -202,7 +202,6 @@ def _plain_body(body: Any) -> tuple[str, list[dict[str, Any]]] | None:
 
 
 def _may_be_plain(scope: Scope) -> bool:
-    """Whether the head allows a plain request."""
     if scope["type"] != "http" or scope["path"] != ROUTE.path or scope["method"] != "POST":
         return False
     headers = dict(scope["headers"])

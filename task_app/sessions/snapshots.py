@@ -73,7 +73,6 @@ class EnvironmentFacts(Body):
         )  # fmt: skip
 
     def after(self, calls: tuple[ToolRequest, ...], outcome: DecisionOutcome) -> Self:
-        """The facts after one more decision."""
         changes = {
             "turn": self.turn + 1,
             "step_idx": self.step_idx + len(outcome.env_rewards),
@@ -121,7 +120,6 @@ class EnvironmentSnapshot:
         return cls(_facts(EnvironmentFacts, head), state)
 
     def seal(self, *, at_most_bytes: int) -> bytes:
-        """The snapshot in its envelope."""
         with boundary("environment.snapshot"):
             head = self.facts.model_dump(mode="json")
             return seal("environment", head, self.state, at_most_bytes=at_most_bytes)
@@ -190,7 +188,6 @@ class PolicySnapshot(Body):
         return _facts(cls, open_envelope("policy", data, at_most_bytes=at_most_bytes)[0])
 
     def seal(self, *, at_most_bytes: int) -> bytes:
-        """The snapshot in its envelope."""
         with boundary("policy.snapshot"):
             return seal("policy", self.model_dump(mode="json"), b"", at_most_bytes=at_most_bytes)
 
