@@ -38,22 +38,6 @@ class Ids:
         return f"; refused {', '.join(self.refusals[:MAX_REASONS])}{more}"
 
 
-def sort_ids(history: History, ids: Sequence[Any]) -> Ids:
-    """Sort ids into those that may be deleted and the others (DESIGN.md 4.12)."""
-    deleted = frozenset(history.deleted_msg_ids) - summaries(history)
-    accepted: dict[int, None] = {}
-    refusals = []
-    for msg_id in ids:
-        reason = refusal_of(history, msg_id, deleted=deleted)
-        if reason is None and msg_id in accepted:
-            reason = f"{msg_id} (named twice)"
-        if reason is None:
-            accepted[msg_id] = None
-        else:
-            refusals.append(reason)
-    return Ids(tuple(accepted), tuple(refusals))
-
-
 def refusal_of(history: History, msg_id: Any, *, deleted: frozenset[int] | None = None) -> str | None:
     """Why this message may not be edited, beginning with its id; None if it may."""
     if deleted is None:
@@ -200,12 +184,24 @@ class ContextEditor:
         return "; ".join((*lines, f"{count} of {len(self.history)} messages shown in full"))
 
     def _sort_ids(self, message_ids: Sequence[Any], msg_id: Any) -> Ids:
+        """Sort ids into those that may be deleted and the others (DESIGN.md 4.12)."""
         ids = [*message_ids, *([] if msg_id is None else [msg_id])]
         if not ids:
             raise ToolRefused("no message is named; give message_ids, a list of msg_id")
         if len(ids) > MAX_IDS:
             raise ToolRefused(f"message_ids holds {len(ids)} ids; at most {MAX_IDS} are read at once")
-        return sort_ids(self.history, ids)
+        deleted = frozenset(self.history.deleted_msg_ids) - summaries(self.history)
+        accepted: dict[int, None] = {}
+        refusals = []
+        for one in ids:
+            reason = refusal_of(self.history, one, deleted=deleted)
+            if reason is None and one in accepted:
+                reason = f"{one} (named twice)"
+            if reason is None:
+                accepted[one] = None
+            else:
+                refusals.append(reason)
+        return Ids(tuple(accepted), tuple(refusals))
 
     def _move(self, history: History | None, prefix: str, nothing: str) -> str:
         if history is None:

@@ -259,43 +259,37 @@ class WholeReplies:
         self._ids: tuple[int, ...] = ()
 
     def __call__(self, reply: Mapping[str, Any], choice: Mapping[str, Any]) -> PolicyLogprobs:
-        whole = _whole(reply, choice)
+        content = _table(choice, "logprobs").get("content")
+        entries = content if isinstance(content, list) else None
+        fields = {
+            "prompt_token_ids": reply.get("prompt_token_ids"),
+            "choices[0].token_ids": choice.get("token_ids"),
+            "choices[0].logprobs.content": entries,
+        }
+        missing = [name for name, value in fields.items() if value is None]
+        if missing:
+            raise protocol_error(
+                f"no {missing[0]}, though return_token_ids and logprobs were asked for: samples without them "
+                "cannot be weighted"
+            )
+        logprobs = [entry.get("logprob") if isinstance(entry, Mapping) else None for entry in entries or ()]
+        whole = check_tokens(
+            {
+                "prompt_token_ids": fields["prompt_token_ids"],
+                "token_ids": fields["choices[0].token_ids"],
+                "logprobs": logprobs,
+                "finish_reason": finish_reason(choice) or "stop",
+                "versions": _ONE_VERSION,
+            }
+        )
+        if max(whole.logprobs, default=0.0) > _ROUNDING:
+            raise protocol_error(f"a log-prob is above 0: {max(whole.logprobs):.3g}")
+        if min(whole.logprobs, default=0.0) < _IMPOSSIBLE:
+            detail = "the token cannot come from the distribution of the log-probs"
+            raise protocol_error(f"a log-prob of {min(whole.logprobs):g}: {detail}")
         prompt, reused = whole.prompt_token_ids, count_shared(whole.prompt_token_ids, self._ids)
         self._ids = prompt + whole.token_ids
         return whole.model_copy(update={"prompt_ids_reused": reused, "prompt_token_ids": prompt[reused:]})
-
-
-def _whole(reply: Mapping[str, Any], choice: Mapping[str, Any]) -> PolicyLogprobs:
-    content = _table(choice, "logprobs").get("content")
-    entries = content if isinstance(content, list) else None
-    fields = {
-        "prompt_token_ids": reply.get("prompt_token_ids"),
-        "choices[0].token_ids": choice.get("token_ids"),
-        "choices[0].logprobs.content": entries,
-    }
-    missing = [name for name, value in fields.items() if value is None]
-    if missing:
-        raise protocol_error(
-            f"no {missing[0]}, though return_token_ids and logprobs were asked for: samples without them "
-            "cannot be weighted"
-        )
-    tokens = check_tokens(
-        {
-            "prompt_token_ids": fields["prompt_token_ids"],
-            "token_ids": fields["choices[0].token_ids"],
-            "logprobs": [
-                entry.get("logprob") if isinstance(entry, Mapping) else None for entry in entries or ()
-            ],
-            "finish_reason": finish_reason(choice) or "stop",
-            "versions": _ONE_VERSION,
-        }
-    )
-    if max(tokens.logprobs, default=0.0) > _ROUNDING:
-        raise protocol_error(f"a log-prob is above 0: {max(tokens.logprobs):.3g}")
-    if min(tokens.logprobs, default=0.0) < _IMPOSSIBLE:
-        detail = "the token cannot come from the distribution of the log-probs"
-        raise protocol_error(f"a log-prob of {min(tokens.logprobs):g}: {detail}")
-    return tokens
 
 
 def count_shared(ids: Sequence[int], before: Sequence[int]) -> int:

@@ -76,7 +76,11 @@ class Assembly:
         if isinstance(environment, AgentEnvironment):
             return self._agent_worker(request, environment, policy_config, context, where=where)
         if request.start.draws_seed is not None and not isinstance(environment, ReseedableEnvironment):
-            raise NotReseedable(environment.name, where=where + "start.draws_seed")
+            raise NotReseedable(
+                f"environment {environment.name!r} cannot be given other draws: it has no reseed()",
+                where=where + "start.draws_seed",
+                hint="leave draws_seed out: its draws then are those of the snapshot's generator, if any",
+            )
         seed, start = self._start(request, env, context, where=where)
         known = self.boards.state_keys(env.env_name, environment, where=where + "env.")
         keys = select_keys(request.state_keys, known, where=where + "state_keys")

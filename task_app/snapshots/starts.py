@@ -12,7 +12,6 @@ from task_app.protocols import (
     Environment,
     Observation,
     PastDecision,
-    ReseedableEnvironment,
     RestorableEnvironment,
     steps_quickly,
 )
@@ -60,13 +59,6 @@ def require_restorable(environment: Environment, *, where: str) -> RestorableEnv
     if not isinstance(environment, RestorableEnvironment):
         raise NotRestorable("environment", environment.name, where=where)
     return environment
-
-
-def reseed(environment: Environment, seed: int) -> None:
-    """Have the environment take its further draws from this seed; a generator is made in microseconds."""
-    assert isinstance(environment, ReseedableEnvironment), "checked when the request was accepted"
-    with boundary("environment.reseed"):
-        environment.reseed(seed)
 
 
 async def restore_in_thread(environment: Environment, state: bytes, threads: Threads | None) -> Observation:
