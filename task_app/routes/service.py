@@ -17,7 +17,7 @@ from starlette.responses import Response
 from service_kit.errors import NoKeyConfigured
 from service_kit.keys import presented_keys
 from service_kit.observed import METRICS_CONTENT, metrics_response
-from shared_schemas.base import Body, Reply
+from shared_schemas.base import Reply
 from shared_schemas.json_text import encodable_json
 from shared_schemas.messages import ToolSpec
 from shared_schemas.prefixes import PREFIXES
@@ -307,12 +307,21 @@ async def show_task_info(
         )
     boards = services.boards
     name = boards.environment_name(env_name) if env_name else next(iter(boards.environments))
-    environment = services.boards.environment(name, {})
+    environment = boards.environment(name, {})
     if not seeds_in_order:
         about = _about(services, environment, await services.tools_of(environment))
-        taskset = _taskset(name, environment, services.boards.environment_plugin(name).config())
-        every_name = sorted(services.boards.playable)
-        return _reply({**about, "taskset": taskset, "environments": every_name})
+        taskset = {
+            "id": f"{name}_procedural",
+            "name": name,
+            "version": "1.0.0",
+            "splits": ["train"],
+            "default_split": "train",
+            "description": f"one task a seed; scored by the {environment.outcome_definition}",
+            "seed_range": SEED_RANGE,
+            "default_seed": 0,
+            "config": boards.environment_plugin(name).config().model_dump(mode="json"),
+        }
+        return _reply({**about, "taskset": taskset, "environments": sorted(boards.playable)})
     try:
         tasks = [await _task(services, environment, number) for number in seeds_in_order]
     finally:
@@ -333,20 +342,6 @@ def _capabilities(services: Services) -> dict[str, Any]:
             name for name, entry in services.boards.interactions.items() if entry.ground_truth_is_number
         ),
         "reward_functions": {name: plug.mode for name, plug in services.boards.reward_functions.items()},
-    }
-
-
-def _taskset(env_name: str, environment: Environment, config: Body) -> dict[str, Any]:
-    return {
-        "id": f"{env_name}_procedural",
-        "name": env_name,
-        "version": "1.0.0",
-        "splits": ["train"],
-        "default_split": "train",
-        "description": f"one task a seed; scored by the {environment.outcome_definition}",
-        "seed_range": SEED_RANGE,
-        "default_seed": 0,
-        "config": config.model_dump(mode="json"),
     }
 
 

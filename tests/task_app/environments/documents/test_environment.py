@@ -73,8 +73,9 @@ def test_a_right_answer_pays_1_at_finish_and_ends_the_episode():
         environment.answer("red")
 
 
-def test_a_wrong_answer_pays_nothing_and_ends_it_too():
-    outcome = reading().step([call("finish", answer="blue")])
+@pytest.mark.parametrize("wrong", ["blue", "crimson or blue"])
+def test_a_wrong_answer_pays_nothing_and_ends_it_too(wrong):
+    outcome = reading().step([call("finish", answer=wrong)])
     assert (outcome.env_rewards, outcome.terminated) == ((0.0,), True)
 
 
