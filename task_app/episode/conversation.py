@@ -110,7 +110,16 @@ class Conversation(Prompts):
             return DecisionEffect(self._answer_calls(action, outcome, budget))
         if action.terminate:
             return DecisionEffect(outcome)
-        return await self._answer_text(outcome)
+        # A text: answered by the environment if it refuses it, else by the interaction, if any.
+        over = outcome.terminated or outcome.truncated
+        if outcome.invalid_reason is not None:
+            self._say(f"error: {outcome.invalid_reason}")
+            return DecisionEffect(outcome)
+        if self._interaction is not None:
+            return await self._interact(outcome, self._interaction)
+        if outcome.result and not over:
+            return DecisionEffect(outcome, user_is_silent=not self._speaks(outcome.result))
+        return DecisionEffect(outcome if over else replace(outcome, terminated=True))
 
     def remember(self, step: StepData, before: StepData | None) -> None:
         step.recall(self.history.full_history)
@@ -157,18 +166,6 @@ class Conversation(Prompts):
                 "calls; step() owes each call one text in DecisionOutcome.results"
             )
         return dict(zip(own, outcome.results, strict=True))
-
-    async def _answer_text(self, outcome: DecisionOutcome) -> DecisionEffect:
-        """Answer a text: by the environment if it refuses it, else by the interaction, if any."""
-        over = outcome.terminated or outcome.truncated
-        if outcome.invalid_reason is not None:
-            self._say(f"error: {outcome.invalid_reason}")
-            return DecisionEffect(outcome)
-        if self._interaction is not None:
-            return await self._interact(outcome, self._interaction)
-        if outcome.result and not over:
-            return DecisionEffect(outcome, user_is_silent=not self._speaks(outcome.result))
-        return DecisionEffect(outcome if over else replace(outcome, terminated=True))
 
     async def _interact(self, outcome: DecisionOutcome, interaction: UserInteraction) -> DecisionEffect:
         """Let the interaction score and answer; the last answer is scored too (DESIGN.md 4.11)."""

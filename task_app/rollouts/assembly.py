@@ -69,7 +69,13 @@ class Assembly:
 
         `where` is the body path of the request, with a dot at its end.
         """
-        env, policy_config, switches = _without_switches(request, where=where)
+        env_config, switches_by_place = take_step_rewards(request.env.config, where=where + "env.config")
+        policy_config, of_policy = take_step_rewards(request.policy.config, where=where + "policy.config")
+        switches_by_place |= of_policy
+        if "step_rewards" in request.model_fields_set:
+            switches_by_place[where + "step_rewards"] = request.step_rewards
+        switches = agree_on_step_rewards(switches_by_place) if switches_by_place else None
+        env = EnvSpec(env_name=request.env.env_name, config=env_config)
         if request.reward_function is not None:
             self.boards.reward_function(request.reward_function, where=where)
         environment = self.boards.environment(env.env_name, env.config, where=where + "env.")
@@ -178,19 +184,6 @@ def branch_policies(
         return boards.policy(name, {**config, **seeded}, apart, where=where)
 
     return policy_of
-
-
-def _without_switches(
-    request: RolloutRequest, *, where: str
-) -> tuple[EnvSpec, dict[str, Any], StepRewards | None]:
-    """The environment's spec and the policy's config without the training switches; and these, if any."""
-    env_config, switches_by_place = take_step_rewards(request.env.config, where=where + "env.config")
-    policy_config, of_policy = take_step_rewards(request.policy.config, where=where + "policy.config")
-    switches_by_place |= of_policy
-    if "step_rewards" in request.model_fields_set:
-        switches_by_place[where + "step_rewards"] = request.step_rewards
-    switches = agree_on_step_rewards(switches_by_place) if switches_by_place else None
-    return EnvSpec(env_name=request.env.env_name, config=env_config), dict(policy_config), switches
 
 
 def _prompts(

@@ -25,7 +25,6 @@ from task_app.environment_calls import list_tools, reset_environment
 from task_app.environments.foreign.kinds import FOREIGN
 from task_app.episode.release import begin_close
 from task_app.errors import InvalidRequest, ShuttingDown
-from task_app.observing.metrics import Metrics
 from task_app.protocols import Environment
 from task_app.routes.wire import LegacyObservation, legacy_observation, observation_json
 from task_app.services import Services, services_of
@@ -379,7 +378,14 @@ def families(services: Services, *, version: str, sockets: int) -> Iterator[Metr
     facts = {"version": version, "instance_id": services.instance_id}
     yield InfoMetricFamily("turnwise_task_app", "Which task app this is.", facts)
     yield from _gauges(services, sockets)
-    yield from _counters(services.metrics)
+    yield services.metrics.requests.reply_family("turnwise_http_requests")
+    latency = HistogramMetricFamily(
+        "turnwise_http_request_seconds", "From the request's head to the answer's end.", labels=["route"]
+    )
+    for route, histogram in services.metrics.requests.latency.items():
+        latency.add_metric([route], buckets=histogram.cumulative(), sum_value=histogram.sum_s)
+    yield latency
+    yield from services.metrics.registry.collect()
 
 
 def _gauges(services: Services, sockets: int) -> Iterator[Metric]:
@@ -400,17 +406,6 @@ def _gauges(services: Services, sockets: int) -> Iterator[Metric]:
     sentence = "Bytes of rollout requests and results that are not acknowledged, and of captures."
     yield _gauge("turnwise_held_bytes", sentence, services.captures.held.total)
     yield _gauge("turnwise_openenv_sockets", "Open sockets of OpenEnv clients.", sockets)
-
-
-def _counters(metrics: Metrics) -> Iterator[Metric]:
-    yield metrics.requests.reply_family("turnwise_http_requests")
-    latency = HistogramMetricFamily(
-        "turnwise_http_request_seconds", "From the request's head to the answer's end.", labels=["route"]
-    )
-    for route, histogram in metrics.requests.latency.items():
-        latency.add_metric([route], buckets=histogram.cumulative(), sum_value=histogram.sum_s)
-    yield latency
-    yield from metrics.registry.collect()
 
 
 def _gauge(name: str, sentence: str, counts: Mapping[str, int] | int, *label: str) -> Metric:
