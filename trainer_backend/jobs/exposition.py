@@ -33,7 +33,10 @@ def page(service: Service, *, version: str, accept: str) -> Response:
     rows: list[tuple[Job, Mapping[str, Mapping[str, Any]]]] = []
     with suppress(StoreUnavailable):
         counts, recent = _read_jobs(service)
-        rows = [(job, _last_rows(service, job)) for job in recent]
+        for job in recent:
+            with suppress(UnknownJob, RunDirectoryError):  # deleted meanwhile, or its disk does not answer
+                lines = reads.last_lines(service.store, [job.id], _KINDS)[job.id]
+                rows.append((job, {kind: line.whole for kind, line in lines.items()}))
 
     def everything() -> Iterator[Metric]:
         about = {"version": version, "home": service.data.home}
@@ -53,15 +56,6 @@ def _read_jobs(service: Service) -> tuple[Mapping[str, int], list[Job]]:
     ended = jobs.find(store, states=ENDED, home=home, limit=_MOST_JOBS).items
     since = store.clock() - _SHOWN_FOR
     return counts, [*running, *(job for job in ended if job.ended is not None and job.ended >= since)]
-
-
-def _last_rows(service: Service, job: Job) -> dict[str, Mapping[str, Any]]:
-    """Return the last row of each kind."""
-    try:
-        lines = reads.last_lines(service.store, [job.id], _KINDS)[job.id]
-    except (UnknownJob, RunDirectoryError):  # deleted meanwhile, or its disk does not answer
-        return {}
-    return {kind: line.whole for kind, line in lines.items()}
 
 
 def _now(service: Service, counts: Mapping[str, int] | None) -> Iterator[Metric]:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import tiny_job
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.jobs.data_dir import Sweeper, forget_job, open_data_dir, sweep
+from trainer_backend.jobs.data_dir import SERVICE, Sweeper, forget_job, open_data_dir, sweep
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.rundir.lock import run_lock
 from trainer_backend.store import jobs
@@ -72,7 +72,7 @@ def test_nothing_is_deleted_that_somebody_trains_in(store, data, row):
 
 
 def test_nothing_is_removed_whose_row_is_being_deleted_still(store, data, row):
-    aside = data.move_aside(Path(row.run_dir))
+    aside = Path(row.run_dir).rename(data.path / SERVICE / "deleted-1")
     with run_lock(aside):
         sweep(data)
         assert data.aside() == [aside]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import tiny_job
-from trainer_backend.jobs.data_dir import open_data_dir
+from trainer_backend.jobs.data_dir import FORGOTTEN, open_data_dir
 from trainer_backend.jobs.slots import wait_for_threads
 from trainer_backend.jobs.watcher import News, Watcher
 from trainer_backend.rundir.layout import RunDirectory, create_run
@@ -225,7 +225,7 @@ def test_a_service_that_only_shows_removes_no_files(store, data, run, tidies):
 
 
 def test_what_was_forgotten_is_not_found_again(store, data, watcher, run):
-    data.forget(run.path)
+    (run.path / FORGOTTEN).touch()
     watcher.look(everything=True)
     assert jobs.find(store).items == ()
 
