@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from operator import attrgetter
 from typing import Any
@@ -38,9 +37,6 @@ OPEN_PATHS = frozenset({"/health", LOGIN})
 # The error statuses of routes.
 ERRORS = (400, 401, 403, 404, 408, 409, 413, 415, 422, 500, 503)
 _STREAM = "/jobs/{job_id}/events"
-# Threads for requests: more than asyncio's default on a small machine, since a hanging database holds one per
-# request.
-_THREADS = 24
 
 
 class TrainerApp(FastAPI):
@@ -124,13 +120,12 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     At the end, wait for every thread that uses the store.
     """
     service: Service = app.state.service
-    supervisor, loop = service.supervisor, asyncio.get_running_loop()
-    threads = [ThreadPoolExecutor(_THREADS, "trainer"), *service.watcher.threads]
+    supervisor = service.supervisor
+    threads = [service.line.thread, *service.watcher.threads]
     tasks = [asyncio.ensure_future(service.watcher.run()), asyncio.ensure_future(service.sweeper.run())]
     if supervisor is not None:
         threads += supervisor.threads
         tasks.append(asyncio.ensure_future(supervisor.run()))
-    loop.set_default_executor(threads[0])
     try:
         yield
     finally:
@@ -143,5 +138,4 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
                 with suppress(asyncio.CancelledError):
                     await task
         finally:
-            loop.set_default_executor(ThreadPoolExecutor())
             await wait_for_threads(threads, at_most_s=service.settings.store_s)

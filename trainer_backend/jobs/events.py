@@ -96,7 +96,7 @@ async def _stream(service: Service, job_id: str, place: Place) -> AsyncIterator[
         while not service.news.closed:
             count = service.news.count(job_id)  # first, so that news during the read are not missed
             try:
-                job, events, place, more = await service.ask(_look, service, job_id, place)
+                job, events, place, more = await service.line.ask(_look, service, job_id, place)
             except UnknownJob:
                 yield _event("end", {"state": "deleted"})
                 return

@@ -241,5 +241,5 @@ async def verify_task_app(request: Request, body: Verify) -> Verified:
 
 
 async def _view(service: Service, job: Job) -> dict[str, Any]:
-    view = await service.ask(job_view, job)
+    view = await service.line.ask(job_view, job)
     return {**dict(view), "job_id": job.id, "status": job.state}

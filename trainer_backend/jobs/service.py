@@ -1,10 +1,7 @@
 """The object that all routes share, and the search for the job that a request names."""
 
-import asyncio
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import ParamSpec, TypeVar
 
 from fastapi import Request
 
@@ -16,15 +13,12 @@ from trainer_backend.jobs.check_process import CheckProcess
 from trainer_backend.jobs.data_dir import DataDir, Sweeper
 from trainer_backend.jobs.sessions import LoginSessions
 from trainer_backend.jobs.settings import Settings
-from trainer_backend.jobs.slots import late
+from trainer_backend.jobs.slots import Line
 from trainer_backend.jobs.supervisor import Supervisor
 from trainer_backend.jobs.watcher import News, Watcher
 from trainer_backend.store import jobs
 from trainer_backend.store.database import JobConflict, Store, UnknownJob
 from trainer_backend.store.rows import Job
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
@@ -41,6 +35,8 @@ class Service:
     """The process that parses clients' input."""
     supervisor: Supervisor | None
     """None if the service runs no jobs (--no-jobs)."""
+    line: Line
+    """The threads of requests."""
     keys: Keys
     sessions: LoginSessions
     guesses: Guesses = field(default_factory=Guesses)
@@ -48,16 +44,6 @@ class Service:
     """Statistics of the replies."""
     streams: int = 0
     """Number of open event streams."""
-
-    async def ask(
-        self, call: Callable[Arguments, Result], *arguments: Arguments.args, **keywords: Arguments.kwargs
-    ) -> Result:
-        """Call the store or the disk on a thread, with a deadline."""
-        try:
-            async with asyncio.timeout(self.settings.store_s):
-                return await asyncio.to_thread(call, *arguments, **keywords)
-        except TimeoutError as error:
-            raise late(self.store.shown, self.settings.store_s) from error
 
     def changed(self, job_id: str) -> None:
         """Wake the supervisor and the open pages after a change of a job's row."""
@@ -82,8 +68,8 @@ _MOST_NAMED = 8
 async def find_job(service: Service, name: str) -> Job:
     """Find a job by its id, the beginning of its id, or a name that only one job has."""
     with suppress(UnknownJob):
-        return await service.ask(jobs.get, service.store, name)
-    rows = (await service.ask(jobs.find, service.store, limit=_MOST_SEARCHED)).items
+        return await service.line.ask(jobs.get, service.store, name)
+    rows = (await service.line.ask(jobs.find, service.store, limit=_MOST_SEARCHED)).items
     matches = [job for job in rows if job.name == name]
     if len(name) >= _SHORTEST:
         matches += [job for job in rows if job.id.startswith(name) and job.name != name]

@@ -97,7 +97,7 @@ async def test_a_store_that_hangs_is_waited_for_no_longer_than_that(tmp_path: Pa
 
         loop = asyncio.get_running_loop()
         with pytest.raises(StoreUnavailable, match=r"did not answer within 0\.05 s"):
-            await served.service.ask(hanging)
+            await served.service.line.ask(hanging)
         hang.set()
 
 
