@@ -105,7 +105,6 @@ class Places:
         return ranks[0] > ranks[1]
 
     def without(self, keys: Collection[str]) -> "Places":
-        """Return the origins of the other keys."""
         rest = {key: place for key, place in self.owners.items() if not any(_is_in(key, one) for one in keys)}
         return replace(self, owners=rest)
 
@@ -202,7 +201,6 @@ def _is_known(keys: Sequence[str], tables: Mapping[str, FieldInfo]) -> bool:
 
 
 def without(document: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """Return the document without some values."""
     rest = copy.deepcopy(dict(document))
     for key in keys:
         path = key.split(".")

@@ -218,6 +218,5 @@ class WeightTransferTable(Table):
 
 
 def table_model(field: FieldInfo) -> type[BaseModel]:
-    """Return the model class of a field of JobConfig."""
     options = (field.annotation, *get_args(field.annotation))
     return next(item for item in options if isinstance(item, type) and issubclass(item, BaseModel))

@@ -40,8 +40,6 @@ _TRASH = "deleted-"
 
 @dataclass(frozen=True, slots=True)
 class DataDir:
-    """The data directory."""
-
     path: Path
     """Absolute, without links, so that comparisons of paths are safe."""
     home: str
@@ -90,7 +88,6 @@ class DataDir:
         )
 
     def aside(self) -> list[Path]:
-        """List the folders in the trash."""
         return sorted((self.path / SERVICE).glob(f"{_TRASH}*"))
 
     def is_outside(self, path: Path) -> bool:

@@ -49,7 +49,6 @@ class Place:
 
     @classmethod
     def read(cls, text: str) -> "Place":
-        """Parse an event id."""
         row, _, byte = text.partition(".")
         if not all(part.isdecimal() and len(part) <= _MOST_DIGITS for part in (row, byte)):
             raise ApiError(f"{text[:40]!r} is no event id of this service", where="header Last-Event-ID")

@@ -366,8 +366,6 @@ class Checked(Body):
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """A valid job, ready to be stored."""
-
     name: str
     toml: str
     """The job with every default filled in."""

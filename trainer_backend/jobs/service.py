@@ -23,8 +23,6 @@ from trainer_backend.store.rows import Job
 
 @dataclass(slots=True)
 class Service:
-    """The parts of a running service."""
-
     settings: Settings
     store: Store
     data: DataDir
@@ -53,7 +51,6 @@ class Service:
 
 
 def service_of(request: Request) -> Service:
-    """Return the application's service."""
     service = request.app.state.service
     assert isinstance(service, Service)
     return service

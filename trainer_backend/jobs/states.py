@@ -29,8 +29,6 @@ MOST_FAULTS = 2
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a process ended."""
-
     exit_code: int
     """Exit code; negative: the signal that killed it."""
     state: RunState | None = None

@@ -51,7 +51,6 @@ class News:
         return self._counts[job_id]
 
     def tell(self, job_id: str) -> None:
-        """Announce news of a job."""
         self._counts[job_id] += 1
         self._wake()
 

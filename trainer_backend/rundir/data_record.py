@@ -37,8 +37,6 @@ class Earlier(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DataRecord:
-    """The rows of a run."""
-
     rows: tuple[RowIdentity, ...]
     """Those of its last start, training rows first."""
     by_position: bool

@@ -98,7 +98,6 @@ def replacement(path: Path, *also: type[Exception], durable: bool = True) -> Ite
 
 
 def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """Replace a file by a text, see `replacement`."""
     with replacement(path, durable=durable) as aside:
         aside.write_text(text, encoding="utf-8")
 

@@ -84,7 +84,6 @@ class Credit:
     value_after: float | None = None
 
     def of(self, t: int) -> dict[str, Any]:
-        """Return the columns of decision t."""
         parts = {name: values[t] for name, values in self.parts.items()}
         columns: dict[str, Any] = {name: parts.pop(name) for name in _OWN_COLUMNS if name in parts}
         if parts:

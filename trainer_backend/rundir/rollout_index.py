@@ -52,8 +52,6 @@ _STAGES = {"iteration": "train"}
 
 @dataclass(frozen=True, slots=True)
 class RolloutFile:
-    """A file of stored rollouts."""
-
     path: Path
     name: str
     """Relative to the run directory, such as rollouts/iteration_3.parquet."""

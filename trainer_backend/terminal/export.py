@@ -68,8 +68,6 @@ def why_not(choice: Choice, rollout: Rollout) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ExportResult:
-    """The result of an export."""
-
     rows: int
     episodes: int
     skipped: Counter[str]
