@@ -133,7 +133,12 @@ def read_layers(paths: Sequence[Path], *, anchors_paths: bool = True) -> list[La
     """Read each file as a layer. Relative paths begin at the file's folder if `anchors_paths`."""
     if not paths:
         raise JobError("a job needs at least one TOML file")
-    documents = [_read(path) for path in paths]
+    documents = []
+    for path in paths:
+        try:
+            documents.append(tomli.loads(_text(path)))
+        except tomli.TOMLDecodeError as error:
+            raise JobError(f"{path}: not valid TOML: {error}") from error
     if not any(_home_of(document, ("job", "name")) for document in documents):
         table = documents[0].setdefault("job", {})
         if isinstance(table, dict) and JOB_NAME.fullmatch(paths[0].stem):  # so that my.toml makes runs/my
@@ -312,13 +317,6 @@ def _home_of(document: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]
 def _is_in(key: str, table: str) -> bool:
     """Return whether `key` is `table` or a key in it."""
     return f"{key}.".startswith(f"{table}.")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomli.loads(_text(path))
-    except tomli.TOMLDecodeError as error:
-        raise JobError(f"{path}: not valid TOML: {error}") from error
 
 
 def _text(path: Path) -> str:

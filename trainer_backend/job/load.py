@@ -209,7 +209,7 @@ def _with_plugins(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
     Raises:
         JobError: a file cannot be loaded, or is no longer what the run began with; then none has run.
     """
-    job = _table_of(tables, "job", places)
+    job = table_of(tables, "job", places)
     files, known = job.get("trainer_plugins"), job.get("trainer_plugins_sha256", [])
     files = [files] if isinstance(files, str) else files
     files = [] if files is None else files
@@ -266,10 +266,10 @@ def _place_of(finding: Finding, places: Places) -> str:
 def _gather_reward_switches(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
     """Move the step-reward switches from their three published homes into [training] (DESIGN.md 4.15)."""
     result = dict(tables)
-    training = _table_of(result, "training", places)
-    rewards = _table_of(training, "rewards", places, inside="training.")
+    training = table_of(result, "training", places)
+    rewards = table_of(training, "rewards", places, inside="training.")
     training.pop("rewards", None)
-    rollout = _table_of(result, "rollout", places)
+    rollout = table_of(result, "rollout", places)
     homes = dict(zip(REWARD_HOMES, (training, rewards, rollout), strict=True))
     unknown = sorted(rewards.keys() - set(REWARD_KEYS))
     if unknown:
@@ -346,7 +346,7 @@ def _with_own_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _table_of(tables: Mapping[str, Any], name: str, places: Places, *, inside: str = "") -> dict[str, Any]:
+def table_of(tables: Mapping[str, Any], name: str, places: Places, *, inside: str = "") -> dict[str, Any]:
     """Return a copy of a table; empty if it is absent."""
     table = tables.get(name, {})
     if not isinstance(table, dict):
@@ -367,7 +367,8 @@ def _findings(error: ValidationError, document: Mapping[str, Any]) -> Iterator[t
         keys = [path]
         if item["type"] == "extra_forbidden" and isinstance(item["input"], dict):
             inside = [*_keys_in(path, item["input"])]
-            keys = inside if any(_is_elsewhere(key) for key in inside) else keys
+            is_elsewhere = any(_other_names(key) or find_why_needless(".".join(key)) for key in inside)
+            keys = inside if is_elsewhere else keys
         yield from ((item, key) for key in keys)
 
 
@@ -378,11 +379,6 @@ def _keys_in(path: list[str], table: Mapping[str, Any]) -> Iterator[list[str]]:
         return
     for key, value in table.items():
         yield from _keys_in([*path, key], value) if isinstance(value, dict) else [[*path, key]]
-
-
-def _is_elsewhere(path: Sequence[str]) -> bool:
-    """Return whether another system has this key."""
-    return bool(_other_names(path)) or find_why_needless(".".join(path)) is not None
 
 
 def _other_names(path: Sequence[str]) -> list[str]:

@@ -31,11 +31,15 @@ def page(service: Service, *, version: str, accept: str) -> Response:
     """Return all metrics in the text format of the request's Accept header. Call it on a thread."""
     counts: Mapping[str, int] | None = None
     rows: list[tuple[Job, Mapping[str, Mapping[str, Any]]]] = []
+    store, home = service.store, service.data.home
     with suppress(StoreUnavailable):
-        counts, recent = _read_jobs(service)
-        for job in recent:
+        counts = jobs.counts(store, home)
+        running = jobs.find(store, states=ACTIVE, home=home, limit=_MOST_JOBS).items
+        ended = jobs.find(store, states=ENDED, home=home, limit=_MOST_JOBS).items
+        since = store.clock() - _SHOWN_FOR
+        for job in (*running, *(job for job in ended if job.ended is not None and job.ended >= since)):
             with suppress(UnknownJob, RunDirectoryError):  # deleted meanwhile, or its disk does not answer
-                lines = reads.last_lines(service.store, [job.id], _KINDS)[job.id]
+                lines = reads.last_lines(store, [job.id], _KINDS)[job.id]
                 rows.append((job, {kind: line.whole for kind, line in lines.items()}))
 
     def everything() -> Iterator[Metric]:
@@ -46,16 +50,6 @@ def page(service: Service, *, version: str, accept: str) -> Response:
         yield from _of_runs(rows)
 
     return metrics_response(everything, accept=accept)
-
-
-def _read_jobs(service: Service) -> tuple[Mapping[str, int], list[Job]]:
-    """Return how many jobs have each state, and the jobs that run or have just ended."""
-    store, home = service.store, service.data.home
-    counts = jobs.counts(store, home)
-    running = jobs.find(store, states=ACTIVE, home=home, limit=_MOST_JOBS).items
-    ended = jobs.find(store, states=ENDED, home=home, limit=_MOST_JOBS).items
-    since = store.clock() - _SHOWN_FOR
-    return counts, [*running, *(job for job in ended if job.ended is not None and job.ended >= since)]
 
 
 def _now(service: Service, counts: Mapping[str, int] | None) -> Iterator[Metric]:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,8 +21,8 @@ from shared_schemas.json_text import NUL, read_json
 from shared_schemas.plain_text import decode_text
 from trainer_backend.collect.endpoints import hosts_of_fixed_policies, hosts_to_call
 from trainer_backend.errors import ApiError, JobError, TrainerError, UnknownMediaType
-from trainer_backend.job.layers import anchor
-from trainer_backend.job.load import LoadedJob, dump_job, join_findings, parse_job
+from trainer_backend.job.layers import Places, anchor
+from trainer_backend.job.load import LoadedJob, dump_job, join_findings, parse_job, table_of
 from trainer_backend.job.mixture_table import RolloutOnlyTable
 from trainer_backend.job.rollout_table import WarmupTable
 from trainer_backend.job.schema import JobConfig, JobTable
@@ -31,6 +32,7 @@ from trainer_backend.rundir.new_job import refuse_missing_parts
 from trainer_backend.sinks import SinksTable
 
 WHERE = "the posted job"
+copy_table = partial(table_of, places=Places([WHERE]))
 # Paths that lead to code: allowed in the operator's folders, but not in folders that runs write.
 CODE_PATHS = frozenset({"services.task_plugins", "multi_turn.interaction_config_path"})
 _WANDB_KEY, _SPACE_KEY = "WANDB_API_KEY", "HF_TOKEN"
@@ -293,14 +295,6 @@ def _link_out_of(folder: Path, key: str, bounds: Bounds, depth: int = _FOLDERS) 
 
 def _roots(key: str, bounds: Bounds) -> tuple[Path, ...]:
     return bounds.roots if key in CODE_PATHS else (*bounds.roots, bounds.data_dir)
-
-
-def copy_table(document: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a copy of a table; empty if it is absent."""
-    table = document.get(name, {})
-    if not isinstance(table, Mapping):
-        raise JobError(f"{WHERE}: {name} is {type(table).__name__}, but it is a table; write [{name}]")
-    return dict(table)
 
 
 def _few(tags: Any) -> Any:

@@ -16,14 +16,9 @@ class JobList(Body):
 
 def job_view(job: Job) -> JobView:
     """Build the view of a job. It reads the run directory: call it on a thread."""
-    shown = {name: getattr(job, name) for name in JobView.model_fields}
-    return JobView(**{**shown, "progress": _progress(job)})
-
-
-def _progress(job: Job) -> Progress | None:
-    state = read_state(Path(job.run_dir)) if job.run_dir is not None else None
-    if state is None:
-        return None
-    same = {name: getattr(state, name) for name in ("iteration", "stage", "done", "total", "since")}
-    stage_state = state.state if job.state in ACTIVE or state.state in FINAL else "gone"
-    return Progress(state=stage_state, iterations=iterations_of(job.config), **same)
+    state, progress = read_state(Path(job.run_dir)) if job.run_dir is not None else None, None
+    if state is not None:
+        same = {name: getattr(state, name) for name in ("iteration", "stage", "done", "total", "since")}
+        stage_state = state.state if job.state in ACTIVE or state.state in FINAL else "gone"
+        progress = Progress(state=stage_state, iterations=iterations_of(job.config), **same)
+    return JobView(**{name: getattr(job, name) for name in JobView.model_fields} | {"progress": progress})

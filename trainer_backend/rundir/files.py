@@ -1,5 +1,6 @@
 """Files of a run: JSON lines that grow at their end, and files that are replaced atomically."""
 
+import errno
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer_backend.errors import RunNotWritten
+
+# Of a disk that knows no links, hard or symbolic.
+NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
 
 
 def append_line(path: Path, row: Mapping[str, Any], *, durable: bool) -> None:

@@ -107,7 +107,12 @@ class TruthFile:
             return cls(path, setting, [])
         known = setting if file.setting.digest else setting.model_copy(update={"digest": None})
         if file.setting != known:
-            difference = _difference(file.setting, known)
+            before, after = _flat(file.setting), _flat(known)
+            difference = ", ".join(
+                f"{name} = {before.get(name)!r} instead of {after.get(name)!r}"
+                for name in before | after
+                if before.get(name) != after.get(name)
+            )
             raise RunDirectoryError(f"{path} was measured with {difference}; --out names another file")
         return file
 
@@ -133,12 +138,6 @@ class TruthFile:
             return cls(path, TruthSetting.model_validate(first), truths)
         except (OSError, ValidationError) as error:
             raise RunDirectoryError(f"{path} is no file of `turnwise truth`") from error
-
-
-def _difference(stored: TruthSetting, asked: TruthSetting) -> str:
-    before, after = _flat(stored), _flat(asked)
-    others = [name for name in before | after if before.get(name) != after.get(name)]
-    return ", ".join(f"{name} = {before.get(name)!r} instead of {after.get(name)!r}" for name in others)
 
 
 def _flat(setting: TruthSetting) -> dict[str, Any]:

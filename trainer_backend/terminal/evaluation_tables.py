@@ -21,15 +21,11 @@ def tables(result: EvaluationResult) -> Group:
         rates = sorted(result.rates.items(), key=lambda item: (-item[1].mean, item[0]))
         rows = ((name, f"{rate.mean:.1%}", _bounds(rate, "{:.1%}")) for name, rate in rates)
         details = [_table(("achievement", "episodes", "95 %"), rows), "", _turns(result), ""]
-    setting, figures = _table(("", ""), _setting(result)), _table(("", ""), _figures(result))
-    return Group(setting, "", *details, *_worst_rows(result), figures)
-
-
-def _setting(result: EvaluationResult) -> Iterator[tuple[str, str]]:
-    yield "policy", result.policy
-    if result.models:
-        yield "model, as its server says", ", ".join(result.models)
-    yield from ((name, str(value)) for name, value in result.setting.items())
+    setting = {"policy": result.policy}
+    setting |= {"model, as its server says": ", ".join(result.models)} if result.models else {}
+    setting |= {name: str(value) for name, value in result.setting.items()}
+    figures = _table(("", ""), _figures(result))
+    return Group(_table(("", ""), setting.items()), "", *details, *_worst_rows(result), figures)
 
 
 def _figures(result: EvaluationResult) -> Iterator[tuple[str, str]]:

@@ -320,7 +320,7 @@ def test_a_teachers_server_is_asked_only_if_the_operator_allowed_it(bounds, host
             {"learner": {"nproc_per_node": 9}, "cluster": {}},
             "learner.nproc_per_node is 9; a posted job may have 8, since each is a process",
         ),
-        ({"services": "x"}, "services is str, but it is a table"),
+        ({"services": "x"}, "services is 'x', but it is a table"),
         ({"tags": {"a": ["list"]}}, "tags.a is no text"),
         ({"tags": {str(i): "x" for i in range(33)}}, "[tags] holds 33 tags; at most 32"),
     ],
