@@ -35,21 +35,9 @@ def test_with_its_files_it_is_gone_at_once_and_they_are_removed_later(store, dat
     assert not Path(row.run_dir).exists() and data.runs() == []
     (aside,) = data.aside()
     assert (aside / "run.json").exists(), "moved as a whole"
-    sweep(data)
-    assert data.aside() == []
-
-
-def test_without_them_they_stay_and_are_not_found_again(store, data, row):
-    forget_job(store, data, row, files=False)
-    assert (Path(row.run_dir) / "run.json").exists() and data.runs() == []
-
-
-def test_what_is_half_removed_is_no_run_again(store, data, row):
-    forget_job(store, data, row, files=True)
-    (aside,) = data.aside()
     (aside / "forgotten").unlink()  # a kill in the middle of the removal
     assert data.runs() == []
-    sweep(data)  # the next start
+    sweep(data)
     assert data.aside() == []
 
 

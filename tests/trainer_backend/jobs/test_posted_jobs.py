@@ -354,17 +354,6 @@ def test_tables_in_one_another_may_be_32_deep(bounds):
         assert told == "the posted job: rollout holds tables or lists in one another, more than 32 deep"
 
 
-@pytest.mark.parametrize("depth", [33, 300, 400, 20_000])
-def test_toml_of_any_depth_is_refused_with_a_sentence(bounds, depth):
-    for text in (
-        f"[rollout]\nenv_config = {'{a=' * depth}1{'}' * depth}",
-        f"x = {'[' * depth}{']' * depth}",
-        f"{'.'.join(['rollout', 'env_config', *['a'] * depth])} = 1",
-    ):
-        with pytest.raises(JobError, match="in one another, more than 32 deep"):
-            validate_job(document_of(text), bounds)
-
-
 @pytest.mark.parametrize("number", ["9223372036854775808", "-9223372036854775809", "0x" + "f" * 5_000])
 def test_a_number_that_toml_has_not_is_refused(bounds, number):
     with pytest.raises(JobError, match="rollout holds a whole number of more than 64 bits"):

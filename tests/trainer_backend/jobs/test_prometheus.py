@@ -147,14 +147,6 @@ async def test_requests_are_counted_by_route_and_not_by_path(served):
     assert requests['turnwise_trainer_http_requests_total{method="GET",route="/jobs",status="200"}'] == 1
 
 
-async def test_a_method_that_somebody_made_up_makes_no_series_of_its_own(served):
-    for method in ("BREW", "WHEN"):
-        await served.client.request(method, "/health")
-    seen = {method for method, _, _ in served.service.requests.replies}
-    assert seen == {"other"}
-    assert served.service.requests.replies.total() == 2
-
-
 def test_known_names_are_names_of_prometheus():
     for name in (*OF_ITERATIONS, *OF_EVALUATIONS):
         assert re.fullmatch(r"[a-z_]+\*?", name)

@@ -175,10 +175,6 @@ async def test_a_body_beyond_a_megabyte_is_refused_by_its_header_and_by_what_com
         assert answer.headers["connection"] == "close"
 
 
-async def test_an_answer_is_taken_for_what_it_says_it_is(served):
-    assert (await served.client.get("/jobs")).headers["x-content-type-options"] == "nosniff"
-
-
 async def test_the_same_error_shape_everywhere(served):
     assert refused(await served.client.get("/nowhere"), 404, "not_found")
     assert refused(await served.client.put("/jobs"), 405, "method_not_allowed")
