@@ -50,15 +50,10 @@ _OURS = ("preset", "path", "name")
 def translate(
     config: dict[str, Any], *, task_url: str | None, model: str | None
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Translate a launcher's tables into ours.
+    """Translate the tables of a launcher's TOML into ours; return a sentence for each ignored key too.
 
-    Args:
-        config: the tables of the launcher's TOML.
-        task_url: `data.endpoint_base_url`; it wins, since the launcher has tried it.
-        model: `data.model` or `data.base_model`.
-
-    Returns:
-        The tables of our job, and a sentence for each ignored key.
+    `task_url` is `data.endpoint_base_url`, which wins, since the launcher has tried it; `model` is
+    `data.model` or `data.base_model`.
     """
     refuse_unwritable(config)
     tables: dict[str, Any] = deepcopy(config)

@@ -88,10 +88,8 @@ def validate_job(
 ) -> tuple[LoadedJob, dict[str, str]]:
     """Validate a posted document, after filling in the operator's addresses where it names none.
 
-    A relative path is looked up in the allowed roots in order, then in the service's working directory.
-
-    Returns:
-        The job, and its tags: those in [tags], replaced by those of the request, `tags`.
+    A relative path is looked up in the allowed roots in order, then in the service's working directory. With
+    the job come its tags: those in [tags], replaced by those of the request, `tags`.
     """
     refuse_unwritable(document)
     own = {name: dict(value) if isinstance(value, Mapping) else value for name, value in document.items()}
@@ -371,12 +369,9 @@ class Resolution:
 def resolve(
     content: bytes | Mapping[str, Any], media_type: str, tags: Mapping[str, Any], bounds: Bounds
 ) -> Resolution:
-    """Parse and validate a posted job.
+    """Parse and validate a posted job: a body with its Content-Type header, or the tables of a job.
 
-    Args:
-        content: the body of a request, or the tables of a job.
-        media_type: the body's Content-Type header, or nothing.
-        tags: replace those of the job with the same name.
+    `tags` replace those of the job with the same name.
     """
     if isinstance(content, bytes):
         content, own_tags = _read(content, media_type.partition(";")[0].strip().lower())

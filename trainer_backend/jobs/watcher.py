@@ -175,8 +175,7 @@ class Watcher:
     def look(self, *, everything: bool) -> list[str]:
         """Look once and return the ids of jobs with news. Call it on a thread.
 
-        Args:
-            everything: also look at inactive and new runs, and again at unreadable ones.
+        `everything` includes inactive and new runs, and unreadable ones again.
         """
         rows = self._rows(everything=everything)
         if everything:

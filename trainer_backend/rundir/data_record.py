@@ -93,11 +93,8 @@ def accept_rows(
 ) -> DataSet | None:
     """Compare the rows of a run that continues with its record; `record_rows` takes both before it plays.
 
-    Args:
-        accept_changes: take the rows as they are; the notes of the data set then tell what changed.
-
-    Raises:
-        DataError: the rows are not those that the run began with.
+    A DataError says that they are not those that the run began with; with `accept_changes` they are taken as
+    they are, and the notes of the data set tell what changed.
     """
     if data is None or record is None or table is None:
         return data

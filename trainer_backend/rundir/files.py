@@ -85,11 +85,9 @@ def object_of(line: bytes) -> dict[str, Any] | None:
 
 @contextmanager
 def replacement(path: Path, *also: type[Exception], durable: bool = True) -> Iterator[Path]:
-    """Yield a temporary path that replaces `path` at the end of the context.
+    """Yield a temporary path that replaces `path` at the end of the context; `also` as in `write_errors`.
 
-    Args:
-        also: as in `write_errors`.
-        durable: whether to flush it to disk. Otherwise a power cut may leave an empty file; a kill cannot.
+    Unless `durable`, which flushes it to disk, a power cut may leave an empty file; a kill cannot.
     """
     with write_errors(path, *also):
         aside = path.with_name(f".{path.name}.tmp")

@@ -223,12 +223,8 @@ def tidy_spools(
     """Remove spools that cannot be used when a run continues from the end of an iteration.
 
     Only that iteration's evaluation and the next iteration match the weights of the checkpoint, and with
-    `max_staleness` so many iterations beyond it, as far as their tokens are not of later weights.
-
-    Args:
-        folder: rollouts/ of the run.
-        iteration: -1: the run begins anew.
-        policy_version: of the checkpoint; None: no token can be of a later one.
+    `max_staleness` so many iterations beyond it, as far as their tokens are not of later weights than the
+    checkpoint's `policy_version` (None: no token can be). With iteration -1 the run begins again.
     """
     for path in sorted(folder.glob(f"*_*{SPOOL_ENDING}")):
         stage, number = stage_of(path)

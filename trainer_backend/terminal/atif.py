@@ -262,8 +262,7 @@ class _Story:
     def _tell(self, messages: Sequence[Message], *, goes_on: bool) -> None:
         """Tell the new messages of a prompt, of which those up to the last answer are context.
 
-        Args:
-            goes_on: they follow the last prompt, so an answer at their front is that of the last decision.
+        If it `goes_on` from the last prompt, an answer at their front is that of the last decision.
         """
         roles = [message.role for message in messages]
         if goes_on and self.last_answer and roles[:1] == ["assistant"]:

@@ -102,13 +102,8 @@ def _marked(document: Mapping[str, Any], defaults: Mapping[str, str]) -> list[Ma
 def lines_before_a_run(job: JobConfig, *, trial: bool) -> Iterator[str]:
     """Check rows, fixed policies and offers of the own task app, and describe them to a person.
 
-    Settings that bias the gradient are named too.
-
-    Args:
-        trial: whether to start the job's own task app for a moment, which runs the job's task_plugins.
-
-    Raises:
-        JobError: the job cannot run as it is.
+    Settings that bias the gradient are named too. A JobError says why the job cannot run as it is. A `trial`
+    starts the job's own task app for a moment, which runs the job's task_plugins.
     """
     data = job_parts.data(job)
     yield from data.notes if data is not None else ()

@@ -24,12 +24,7 @@ _LEAST_WIDTH, _TITLE_WIDTH = 6, 12  # longer titles are wrapped between words
 
 
 class ConsoleReporter:
-    """A `protocols.Reporter` for a console; use it as a context manager.
-
-    Args:
-        iterations: how many iterations the run has; None: unknown.
-        clock: seconds, from any moment on.
-    """
+    """A `protocols.Reporter` for a console; use it as a context manager. `clock` tells seconds."""
 
     def __init__(
         self,

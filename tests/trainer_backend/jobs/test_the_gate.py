@@ -29,14 +29,6 @@ def refused(answer: httpx.Response, status: int, code: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "headers", [{"X-API-Key": KEY}, {"Authorization": f"Bearer {KEY}"}, {"Authorization": f"bearer  {KEY}"}]
-)
-async def test_the_key_opens(tmp_path, headers):
-    async with with_key(tmp_path) as client:
-        assert (await client.get("/jobs", headers=headers)).status_code == 200
-
-
-@pytest.mark.parametrize(
     "headers",
     [
         {},
