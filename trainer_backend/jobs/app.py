@@ -23,10 +23,10 @@ from service_kit.problems import (
     problem_responses,
 )
 from service_kit.release import version
-from shared_schemas.base import did_you_mean
 from trainer_backend.errors import ApiError, TrainerError
 from trainer_backend.jobs import events, launcher, login, routes, run_routes
 from trainer_backend.jobs.login import LOGIN
+from trainer_backend.jobs.posted import describe_fault
 from trainer_backend.jobs.service import Service
 from trainer_backend.jobs.slots import wait_for_threads
 
@@ -103,14 +103,9 @@ async def _validation(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
     first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
-    place, *path = (str(part) for part in first["loc"])
-    name = ".".join(path) or place
-    if first["type"] == "extra_forbidden":
-        allowed = first.get("ctx", {}).get("known", ())
-        detail = f"{name[:80]!r} is not known here{did_you_mean(path[-1][:80], allowed) if allowed else ''}"
-    else:
-        detail = f"{name}: {first['msg']}"
-    return problem_response(ApiError(detail, where=f"{place} {name}" if path else place))
+    place, *path = map(str, first["loc"])
+    detail = describe_fault(first, path or [place], first.get("ctx", {}).get("known", ()))
+    return problem_response(ApiError(detail, where=f"{place} {'.'.join(path)}".rstrip()))
 
 
 @asynccontextmanager

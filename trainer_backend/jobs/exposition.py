@@ -46,7 +46,13 @@ def page(service: Service, *, version: str, accept: str) -> Response:
         about = {"version": version, "home": service.data.home}
         yield InfoMetricFamily(_PREFIX, "Which trainer this is.", about)
         yield from _now(service, counts)
-        yield from _so_far(service)
+        yield from service.watcher.registry.collect()
+        yield service.requests.reply_family(f"{_PREFIX}_http_requests")
+        text = "Seconds until answers ended; streams left out."
+        seconds = CounterMetricFamily(f"{_PREFIX}_http_request_seconds", text, labels=["route"])
+        for route, histogram in service.requests.latency.items():
+            seconds.add_metric([route], histogram.sum_s)
+        yield seconds
         yield from _of_runs(rows)
 
     return metrics_response(everything, accept=accept)
@@ -67,17 +73,6 @@ def _now(service: Service, counts: Mapping[str, int] | None) -> Iterator[Metric]
 
 def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(f"{_PREFIX}_{name}", text, value)
-
-
-def _so_far(service: Service) -> Iterator[Metric]:
-    yield from service.watcher.registry.collect()
-    yield service.requests.reply_family(f"{_PREFIX}_http_requests")
-    seconds = CounterMetricFamily(
-        f"{_PREFIX}_http_request_seconds", "Seconds until answers ended; streams left out.", labels=["route"]
-    )
-    for route, histogram in service.requests.latency.items():
-        seconds.add_metric([route], histogram.sum_s)
-    yield seconds
 
 
 def _of_runs(jobs: Iterable[tuple[Job, Mapping[str, Mapping[str, Any]]]]) -> Iterator[Metric]:

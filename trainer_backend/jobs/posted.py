@@ -6,7 +6,7 @@ operator's keys to another host, or listen on an address of choice. Errors never
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -468,8 +468,12 @@ def _read(body: bytes, media_type: str) -> tuple[dict[str, Any], Mapping[str, An
     if media_type == _JSON:
         try:
             job = PostedJob.model_validate(read_json(body))
+        except ValidationError as error:
+            finding = error.errors(include_url=False)[0]
+            told = describe_fault(finding, finding["loc"], PostedJob.model_fields)
+            raise ApiError(told, where="body") from error
         except ValueError as error:
-            raise ApiError(_message(error), where="body") from error
+            raise ApiError(str(error), where="body") from error
         tables = job.config if job.toml is None else document_of(text_of(job.toml.encode()))
         return tables or {}, job.tags
     if media_type not in _TOML and not media_type.startswith("text/"):
@@ -485,13 +489,10 @@ def _read(body: bytes, media_type: str) -> tuple[dict[str, Any], Mapping[str, An
         raise JobError(error.detail, hint="curl -d drops line ends; send --data-binary @job.toml.") from error
 
 
-def _message(error: ValueError) -> str:
-    """Name the wrong key of a JSON body."""
-    if not isinstance(error, ValidationError):
-        return str(error)
-    finding = error.errors(include_url=False)[0]
-    name = ".".join(map(str, finding["loc"]))[:80]
+def describe_fault(finding: Mapping[str, Any], path: Sequence[object], known: Collection[str]) -> str:
+    """Say what one of pydantic's errors is about, and what is wrong there."""
+    name = ".".join(map(str, path))[:80]
     if finding["type"] == "extra_forbidden":
-        return f"{name!r} is not known here{did_you_mean(name, PostedJob.model_fields)}"
+        return f"{name!r} is not known here{did_you_mean(str(path[-1]), known) if known else ''}"
     message = finding["msg"].removeprefix("Value error, ")
     return f"{name}: {message}" if name else message

@@ -146,17 +146,14 @@ def _changes(before: Sequence[RowIdentity], now: Sequence[RowIdentity], *, in_or
     }
     for what, rows in kinds.items():
         if rows:
-            yield _count_by_side(rows, what)
+            sides = Counter(row.side for row in rows)
+            counts = " and ".join(f"{count} {side}" for side, count in sides.items())
+            are = "rows are" if len(rows) > 1 else "row is"
+            named = ", ".join(f"{row.id} ({row.where})" for row in rows[:_MOST_NAMED])
+            more = f" and {len(rows) - _MOST_NAMED} more" if len(rows) > _MOST_NAMED else ""
+            yield f"{counts} {are} {what}: {named}{more}"
     if in_order and not gone and not added and [*old] != [*new]:
         yield "the order of the rows changed, and data.shuffle is false"
-
-
-def _count_by_side(rows: Sequence[RowIdentity], what: str) -> str:
-    sides = Counter(row.side for row in rows)
-    counts = " and ".join(f"{count} {side}" for side, count in sides.items())
-    named = ", ".join(f"{row.id} ({row.where})" for row in rows[:_MOST_NAMED])
-    more = f" and {len(rows) - _MOST_NAMED} more" if len(rows) > _MOST_NAMED else ""
-    return f"{counts} row{'s' * (len(rows) > 1)} {'are' if len(rows) > 1 else 'is'} {what}: {named}{more}"
 
 
 def find_other_rows(first: DataRecord, other: DataRecord) -> set[str]:

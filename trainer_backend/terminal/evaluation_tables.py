@@ -36,8 +36,8 @@ def _figures(result: EvaluationResult) -> Iterator[tuple[str, str]]:
     yield "episodes", f"{result.episodes}{each}{lost}"
     if result.lost:
         yield "lost", result.lost_because
-    yield "decisions", _interval(result.decisions, "{:.1f}")
-    yield "env steps", _interval(result.env_steps, "{:.1f}")
+    yield "decisions", result.decisions.word("{:.1f}")
+    yield "env steps", result.env_steps.word("{:.1f}")
     yield "invalid decisions", f"{result.invalid_frac:.2%}"
     yield from ((name, _figure(value)) for name, value in result.conversation.items())
     if result.prompt_tokens is not None:
@@ -48,16 +48,16 @@ def _figures(result: EvaluationResult) -> Iterator[tuple[str, str]]:
 
 def _result(result: EvaluationResult) -> Iterator[tuple[str, str]]:
     if result.crafter_score is not None:
-        yield "Crafter score", _interval(result.crafter_score, "{:.1f} %")
-    yield "environment's reward", _interval(result.env_reward, "{:.2f}")
+        yield "Crafter score", result.crafter_score.word("{:.1f} %")
+    yield "environment's reward", result.env_reward.word("{:.2f}")
     if result.progress is not None:
-        yield "progress", f"{_interval(result.progress, '{:.1f} %')} of {len(result.rates)} achievements"
+        yield "progress", f"{result.progress.word('{:.1f} %')} of {len(result.rates)} achievements"
     name, _, meaning = result.outcome_definition.partition(": ")
-    yield name, _interval(result.outcome, "{:.2f}") + (f": {meaning}" if meaning else "")
+    yield name, result.outcome.word("{:.2f}") + (f": {meaning}" if meaning else "")
     if result.solved_in_any is not None:
-        yield f"solved in any of {result.repeats}", _interval(result.solved_in_any, "{:.1%}")
+        yield f"solved in any of {result.repeats}", result.solved_in_any.word("{:.1%}")
     if result.unique is not None and result.unique != result.outcome:
-        yield "unique achievements", _interval(result.unique, "{:.2f}")
+        yield "unique achievements", result.unique.word("{:.2f}")
 
 
 def _turns(result: EvaluationResult) -> Table:
@@ -93,11 +93,6 @@ def _counts(items: Iterable[tuple[str, int]]) -> str:
 def _figure(value: float | Sequence[float]) -> str:
     """Format a metric, or a list of values by turn."""
     return f"{value:.2f}" if isinstance(value, float | int) else " ".join(f"{item:.2f}" for item in value)
-
-
-def _interval(interval: Interval, form: str) -> str:
-    bounds = _bounds(interval, form)
-    return f"{form.format(interval.mean)} (95 % {bounds})" if bounds else form.format(interval.mean)
 
 
 def _bounds(interval: Interval, form: str) -> str:

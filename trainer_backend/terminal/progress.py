@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer_backend.collect.metrics import count_worlds, outcome_interval
-from trainer_backend.core.statistics import Interval
 from trainer_backend.evaluation.best import describe_others, find_comparable
 from trainer_backend.pages.report import last_minus_first
 from trainer_backend.pages.story import Row, Story
@@ -136,7 +135,7 @@ def closing_lines(story: Story) -> list[str]:
         begins = find_comparable(evaluations)[0]
         since = "" if begins is first else f", from iteration {begins['iteration']} on"
         if difference is not None:
-            text = f"{_interval(difference)}, {difference.count} {story.unit}s{since}"
+            text = f"{difference.word('{:+.2f}')}, {difference.count} {story.unit}s{since}"
             lines.append((f"difference, {story.unit} by {story.unit}", text))
     if others := describe_others(evaluations):
         lines.append(("not comparable", others))
@@ -146,8 +145,3 @@ def closing_lines(story: Story) -> list[str]:
         best_text = f"iteration {best['iteration']}, {outcome_interval(best).mean:.2f}"
         lines.append(("best checkpoint", f"{best_text} (chosen on these {story.unit}s: not a result)"))
     return [f"{name:>26}: {text}" for name, text in lines]
-
-
-def _interval(interval: Interval) -> str:
-    bounds = f" (95 % {interval.low:+.2f} to {interval.high:+.2f})" if interval.low is not None else ""
-    return f"{interval.mean:+.2f}{bounds}"
