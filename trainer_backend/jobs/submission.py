@@ -59,8 +59,7 @@ async def submit(
     """
     if service.supervisor is None:
         raise RunsNoJobs(
-            "this service only shows runs (--no-jobs)",
-            hint="Start one that runs jobs: turnwise trainer.",
+            "this service only shows runs (--no-jobs)", hint="Start one that runs jobs: turnwise trainer."
         )
     if key is not None:
         earlier = await service.line.ask(

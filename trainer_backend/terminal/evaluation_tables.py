@@ -39,7 +39,8 @@ def _figures(result: EvaluationResult) -> Iterator[tuple[str, str]]:
     yield "decisions", result.decisions.word("{:.1f}")
     yield "env steps", result.env_steps.word("{:.1f}")
     yield "invalid decisions", f"{result.invalid_frac:.2%}"
-    yield from ((name, _figure(value)) for name, value in result.conversation.items())
+    for name, value in result.conversation.items():  # a list has values by turn
+        yield name, " ".join(f"{item:.2f}" for item in ([value] if isinstance(value, float | int) else value))
     if result.prompt_tokens is not None:
         yield "tokens", f"{result.prompt_tokens:,} of prompts, {result.sampled_tokens or 0:,} sampled"
     yield "ended by", _counts(sorted(result.endings.items()))
@@ -88,11 +89,6 @@ def _worst_rows(result: EvaluationResult) -> list[RenderableType]:
 
 def _counts(items: Iterable[tuple[str, int]]) -> str:
     return ", ".join(f"{name} {count}" for name, count in items) or "none"
-
-
-def _figure(value: float | Sequence[float]) -> str:
-    """Format a metric, or a list of values by turn."""
-    return f"{value:.2f}" if isinstance(value, float | int) else " ".join(f"{item:.2f}" for item in value)
 
 
 def _bounds(interval: Interval, form: str) -> str:

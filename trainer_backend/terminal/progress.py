@@ -26,11 +26,7 @@ class ConsoleReporter:
     """A `protocols.Reporter` for a console; use it as a context manager. `clock` tells seconds."""
 
     def __init__(
-        self,
-        console: Console,
-        iterations: int | None = None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, console: Console, iterations: int | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._console, self._iterations, self._clock = console, iterations, clock
         self._start_s = clock()
