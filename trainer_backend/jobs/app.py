@@ -69,25 +69,21 @@ def create_app(service: Service, *, pages: Sequence[APIRouter] = ()) -> TrainerA
     app.add_exception_handler(TrainerError, _problem)
     app.add_exception_handler(RequestValidationError, _validation)
     describe(app, open_paths=OPEN_PATHS)
-    app.front = _with_guards(app.front, service)
-    return app
-
-
-def _with_guards(app: ASGIApp, service: Service) -> ASGIApp:
-    """Wrap the app in its guards; the last wrapper sees a request first."""
     settings, keys = service.settings, service.keys
     door = SessionDoor(
         keys, service.sessions.match, open_paths=OPEN_PATHS, open_below=["/static/"], login=LOGIN
     )
-    app = Gate(
-        app,
+    # The last wrapper sees a request first.
+    front: ASGIApp = Gate(
+        app.front,
         door=door,
         max_body_bytes=settings.max_body_bytes,
         max_body_s=settings.max_body_s,
         unreadable=ApiError,
     )
-    app = ServerErrorMiddleware(app, handler=internal_error_response)
-    return RequestObserver(app, requests=service.requests, keys=keys, streams=[_STREAM])
+    front = ServerErrorMiddleware(front, handler=internal_error_response)
+    app.front = RequestObserver(front, requests=service.requests, keys=keys, streams=[_STREAM])
+    return app
 
 
 async def _problem(request: Request, error: Exception) -> Response:

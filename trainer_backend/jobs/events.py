@@ -23,8 +23,7 @@ from starlette.responses import StreamingResponse
 from shared_schemas.base import Body
 from trainer_backend.errors import ApiError, TooManyStreams
 from trainer_backend.jobs.run_routes import Piece, read_piece
-from trainer_backend.jobs.service import Service, find_job, service_of
-from trainer_backend.jobs.views import job_view
+from trainer_backend.jobs.service import Service, find_job, job_view, service_of
 from trainer_backend.rundir.state import LOG_FILE
 from trainer_backend.store import jobs, reads
 from trainer_backend.store.database import StoreUnavailable, UnknownJob

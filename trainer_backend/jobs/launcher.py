@@ -19,10 +19,9 @@ from trainer_backend.job.foreign_keys import NEW_NAMES
 from trainer_backend.job.tables import HUB_NAME
 from trainer_backend.jobs.posted import copy_table, document_of, refuse_unwritable
 from trainer_backend.jobs.routes import CreateQuery, IdempotencyKey, Resolved
-from trainer_backend.jobs.service import Service, find_job, service_of
+from trainer_backend.jobs.service import Service, find_job, job_view, service_of
 from trainer_backend.jobs.submission import Submission, digest_of, resolution, submit
 from trainer_backend.jobs.task_app_trial import Verified, Verify, try_at_task_apps, verify
-from trainer_backend.jobs.views import job_view
 from trainer_backend.store.rows import Job, JobView
 
 # Published keys of other backends, by table. They are ignored, and the reply names them.

@@ -11,10 +11,9 @@ from shared_schemas.base import Body
 from trainer_backend.jobs.data_dir import forget_job
 from trainer_backend.jobs.exposition import page
 from trainer_backend.jobs.posted import Checked, PostedJob, check
-from trainer_backend.jobs.service import Service, find_job, refuse_foreign, service_of
+from trainer_backend.jobs.service import Service, find_job, job_view, refuse_foreign, service_of
 from trainer_backend.jobs.states import Verb
 from trainer_backend.jobs.submission import Submission, apply_verb, digest_of, resolution, submit
-from trainer_backend.jobs.views import JobList, job_view
 from trainer_backend.store import jobs
 from trainer_backend.store.rows import JobState, JobView
 
@@ -42,6 +41,13 @@ class Resolved(Body):
 
     toml: str
     warnings: tuple[str, ...]
+
+
+class JobList(Body):
+    """A page of jobs, newest first. Send `next_cursor` with the next request; null: this page is the last."""
+
+    jobs: tuple[JobView, ...]
+    next_cursor: str | None
 
 
 class CreateQuery(Body):

@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from fastapi import Request
 
@@ -16,9 +17,10 @@ from trainer_backend.jobs.settings import Settings
 from trainer_backend.jobs.slots import Line
 from trainer_backend.jobs.supervisor import Supervisor
 from trainer_backend.jobs.watcher import News, Watcher
+from trainer_backend.rundir.state import FINAL, read_state
 from trainer_backend.store import jobs
 from trainer_backend.store.database import JobConflict, Store, UnknownJob
-from trainer_backend.store.rows import Job
+from trainer_backend.store.rows import ACTIVE, Job, JobView, Progress, iterations_of
 
 
 @dataclass(slots=True)
@@ -54,6 +56,16 @@ def service_of(request: Request) -> Service:
     service = request.app.state.service
     assert isinstance(service, Service)
     return service
+
+
+def job_view(job: Job) -> JobView:
+    """Build the view of a job. It reads the run directory: call it on a thread."""
+    state, progress = read_state(Path(job.run_dir)) if job.run_dir is not None else None, None
+    if state is not None:
+        same = {name: getattr(state, name) for name in ("iteration", "stage", "done", "total", "since")}
+        stage_state = state.state if job.state in ACTIVE or state.state in FINAL else "gone"
+        progress = Progress(state=stage_state, iterations=iterations_of(job.config), **same)
+    return JobView(**{name: getattr(job, name) for name in JobView.model_fields} | {"progress": progress})
 
 
 _SHORTEST = 6

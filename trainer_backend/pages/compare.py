@@ -73,7 +73,7 @@ def _difference(first: Story, other: Story) -> Difference:
     by_content = all(side.data is not None and not side.data.by_position for side in (first, other))
     task = _TASK if by_content else (*_TASK, *_ROWS)
     doubt = [key for key, _ in setting_differences([first, other]) if key.startswith(task)]
-    if first.job.evaluation_temperature != other.job.evaluation_temperature:
+    if len({side.job.evaluation.temperature_beside(side.job.rollout) for side in (first, other)}) > 1:
         doubt.append("evaluation.temperature")
     mismatch = describe_mismatch(first.data, other.data) if first.data and other.data else ()
     return Difference(outcome, tuple(doubt), tuple(mismatch))
