@@ -46,19 +46,11 @@ ALTERNATIVES = (
 _OVERRIDE = re.compile(r"\w+(\.\w+)+=|\w+=(\{\}|\[\])$")
 # Keys with a path, or a list of paths, that must exist before a run.
 PATHS = (
-    "model.path",
-    "inference.vllm_python",
-    "rollout_only.model_path",
-    "services.task_plugins",
-    "services.verifiers_python",
-    "services.textarena_python",
-    "services.reasoning_gym_python",
-    "services.mcp_servers",
-    "job.trainer_plugins",
-    "data.path",
-    "data.evaluation_path",
+    "model.path", "inference.vllm_python", "rollout_only.model_path", "services.task_plugins",
+    "services.verifiers_python", "services.textarena_python", "services.reasoning_gym_python",
+    "services.mcp_servers", "job.trainer_plugins", "data.path", "data.evaluation_path",
     "multi_turn.interaction_config_path",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

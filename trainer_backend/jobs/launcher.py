@@ -31,16 +31,10 @@ NOT_READ = {
     "model": ("trainer_mode", "label"),
     "rollout": ("batches_per_step", "ops"),
     "training": (
-        "batch_size",
-        "max_turns",
-        "gradient_accumulation_steps",
-        "max_accumulated_minibatch",
-        "log_interval",
-        "weight_sync_interval",
-        "weight_sync",
-        "async_semaphore_max",
+        "batch_size", "max_turns", "gradient_accumulation_steps", "max_accumulated_minibatch",
+        "log_interval", "weight_sync_interval", "weight_sync", "async_semaphore_max",
     ),
-}
+}  # fmt: skip
 # Published keys for the model and its origin.
 _MODEL_NAMES = ("base", "source")
 _OURS = ("preset", "path", "name")

@@ -76,18 +76,6 @@ def _on_side(side: Side, rows: Sequence[RowIdentity]) -> list[RowIdentity]:
     return [row for row in rows if row.side == side]
 
 
-class Differences(NamedTuple):
-    """How rows of today differ from a record, as sentences; both together as a text."""
-
-    changes: str
-    """Empty if the rows are those of the record."""
-    leaks: str
-    """The text of `DataRecord.describe_leaks`."""
-
-    def __str__(self) -> str:
-        return "; ".join(filter(None, self))
-
-
 def accept_rows(
     record: DataRecord | None, table: DataTable | None, data: DataSet | None, *, accept_changes: bool = False
 ) -> DataSet | None:
@@ -98,16 +86,17 @@ def accept_rows(
     """
     if data is None or record is None or table is None:
         return data
-    found = find_differences(record, table, data)
-    if found.changes and not accept_changes:
+    changes, leaks = find_differences(record, table, data)
+    found = "; ".join(filter(None, (changes, leaks)))
+    if changes and not accept_changes:
         raise DataError(
             f"since the run began, {found}",
             where=str(table.path),
             hint="Restore the data, start a new run, or accept these rows: turnwise train --resume RUN "
             "--accept-data.",
         )
-    if found.changes or found.leaks:
-        begins = "data: accepted, although since the run began" if found.changes else "warning:"
+    if found:
+        begins = "data: accepted, although since the run began" if changes else "warning:"
         data = replace(data, notes=(*data.notes, f"{begins} {found}"))
     return data
 
@@ -122,13 +111,13 @@ def record_rows(run: RunDirectory, record: DataRecord | None, data: DataSet | No
         _write_record(run, record.followed_by(data.identities, iteration))
 
 
-def find_differences(record: DataRecord, table: DataTable, data: DataSet) -> Differences:
-    """Find how rows differ from those of the record.
+def find_differences(record: DataRecord, table: DataTable, data: DataSet) -> tuple[str, str]:
+    """Say what changed since the record, and which held-out rows leak; each is empty if there is nothing.
 
     The order counts where training follows it (data.shuffle = false).
     """
     changes = _changes(record.rows, data.identities, in_order=not table.shuffle)
-    return Differences("; ".join(changes), record.describe_leaks(data.identities))
+    return "; ".join(changes), record.describe_leaks(data.identities)
 
 
 def _changes(before: Sequence[RowIdentity], now: Sequence[RowIdentity], *, in_order: bool) -> Iterator[str]:
