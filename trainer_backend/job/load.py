@@ -206,8 +206,7 @@ def _nulls_in_lists(
 def _with_plugins(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
     """Load the operator's plug-ins, whose names the job may then give, and note their digests.
 
-    Raises:
-        JobError: a file cannot be loaded, or is no longer what the run began with; then none has run.
+    JobError: a file cannot be loaded, or is no longer what the run began with; then none has run.
     """
     job = table_of(tables, "job", places)
     files, known = job.get("trainer_plugins"), job.get("trainer_plugins_sha256", [])
@@ -300,10 +299,8 @@ def _with_values_of_papers(tables: Mapping[str, Any], places: Places) -> dict[st
     """Fill in the values of the chosen estimator's and loss's papers for keys that the job omits.
 
     So the resolved job shows every effective value. Validation reports wrong tables and names later. A value
-    is not filled in where the job says that its switch is off.
-
-    Raises:
-        JobError: two papers have different values for a key that the job omits.
+    is not filled in where the job says that its switch is off. JobError: two papers have different values for
+    a key that the job omits.
     """
     result, algorithm = dict(tables), tables.get("algorithm")
     filled: dict[str, tuple[str, float | str]] = {}

@@ -45,7 +45,15 @@ def page(service: Service, *, version: str, accept: str) -> Response:
     def everything() -> Iterator[Metric]:
         about = {"version": version, "home": service.data.home}
         yield InfoMetricFamily(_PREFIX, "Which trainer this is.", about)
-        yield from _now(service, counts)
+        yield _gauge("store_up", "1 while the database answers.", float(counts is not None))
+        if counts is not None:
+            family = GaugeMetricFamily(f"{_PREFIX}_jobs", "Jobs in each state.", labels=["state"])
+            for state in get_args(JobState):
+                family.add_metric([state], counts.get(state, 0))
+            yield family
+        slots = service.supervisor.slots.values() if service.supervisor is not None else ()
+        yield _gauge("processes", "Processes of jobs that run.", sum(s.process is not None for s in slots))
+        yield _gauge("event_streams", "Event streams that are open.", service.streams)
         yield from service.watcher.registry.collect()
         yield service.requests.reply_family(f"{_PREFIX}_http_requests")
         text = "Seconds until answers ended; streams left out."
@@ -56,19 +64,6 @@ def page(service: Service, *, version: str, accept: str) -> Response:
         yield from _of_runs(rows)
 
     return metrics_response(everything, accept=accept)
-
-
-def _now(service: Service, counts: Mapping[str, int] | None) -> Iterator[Metric]:
-    yield _gauge("store_up", "1 while the database answers.", float(counts is not None))
-    if counts is not None:
-        family = GaugeMetricFamily(f"{_PREFIX}_jobs", "Jobs in each state.", labels=["state"])
-        for state in get_args(JobState):
-            family.add_metric([state], counts.get(state, 0))
-        yield family
-    slots = service.supervisor.slots.values() if service.supervisor is not None else ()
-    running = sum(slot.process is not None for slot in slots)
-    yield _gauge("processes", "Processes of jobs that run.", running)
-    yield _gauge("event_streams", "Event streams that are open.", service.streams)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -19,10 +19,10 @@ from trainer_backend.job.foreign_keys import NEW_NAMES
 from trainer_backend.job.tables import HUB_NAME
 from trainer_backend.jobs.posted import copy_table, document_of, refuse_unwritable
 from trainer_backend.jobs.routes import CreateQuery, IdempotencyKey, Resolved
-from trainer_backend.jobs.service import Service, find_job, job_view, service_of
+from trainer_backend.jobs.service import find_job, job_view, service_of
 from trainer_backend.jobs.submission import Submission, digest_of, resolution, submit
 from trainer_backend.jobs.task_app_trial import Verified, Verify, try_at_task_apps, verify
-from trainer_backend.store.rows import Job, JobView
+from trainer_backend.store.rows import JobView
 
 # Published keys of other backends, by table. They are ignored, and the reply names them.
 NOT_READ = {
@@ -210,7 +210,8 @@ async def create_rl_job(
     if not is_new:
         response.status_code = 200
         response.headers["Idempotency-Replayed"] = "true"
-    return LauncherReply(**await _view(service, job), warnings=(*warnings, *doubts))
+    view, all_told = await service.line.ask(job_view, job), (*warnings, *doubts)
+    return LauncherReply(**dict(view), job_id=job.id, status=job.state, warnings=all_told)
 
 
 @router.get("/api/rl/jobs/{job_id}", include_in_schema=False)
@@ -218,7 +219,8 @@ async def create_rl_job(
 async def show_rl_job(request: Request, job_id: str) -> LauncherView:
     """Show one job as in GET /jobs/{job_id}, with the field names of launchers."""
     service = service_of(request)
-    return LauncherView(**await _view(service, await find_job(service, job_id)))
+    view = await service.line.ask(job_view, await find_job(service, job_id))
+    return LauncherView(**dict(view), job_id=view.id, status=view.state)
 
 
 @router.post("/api/rl/verify_task_app", include_in_schema=False)
@@ -226,8 +228,3 @@ async def show_rl_job(request: Request, job_id: str) -> LauncherView:
 async def verify_task_app(request: Request, body: Verify) -> Verified:
     """Check that a task app answers this service and accepts its key. Only allowed task apps are asked."""
     return await verify(body.endpoint_base_url, service_of(request).settings)
-
-
-async def _view(service: Service, job: Job) -> dict[str, Any]:
-    view = await service.line.ask(job_view, job)
-    return {**dict(view), "job_id": job.id, "status": job.state}

@@ -82,10 +82,7 @@ class TruthFile:
 
     @classmethod
     def read(cls, path: Path, run: RunDirectory) -> Self:
-        """
-        Raises:
-            RunDirectoryError: there is no such file, it is no truth, or that of another run.
-        """
+        """Read the file of a run; RunDirectoryError: it is not there, is no truth, or that of another run."""
         file = cls._parse(path)
         if file is None:
             raise RunDirectoryError(f"{path}: no truth is measured; `turnwise truth {run.path}` measures it")
@@ -99,8 +96,7 @@ class TruthFile:
     def open(cls, path: Path, setting: TruthSetting) -> Self:
         """The file to go on with, or a new one, which is written with its first decision.
 
-        Raises:
-            RunDirectoryError: the file was measured with another setting.
+        RunDirectoryError: the file was measured with another setting.
         """
         file = cls._parse(path)
         if file is None:

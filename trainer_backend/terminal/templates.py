@@ -294,8 +294,7 @@ def write_job(path: Path, choices: Choices) -> LoadedJob:
 def _examples(folder: Path, env: str) -> dict[Path, str]:
     """Return the files that a job of the environment names and that are not there yet.
 
-    Raises:
-        JobError: one of them has other content, which must not be overwritten.
+    JobError: one of them is there with other content, which must not be overwritten.
     """
     examples = {folder / name: make() for name, make in environment_job(env).files.items()}
     there = [file for file in examples if file.exists()]
