@@ -209,16 +209,12 @@ def without(document: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
 
 def _lay_over(document: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
     """Return a merged document, without alternatives to keys of the layer, and digests of its files."""
-    for alternatives in ALTERNATIVES:
-        paths = [dotted.split(".") for dotted in alternatives]
-        present = [path for path in paths if _home_of(layer, path) is not None]
-        for path in paths if present else ():
-            home = None if path in present else _home_of(document, path)
-            if home is not None:
-                del home[path[-1]]
     # Naming files accepts them as they are. Digests alone remove nothing: a printed job has empty ones.
-    named = [digests for files, digests in DIGESTS.items() if _home_of(layer, files.split("."))]
-    return _merge_tables(without(document, named), layer)
+    gone = [digests for files, digests in DIGESTS.items() if _home_of(layer, files.split("."))]
+    for alternatives in ALTERNATIVES:
+        others = [dotted for dotted in alternatives if not _home_of(layer, dotted.split("."))]
+        gone += others if len(others) < len(alternatives) else []
+    return _merge_tables(without(document, gone), layer)
 
 
 def _merge_tables(below: Any, above: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:

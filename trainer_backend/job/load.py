@@ -117,7 +117,12 @@ def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -
         bool(config.job.trainer_plugins)
         or any(name not in BUILT_IN[key] for key, name in _names_in(config, BUILT_IN))
     )
-    unknown = [] if is_foreign else [*_unknown_plugs(config, places)]
+    unknown = []
+    for key, name in () if is_foreign else _names_in(config, BOARDS):
+        try:
+            refuse_unknown(key, name)
+        except JobError as error:
+            unknown.append(f"{places.of(key)}: {error}")
     knows_plugs = not (is_foreign or unknown)
     homes = {name: getattr(config, name) for name in READ_BY.values()} if knows_plugs else {}
     own = [*find_unread_tables(homes)] if knows_plugs else []
@@ -228,14 +233,6 @@ def _with_plugins(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
 
 def _are_texts(value: Any) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def _unknown_plugs(config: JobConfig, places: Places) -> Iterator[str]:
-    for key, name in _names_in(config, BOARDS):
-        try:
-            refuse_unknown(key, name)
-        except JobError as error:
-            yield f"{places.of(key)}: {error}"
 
 
 def _names_in(config: JobConfig, boards: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -117,17 +117,13 @@ def _link(source: Path, target: Path) -> None:
             elif entry.name in _LEFT_OUT or entry.name.endswith(".tmp"):
                 continue  # of the moment
             elif entry.is_file(follow_symlinks=False):
-                _link_file(Path(entry.path), target / entry.name)
-
-
-def _link_file(source: Path, target: Path) -> None:
-    with suppress(FileNotFoundError):  # retention deleted it
-        try:
-            os.link(source, target)
-        except OSError as error:
-            if error.errno not in NO_LINKS:
-                raise
-            shutil.copy2(source, target)
+                with suppress(FileNotFoundError):  # retention deleted it
+                    try:
+                        os.link(entry.path, target / entry.name)
+                    except OSError as error:
+                        if error.errno not in NO_LINKS:
+                            raise
+                        shutil.copy2(entry.path, target / entry.name)
 
 
 def _add(tar: tarfile.TarFile, name: str, content: IO[bytes], size: int, modified_s: float) -> None:

@@ -140,8 +140,6 @@ def _count_iterations(tables: dict[str, Any]) -> None:
 
 router = APIRouter(tags=["launchers"])
 
-_JSON = "application/json"
-
 
 class LauncherData(OpenBody):
     """A launcher's job; `config` is the whole TOML, as tables or as text."""
@@ -205,7 +203,8 @@ async def create_rl_job(
     if query.dry_run:
         resolved = await resolution(service, submission)
         warnings = (*warnings, *resolved.warnings, *await try_at_task_apps(resolved.toml))
-        return Response(Resolved(toml=resolved.toml, warnings=warnings).model_dump_json(), media_type=_JSON)
+        answer = Resolved(toml=resolved.toml, warnings=warnings)
+        return Response(answer.model_dump_json(), media_type="application/json")
     job, is_new, doubts = await submit(service, submission, idempotency_key, try_at_task_apps)
     if not is_new:
         response.status_code = 200
