@@ -23,6 +23,11 @@ class Interval:
     high: float | None
     count: int
 
+    def word(self, form: str = "{:.2f}", before: str = "95 % ") -> str:
+        """`1.50 (95 % -4.85 to 7.85)`, or the mean alone where there are no bounds."""
+        bounds = " to ".join(form.format(bound) for bound in (self.low, self.high) if bound is not None)
+        return form.format(self.mean) + (f" ({before}{bounds})" if bounds else "")
+
 
 Z_975 = 1.959963984540054  # 97.5 % quantile of the standard normal distribution
 # 97.5 % quantiles of Student's t by degrees of freedom; beyond these a series is exact enough.

@@ -76,8 +76,8 @@ async def show_job_metrics(request: Request, job_id: str, query: Annotated[Metri
     """Read curves of a run by metric name; docs/metrics.md describes each."""
     service = service_of(request)
     job = await find_job(service, job_id)
-    names = query.names or await service.ask(reads.metric_names, service.store, job.id, query.kind)
-    curves = await service.ask(
+    names = query.names or await service.line.ask(reads.metric_names, service.store, job.id, query.kind)
+    curves = await service.line.ask(
         reads.series, service.store, [job.id], names, kind=query.kind, points=query.points
     )
     series = {
@@ -91,7 +91,7 @@ async def show_job_metrics(request: Request, job_id: str, query: Annotated[Metri
 async def show_job_log(request: Request, job_id: str, query: Annotated[LogQuery, Query()]) -> Log:
     """Read lines of a run's logs; of a long log the last megabyte."""
     service = service_of(request)
-    return await service.ask(_log, await find_job(service, job_id), query)
+    return await service.line.ask(_log, await find_job(service, job_id), query)
 
 
 def _log(job: Job, query: LogQuery) -> Log:

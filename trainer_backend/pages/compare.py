@@ -73,7 +73,7 @@ def _difference(first: Story, other: Story) -> Difference:
     by_content = all(side.data is not None and not side.data.by_position for side in (first, other))
     task = _TASK if by_content else (*_TASK, *_ROWS)
     doubt = [key for key, _ in setting_differences([first, other]) if key.startswith(task)]
-    if first.job.evaluation_temperature != other.job.evaluation_temperature:
+    if len({side.job.evaluation.temperature_beside(side.job.rollout) for side in (first, other)}) > 1:
         doubt.append("evaluation.temperature")
     mismatch = describe_mismatch(first.data, other.data) if first.data and other.data else ()
     return Difference(outcome, tuple(doubt), tuple(mismatch))
@@ -179,18 +179,12 @@ def _summary(side: Story, difference: Difference | None, *, has_score: bool) -> 
         side.name,
         done,
         str(row["iteration"]),
-        _interval_text(outcome_interval(row), "{:.2f}"),
+        outcome_interval(row).word(before=""),
         *([_NONE if score is None else f"{score:.1f} %"] if has_score else []),
-        _interval_text(outcome, "{:+.2f}") if outcome else _NONE,
+        outcome.word("{:+.2f}", "") if outcome else _NONE,
         str(outcome.count if outcome else row["eval/episodes"]),
     )
 
 
 def _have_score(sides: Sequence[Story]) -> bool:
     return any(side.last is not None and "eval/crafter_score" in side.last for side in sides)
-
-
-def _interval_text(mean: Interval, form: str) -> str:
-    if mean.low is None or mean.high is None:
-        return form.format(mean.mean)
-    return f"{form.format(mean.mean)} ({form.format(mean.low)} to {form.format(mean.high)})"

@@ -249,13 +249,13 @@ def _held_out(story: Story) -> list[Line]:
         lines.append((f"last minus first, {story.unit} by {story.unit}", value))
     if others := describe_others(story.evaluations):
         lines.append(("not comparable", others))
-    job = story.job
+    job, temperature = story.job, story.job.evaluation.temperature_beside(story.job.rollout)
     if job.data is None:
         worlds = evaluation_worlds(job.evaluation.instances, job.evaluation.seeds)
         value = f"{len(worlds)}, seeds {min(worlds)} to {max(worlds)}"
     else:
         value = f"at most {job.evaluation.instances}: {job.data.held_out}"
-    return [*lines, (f"held-out {story.unit}s", f"{value}, temperature {job.evaluation_temperature:g}")]
+    return [*lines, (f"held-out {story.unit}s", f"{value}, temperature {temperature:g}")]
 
 
 def _training(story: Story) -> list[Line]:

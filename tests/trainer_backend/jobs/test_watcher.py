@@ -55,14 +55,6 @@ def test_a_run_of_the_command_line_is_found_with_its_metrics(store, watcher, run
     assert only(store).version == job.version, "nothing new is nothing changed"
 
 
-def test_a_run_that_is_found_late_has_begun_when_it_was_made(store, watcher, run):
-    write_state(run.path, STATE)
-    os.utime(run.path / "run.json", (1_000_000, 1_000_000))
-    with run_lock(run.path):
-        watcher.look(everything=True)
-    assert only(store).started == datetime.fromtimestamp(1_000_000, UTC)
-
-
 @pytest.mark.parametrize(
     ("state", "end_s"),
     [
@@ -222,12 +214,6 @@ def test_a_service_that_only_shows_removes_no_files(store, data, run, tidies):
     Watcher(store, data, News(), tidies=tidies).look(everything=True)
     left = sorted(path.stem for path in run.iteration_files())
     assert left == (["iteration_2"] if tidies else ["iteration_1", "iteration_2"])
-
-
-def test_what_was_forgotten_is_not_found_again(store, data, watcher, run):
-    data.forget(run.path)
-    watcher.look(everything=True)
-    assert jobs.find(store).items == ()
 
 
 async def test_whoever_waits_is_told(store, data, run):
