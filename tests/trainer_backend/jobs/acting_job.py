@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from service_kit.children import end_with_parent
+from trainer_backend.errors import AdvantageError
 from trainer_backend.rundir.lock import run_lock
 from trainer_backend.rundir.state import (
     DONE,
@@ -23,6 +24,7 @@ from trainer_backend.rundir.state import (
     RunState,
     StateName,
     append_log,
+    exit_code_of,
     read_state,
     write_state,
 )
@@ -110,6 +112,13 @@ def stubborn(actor: Actor) -> int:
         time.sleep(LOOK_S)
 
 
+def late(actor: Actor) -> int:
+    """Told to stop, it finishes instead."""
+    actor.say("training")
+    actor.stopped.wait()
+    return actor.done()
+
+
 def crashing(actor: Actor) -> int:
     """Dies at once in its first two starts; then as `waiting`."""
     if actor.starts <= 2:
@@ -124,8 +133,33 @@ def hopeless(actor: Actor) -> int:
     return FAILED
 
 
+def slowly(actor: Actor) -> int:
+    """Dies in every start, but an iteration further."""
+    actor.iterate()
+    if actor.iteration == 6:
+        return actor.done()
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("SIGKILL is at once")
+
+
+def faulty(actor: Actor) -> int:
+    """Its plug-in raises in every start; the second finishes an iteration."""
+    if actor.starts == 2:
+        actor.iterate()
+    error = AdvantageError("the estimator raised KeyError")
+    actor.say("failed", code=error.code, detail=str(error))
+    return exit_code_of(error)
+
+
 def refused(actor: Actor) -> int:
     actor.say("failed", code="job_invalid", detail="model.path holds no model")
+    return REFUSED
+
+
+def mute(actor: Actor) -> int:
+    """Is refused before it could write a state."""
+    (actor.folder / "state.json").unlink()
+    print("a line of before\nerror: sinks.wandb cannot be opened", file=sys.stderr)
     return REFUSED
 
 
@@ -133,7 +167,10 @@ def main(folder: Path) -> int:
     end_with_parent()
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
-    plays = {play.__name__: play for play in (quick, waiting, stubborn, crashing, hopeless, refused)}
+    plays = {
+        play.__name__: play
+        for play in (quick, waiting, stubborn, late, crashing, hopeless, faulty, slowly, refused, mute)
+    }
     with run_lock(folder):
         actor = Actor(folder, stopped)
         actor.say("starting")

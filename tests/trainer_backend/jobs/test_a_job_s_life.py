@@ -106,6 +106,13 @@ async def test_a_job_that_does_not_stop_in_time_is_killed(tmp_path: Path):
         assert (job["code"], "SIGKILL" in job["detail"]) == ("killed", True)
 
 
+async def test_a_job_that_finishes_instead_of_stopping_has_succeeded(served: Served):
+    job_id = await served.post("late")
+    await served.until_it_trains(job_id)
+    await served.ask("pause", job_id)
+    await served.until(job_id, "succeeded")
+
+
 async def test_a_crash_is_started_again(served: Served):
     job_id = await served.post("crashing")
     await release(served, job_id)
@@ -130,6 +137,21 @@ async def test_too_many_crashes_in_a_row_are_a_failure_that_says_why(tmp_path: P
         assert (job["attempt"], job["code"], job["detail"]) == (3, "task_app_failed", "no task app answers")
 
 
+async def test_a_plug_in_that_raises_twice_after_the_same_iteration_is_not_tried_again(tmp_path: Path):
+    # the second start finishes an iteration and fails anew, the third one fails after the same
+    async with serving(settings_for(tmp_path, restarts=9)) as served:
+        job = await served.until(await served.post("faulty"), "failed")
+        assert (job["attempt"], job["code"]) == (3, "advantage_undefined")
+        assert job["detail"].startswith("the estimator raised KeyError (twice after the same iteration")
+
+
+async def test_an_iteration_in_between_makes_a_crash_the_first_again(tmp_path: Path):
+    # six starts, five crashes, each an iteration further; one restart is allowed
+    async with serving(settings_for(tmp_path, restarts=1)) as served:
+        job = await served.until(await served.post("slowly"), "succeeded", "failed")
+        assert (job["state"], job["attempt"]) == ("succeeded", 6)
+
+
 async def test_a_refused_job_fails_at_once_and_can_be_queued_again(served: Served):
     job_id = await served.post("refused")
     job = await served.until(job_id, "failed")
@@ -140,12 +162,25 @@ async def test_a_refused_job_fails_at_once_and_can_be_queued_again(served: Serve
         job = await served.until(job_id, "failed")
 
 
+async def test_one_that_is_refused_before_it_could_say_why_is_failed_with_what_it_printed(served: Served):
+    job = await served.until(await served.post("mute"), "failed")
+    assert (job["code"], job["detail"]) == ("refused", "sinks.wandb cannot be opened")
+
+
 async def test_a_process_that_somebody_else_stops_leaves_the_job_paused(served: Served):
     job_id = await served.post("waiting")
     await served.until_it_trains(job_id)
     os.kill(process_of(served, job_id), signal.SIGTERM)
     job = await served.until(job_id, "paused")
     assert (job["code"], job["wanted"]) == ("stopped", "pause")
+
+
+async def test_a_job_that_is_killed_while_it_pauses_is_paused(served: Served):
+    job_id = await served.post("stubborn")
+    await served.until_it_trains(job_id)
+    await served.ask("pause", job_id)
+    os.kill(process_of(served, job_id), signal.SIGKILL)
+    assert (await served.until(job_id, "paused"))["code"] == "killed"
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["stopped", "killed"])
@@ -188,7 +223,10 @@ async def test_fewer_places_after_a_restart_put_the_youngest_back_into_the_queue
 
 
 async def test_a_run_directory_that_somebody_trains_in_is_waited_for(served: Served):
-    job_id, folder = await paused(served)
+    job_id = await served.post("waiting")
+    await served.until_it_trains(job_id)
+    await served.ask("pause", job_id)
+    folder = Path((await served.until(job_id, "paused"))["run_dir"])
     with run_lock(folder):
         await served.ask("resume", job_id)
         job = await served.until(job_id, "running")
@@ -201,8 +239,12 @@ async def test_a_run_directory_that_somebody_trains_in_is_waited_for(served: Ser
 
 
 async def test_and_not_without_end(tmp_path: Path):
-    async with serving(settings_for(tmp_path).model_copy(update={"lock_wait_s": 0.0})) as served:
-        job_id, folder = await paused(served)
+    settings = settings_for(tmp_path)
+    async with serving(settings.model_copy(update={"lock_wait_s": 0.0})) as served:
+        job_id = await served.post("waiting")
+        await served.until_it_trains(job_id)
+        await served.ask("pause", job_id)
+        folder = Path((await served.until(job_id, "paused"))["run_dir"])
         with run_lock(folder):
             await served.ask("resume", job_id)
             job = await served.until(job_id, "failed")
@@ -219,14 +261,6 @@ async def test_a_job_that_this_version_cannot_read_has_failed(served: Served):
     row, _ = await asyncio.to_thread(jobs.create, served.service.store, new)
     job = await served.until(row.id, "failed")
     assert (job["code"], "gone is not a key" in job["detail"]) == ("job_invalid", True)
-
-
-async def paused(served: Served) -> tuple[str, Path]:
-    """The id and the folder of a job that has begun and is paused."""
-    job_id = await served.post("waiting")
-    await served.until_it_trains(job_id)
-    await served.ask("pause", job_id)
-    return job_id, Path((await served.until(job_id, "paused"))["run_dir"])
 
 
 def process_of(served: Served, job_id: str) -> int:

@@ -22,7 +22,7 @@ from starlette.testclient import TestClient
 
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 from tests.trainer_backend.jobs.served import acted, checks, openapi, settings_for
-from trainer_backend.jobs.app import create_app
+from trainer_backend.jobs.app import OPEN_PATHS, create_app
 from trainer_backend.jobs.server import open_service
 
 CHECKS = [
@@ -103,3 +103,17 @@ def test_a_request_by_the_document_is_answered_by_it(client, job_id, label, mode
         check(case, send(client, case))
 
     ask()
+
+
+@pytest.mark.parametrize("label", OPERATIONS)
+def test_without_a_key_nothing_is_told_but_that(client, job_id, label):
+    method, path = label.split(" ")
+    answers = [
+        client.request(method, path.replace("{job_id}", job_id), headers=headers, content="{}")
+        for headers in ({}, {"X-API-Key": KEY + "x"}, {"Authorization": "Bearer nobody"})
+    ]
+    if path in OPEN_PATHS:
+        assert {answer.status_code for answer in answers} == {200}
+    else:
+        problems = [Problem.model_validate_json(answer.content) for answer in answers]
+        assert {(one.status, one.code) for one in problems} == {(401, "unauthorised")}

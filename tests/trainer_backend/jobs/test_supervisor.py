@@ -236,3 +236,16 @@ async def test_a_stop_of_the_service_fails_no_job(tmp_path: Path, plays: str):
         await there.supervisor.close()
         row = there.row(job_id)
         assert (row.state, row.code, there.supervisor.slots) == ("running", None, {})
+
+
+async def test_what_is_to_end_at_once_is_killed_and_goes_on_with_the_next_start(tmp_path: Path):
+    async with house(tmp_path, settings(stop_grace_s=1e6)) as there:
+        job_id = there.job("stubborn")
+        await there.until(lambda: there.trains(job_id))
+        process = there.process(job_id)
+        closing = asyncio.ensure_future(there.supervisor.close())
+        await there.until(lambda: process.is_stopping)
+        there.supervisor.end_at_once()
+        async with asyncio.timeout(LONG_S):
+            await closing
+        assert (process.exit_code, there.row(job_id).state) == (-9, "running")

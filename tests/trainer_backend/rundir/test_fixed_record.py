@@ -84,6 +84,13 @@ def test_a_directory_with_nothing_but_a_record_was_not_used(run: RunDirectory):
     assert run.remove_if_unused(with_log=True)
 
 
+def test_a_full_disk_leaves_the_record_as_it_was(run: RunDirectory):
+    begin_record(run, {"fixed": OLD})
+    with full_disk(), pytest.raises(RunDirectoryError, match="cannot be written"):
+        continue_record(run, {"fixed": OLD, "other": NEW})
+    assert recorded(run).keys() == {"fixed"}
+
+
 def test_gateways_that_check_together_each_find_and_add_theirs(run: RunDirectory):
     names = [f"policy_{number}" for number in range(40)]
     with ThreadPoolExecutor(8) as pool:

@@ -134,6 +134,15 @@ def test_what_cannot_be_written_goes_on_with_resume_only_where_it_is_of_a_run(tm
         write_job(tmp_path / "gone" / "x.toml", Choices())
 
 
+def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path: Path):
+    run = create_run(tiny_job(), tmp_path / "run")
+    assert run.metrics() == []
+    run.append_metrics({"kind": "iteration", "iteration": 1})
+    with run.metrics_file.open("a") as file:
+        file.write('{"kind": "iteration", "itera')
+    assert run.metrics() == [{"kind": "iteration", "iteration": 1}]
+
+
 def test_a_resumed_run_forgets_what_it_will_do_again(tmp_path: Path):
     run = create_run(tiny_job(), tmp_path / "run")
     for iteration in (0, 1, 2, 3):
@@ -145,9 +154,23 @@ def test_a_resumed_run_forgets_what_it_will_do_again(tmp_path: Path):
     ]  # fmt: skip
 
 
-def test_a_run_goes_on_with_another_job_under_its_id(tmp_path: Path):
+def test_a_full_disk_is_told_with_the_file_and_earlier_rows_stay(tmp_path: Path):
+    run = create_run(tiny_job(), tmp_path / "run")
+    run.append_metrics({"kind": "iteration", "iteration": 0})
+    run.append_metrics({"kind": "iteration", "iteration": 1})
+    with full_disk(), pytest.raises(RunDirectoryError, match=r"run/metrics\.jsonl cannot be written"):
+        run.append_metrics({"kind": "iteration", "iteration": 2})
+    with full_disk(), pytest.raises(RunDirectoryError, match=r"run/metrics\.jsonl cannot be written"):
+        run.forget_after(0)
+    assert [row["iteration"] for row in run.metrics()] == [0, 1]
+
+
+def test_a_run_goes_on_with_another_job_and_a_full_disk_leaves_the_old_one(tmp_path: Path):
     run = create_run(tiny_job(), tmp_path / "run")
     run.replace_job(tiny_job(training__iterations=9))
+    assert run.job().training.iterations == 9
+    with full_disk(), pytest.raises(RunDirectoryError, match=r"run/job\.toml cannot be written"):
+        run.replace_job(tiny_job(training__iterations=5))
     assert run.job().training.iterations == 9
     assert json.loads((run.path / "run.json").read_text())["run_id"] == run.run_id
 

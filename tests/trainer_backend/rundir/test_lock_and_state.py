@@ -40,13 +40,19 @@ def test_a_second_trainer_is_refused_by_the_process_of_the_first_until_that_is_k
         assert seen is not None and seen.pid == os.getpid()
 
 
+def test_one_process_does_not_train_it_twice_either(tmp_path: Path):
+    with (
+        run_lock(tmp_path),
+        pytest.raises(RunDirectoryError, match=f"process {os.getpid()} "),
+        run_lock(tmp_path),
+    ):
+        raise AssertionError
+
+
 def test_what_belongs_to_whoever_trains_is_refused_before_it_is_opened(tmp_path: Path):
     refuse_if_locked(tmp_path)
-    with run_lock(tmp_path):
-        with pytest.raises(RunDirectoryError, match=f"trained by process {os.getpid()} "):
-            refuse_if_locked(tmp_path)
-        with pytest.raises(RunDirectoryError, match=f"process {os.getpid()} "), run_lock(tmp_path):
-            raise AssertionError
+    with run_lock(tmp_path), pytest.raises(RunDirectoryError, match=f"trained by process {os.getpid()} "):
+        refuse_if_locked(tmp_path)
 
 
 def test_looking_who_trains_makes_no_lock_and_stands_in_nobody_s_way(tmp_path: Path):

@@ -5,6 +5,8 @@ import sys
 import urllib.request
 from queue import Queue
 
+import pytest
+
 from trainer_backend.terminal.train_command import dashboard_beside
 
 LONG_S = 60
@@ -58,6 +60,17 @@ def test_one_that_does_not_start_says_why_and_ends_no_run(tmp_path):
     told: Queue[str] = Queue()
     with dashboard_beside(tmp_path, told.put, command=child("sys.exit('error: no such store')")):
         assert told.get(timeout=LONG_S) == "the dashboard did not start: no such store"
+
+
+def test_a_run_that_fails_takes_it_along(tmp_path):
+    told: Queue[str] = Queue()
+    script = "print('listening on http://h:1', flush=True); sys.stdin.read(); print('gone', flush=True)"
+    with (
+        pytest.raises(ValueError, match="out of memory"),
+        dashboard_beside(tmp_path, told.put, command=child(script)),
+    ):
+        assert told.get(timeout=LONG_S)
+        raise ValueError("out of memory")
 
 
 def test_the_real_one_shows_the_runs_of_the_folder(tmp_path):
