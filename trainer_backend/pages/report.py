@@ -119,8 +119,7 @@ def _page(directory: RunDirectory, story: Story, frames: FrameSource) -> bytes:
         **data,
         lines=(),
         head=head_of(
-            job, read_state(directory.path), iteration=len(story.iterations), rate_s=None, place="",
-            now=job.created, can_control=False, losses=story.losses,
+            job, read_state(directory.path), rate_s=None, place="", now=job.created, can_control=False,
         ),
         figures=[*figure_lines(story), *([("not held out", leaks)] if leaks else [])],
         film=filmstrip(story, frames),

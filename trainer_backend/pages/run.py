@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 from fastapi import Depends, Query, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from trainer_backend.collect.losses import FAILED, FINISHED, sum_losses
+from trainer_backend.collect.losses import FAILED
 from trainer_backend.pages.facts import chosen_keys, folder_of
 from trainer_backend.pages.page import HEADERS, BadAddress, dashboard_of, frame, page, page_router
 from trainer_backend.pages.panels import Panel
@@ -73,12 +73,12 @@ def run_frame(request: Request, job_id: str, tab: str) -> dict[str, Any]:
     job = jobs.get(store, job_id)
     # Read the place first: rows that arrive during the other reads are then still sent as news.
     place = _place(store, job)
-    (summary,) = reads.summaries(store, [job], (), sums=(*FAILED, *FINISHED))
+    (job,) = reads.refresh(store, [job])
     times = reads.series(store, [job_id], _STAGES)[job_id] if job.state == "running" else {}
     state = read_state(Path(job.run_dir)) if job.run_dir else None
     head = head_of(
-        job, state, iteration=summary.iteration, rate_s=seconds_an_iteration(times), place=place,
-        now=dashboard.clock(), can_control=dashboard.jobs is not None, losses=sum_losses(summary.sums),
+        job, state, rate_s=seconds_an_iteration(times), place=place, now=dashboard.clock(),
+        can_control=dashboard.jobs is not None,
     )  # fmt: skip
     return {"head": head, "tabs": TABS, "tab": tab, **frame(request, "runs")}
 
@@ -180,7 +180,7 @@ def _whole_run(store: Store, job: Job) -> Run:
         )
         for line in lines
     }
-    checkpoints = reads.checkpoints(store, job.id)
+    checkpoints = reads.checkpoints(job)
     return Run(
         job, job.name, [lines[number].whole for number in sorted(lines)],
         reads.series(store, [job.id], [f"{RATES}*"], kind="evaluation", points=_RATE_POINTS)[job.id],

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, get_args
 
-from trainer_backend.collect.losses import NAMES_BEFORE_RL, NO_LOSSES, Losses, losses_in
+from trainer_backend.collect.losses import NAMES_BEFORE_RL, losses_in, sum_losses
 from trainer_backend.collect.metrics import count_worlds, outcome_interval, outcome_name
 from trainer_backend.core.intervals import wilson_interval
 from trainer_backend.pages.facts import end_of, time_taken
@@ -29,20 +29,16 @@ def head_of(
     job: Job,
     state: RunState | None,
     *,
-    iteration: int,
     rate_s: float | None,
     place: str,
     now: datetime,
     can_control: bool,
-    losses: Losses = NO_LOSSES,
 ) -> dict[str, Any]:
     """Make the head of a job's pages from its row and, if there is one, the state in its run directory.
 
     Args:
-        iteration: the last one that has ended.
         rate_s: seconds that a recent iteration took, or None.
         place: the id of the last event that the page shows.
-        losses: of all stages.
 
     Returns:
         What head_part.html.jinja shows. `live`: the run may still change; `progress`: its stage, in words;
@@ -50,12 +46,12 @@ def head_of(
         its last start does, or did, more slowly than it could.
     """
     total, live = iterations_of(job.config) or 0, job.state in ACTIVE or job.state == "queued"
-    done = max(iteration, state.iteration if state is not None and live else 0)
+    done = max(job.iteration, state.iteration if state is not None and live else 0)
     return {
         "id": job.id, "name": job.name, "state": job.state, "live": live, "place": place, "done": done,
         "total": total, "progress": _progress(job, state, done, total, rate_s),
         "actions": _ACTIONS.get(job.state, ()) if can_control and job.origin != "cli" else (),
-        "facts": _facts(job, state, now, losses), "code": job.code or "", "detail": job.detail or "",
+        "facts": _facts(job, state, now), "code": job.code or "", "detail": job.detail or "",
         "processes": sorted(state.processes, key=lambda one: get_args(ProcessRole).index(one.role))
         if state is not None and job.state in ACTIVE
         else [],
@@ -80,7 +76,8 @@ def _progress(job: Job, state: RunState | None, done: int, total: int, rate_s: f
     return " · ".join(parts)
 
 
-def _facts(job: Job, state: RunState | None, now: datetime, losses: Losses) -> list[tuple[str, str]]:
+def _facts(job: Job, state: RunState | None, now: datetime) -> list[tuple[str, str]]:
+    losses = sum_losses(job.numbers.get("sums", {}))
     tables = tables_of(job.config)
     model, rollout = tables.get("model", {}), tables.get("rollout", {})
     facts = [
@@ -231,5 +228,5 @@ def _rate(
         "last": round(100 * rate, 1),
         "low": round(100 * low, 1),
         "high": round(100 * high, 1),
-        "spark": spark_of(curve, "success rate", "percent", between=(0.0, 1.0)),
+        "spark": spark_of(curve.values_N if curve else (), "success rate", "percent", between=(0.0, 1.0)),
     }

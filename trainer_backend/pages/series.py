@@ -190,17 +190,14 @@ WIDTH, HEIGHT = 100.0, 24.0
 
 
 def spark_of(
-    series: Series | None, what: str, form: Form = "number", *, between: tuple[float, float] | None = None
+    values: Sequence[float], what: str, form: Form = "number", *, between: tuple[float, float] | None = None
 ) -> Spark:
-    """Draw a series of two points or more as a small curve, in SVG and in words; else both are empty.
+    """Draw two values or more, named `what`, as a small curve, in SVG and in words; else both are empty.
 
-    Args:
-        what: the name of its values.
-        between: values at the bottom and the top; by default the least and the greatest of the series.
+    `between`: the values at the bottom and the top; by default the least and the greatest.
     """
-    if series is None or len(series.values_N) < 2:
+    if len(values) < 2:
         return {"points": "", "words": ""}
-    values = series.values_N
     low, high = between or (min(values), max(values))
     reach, step = high - low or 1.0, WIDTH / (len(values) - 1)
     points = " ".join(

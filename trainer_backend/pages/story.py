@@ -126,7 +126,11 @@ class Story:
     @property
     def losses(self) -> Losses:
         """What all stages lost, without the causes."""
-        return sum_losses({name: self.total(name) for name in (*FAILED, *FINISHED)})
+        return sum_losses(self.sums)
+
+    @property
+    def sums(self) -> dict[str, float]:
+        return {name: self.total(name) for name in (*FAILED, *FINISHED)}
 
     def total(self, name: str) -> float:
         """The sum of a metric over all rows."""
@@ -144,7 +148,7 @@ class Story:
         return Job(
             name=self.name, state=state, config=self.config, run_dir=str(directory.path),
             run_id=directory.run_id, origin="cli", home="", attempt=1, created=datetime.now(UTC), code=code,
-            detail=detail, version=0,
+            detail=detail, version=0, iteration=len(self.iterations), numbers={"sums": self.sums},
         )  # fmt: skip
 
     def as_run(self, curves: Curves) -> Run:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from trainer_backend.collect.losses import FAILED, FINISHED
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.files import object_of
 from trainer_backend.store.rows import MetricLine, Series
@@ -247,6 +248,25 @@ def thin_together(curves: Mapping[Key, Points], points: int) -> dict[Key, Series
     """Reduce curves to `points` or fewer by the same intervals, so that they can be laid over one another."""
     last = max((curve.iterations_N[-1] for curve in curves.values()), default=0)
     return {key: thin(curve, last // max(points, 1) + 1) for key, curve in curves.items()}
+
+
+_OUTCOME, _EVALUATION = "episode/outcome_reward", "eval/outcome_reward"
+_SPARK_POINTS = 60
+
+
+def summarise(file: MetricsFile) -> dict[str, Any]:
+    """Return the columns of a job that its metrics determine, but for `finished`."""
+    held_out = file.last_numbers("evaluation", (_EVALUATION, f"{_EVALUATION}_low", f"{_EVALUATION}_high"))
+    spark = None
+    if ("iteration", _OUTCOME) in file.curves:
+        series = thin_together({_OUTCOME: file.points("iteration", _OUTCOME)}, _SPARK_POINTS)[_OUTCOME]
+        spark = [series.iterations_N, series.values_N]
+    return {
+        "iteration": file.last_iteration("iteration") or 0,
+        "outcome": file.last_numbers("iteration", [_OUTCOME]).get(_OUTCOME),
+        "evaluation": held_out.get(_EVALUATION),
+        "numbers": {"evaluated": held_out, "sums": file.sums((*FAILED, *FINISHED)), "spark": spark},
+    }
 
 
 class MetricsFiles:

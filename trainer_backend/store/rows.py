@@ -1,7 +1,7 @@
 """Rows of the store, of whose fields its tables are made; without SQLAlchemy. Times are aware, in UTC."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Generic, Literal, TypeVar
@@ -109,60 +109,7 @@ class Job(JobView):
     finished: datetime | None = None  # when the sync first saw the row of that iteration
     outcome: float | None = None  # of that iteration
     evaluation: float | None = None  # the outcome of the last evaluation
-    numbers: dict[str, Any] = Field(default_factory=dict)  # see sync.summarise_metrics
-
-
-OUTCOME, EVALUATION = "episode/outcome_reward", "eval/outcome_reward"
-# The numbers of the last rows that a line in the list of runs shows.
-LISTED = (OUTCOME, EVALUATION, f"{EVALUATION}_low", f"{EVALUATION}_high")
-
-
-@dataclass(frozen=True, slots=True)
-class RunSummary:
-    """A line in the list of runs: the requested numbers by name."""
-
-    job: Job
-    iteration: int
-    """The last finished one; 0 before the first."""
-    finished: datetime | None
-    """End of that iteration; None before the first."""
-    latest: Mapping[str, float]
-    """Of the last row of kind iteration; `evaluated`: of kind evaluation."""
-    evaluated: Mapping[str, float]
-    sums: Mapping[str, float] = field(default_factory=dict)
-    """Over all rows."""
-    spark: "Series | None" = None
-    """The outcomes of training, in few points."""
-
-
-RunSort = Literal["created", "name", "state", "iteration", "finished", "outcome", "evaluation"]
-
-
-@dataclass(frozen=True, slots=True)
-class RunFilter:
-    """A filter of runs. Fields that are empty do not filter."""
-
-    text: str = ""
-    """Part of name, id, environment, model or a tag, case-insensitive."""
-    states: frozenset[JobState] = frozenset()
-    """Any of them."""
-    environment: str | None = None
-    model: str | None = None
-    tags: Mapping[str, str] = field(default_factory=dict)
-    """All of them."""
-
-
-ALL_RUNS = RunFilter()
-
-
-@dataclass(frozen=True, slots=True)
-class RunFacets:
-    """The values by which runs can be filtered, each with its number of jobs; a tag is `name=value`."""
-
-    environments: Mapping[str, int]
-    models: Mapping[str, int]
-    states: Mapping[str, int]
-    tags: Mapping[str, int]
+    numbers: dict[str, Any] = Field(default_factory=dict)  # see metrics.summarise
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,13 +27,13 @@ NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 CONFIG = '[job]\nname = "tiny"\n[model]\npreset = "tiny-0.3m"\n[training]\niterations = 20\n'
 JOB = Job(
     number=1, id="a1", name="tiny", state="running", wanted="run", config=CONFIG, run_dir="/runs/tiny-2",
-    run_id="r", origin="api", home="h", tags={"who": "me"}, attempt=1, created=NOON,
+    run_id="r", origin="api", home="h", tags={"who": "me"}, attempt=1, created=NOON, iteration=4,
     started=NOON - timedelta(minutes=3), ended=None, code=None, detail=None, version=1,
 )  # fmt: skip
 
 
 def head(job=JOB, state=None, **changes):
-    given = {"iteration": 4, "rate_s": None, "place": "0.0", "now": NOON, "can_control": True}
+    given = {"rate_s": None, "place": "0.0", "now": NOON, "can_control": True}
     return head_of(job, state, **(given | changes))
 
 
@@ -42,8 +42,8 @@ def series(*values):
 
 
 def test_a_curve_of_equal_values_is_a_line_and_one_value_is_none():
-    assert spark_of(series(5.0, 5.0), "x")["points"] == "0.0,23.0 100.0,23.0"
-    assert spark_of(series(5.0), "x")["points"] == ""
+    assert spark_of((5.0, 5.0), "x")["points"] == "0.0,23.0 100.0,23.0"
+    assert spark_of((5.0,), "x")["points"] == ""
 
 
 def test_the_head_of_a_run_says_what_is_under_way_and_how_long_it_may_take():

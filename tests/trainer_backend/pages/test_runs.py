@@ -9,7 +9,8 @@ from tests.trainer_backend.pages.shown import Shown
 from trainer_backend.pages.page import BadAddress
 from trainer_backend.pages.runs import compare_numbers, count_values, list_runs
 from trainer_backend.store import jobs
-from trainer_backend.store.rows import Job, RunFilter
+from trainer_backend.store.reads import RunFilter
+from trainer_backend.store.rows import Job
 
 
 @pytest.fixture

@@ -196,13 +196,14 @@ def test_checkpoints_follow_the_folders_and_the_best_mark(store: Store, run: Run
     checkpoint(run, 10, 50)
     (run.checkpoints / "iteration_5_backup").mkdir()
     mark_best(BestMark(run.checkpoints / "iteration_5", 0.5))
-    found = reads.checkpoints(store, job)
+    row = jobs.get(store, job)
+    found = reads.checkpoints(row)
     assert [(item.folder, item.best, item.bytes) for item in found] == [
         ("iteration_5", True, 100),
         ("iteration_10", False, 50),
     ]
     mark_best(BestMark(run.checkpoints / "iteration_10", 0.5))
-    assert [item.best for item in reads.checkpoints(store, job)] == [False, True]
+    assert [item.best for item in reads.checkpoints(row)] == [False, True]
 
 
 def test_texts_that_one_database_could_not_hold_are_held(store: Store, run: RunDirectory, job: str):
