@@ -10,6 +10,7 @@ from trainer_backend.core.statistics import Interval
 from trainer_backend.errors import JobError
 from trainer_backend.evaluation.best import TASKS_DIGEST, paired_difference
 from trainer_backend.pages.facts import differing_keys, group_seeds
+from trainer_backend.pages.figures import interval
 from trainer_backend.pages.page import saved_page
 from trainer_backend.pages.report import save, saved_data
 from trainer_backend.pages.story import Story, read_story
@@ -179,18 +180,12 @@ def _summary(side: Story, difference: Difference | None, *, has_score: bool) -> 
         side.name,
         done,
         str(row["iteration"]),
-        _interval_text(outcome_interval(row), "{:.2f}"),
+        interval(outcome_interval(row), words=""),
         *([_NONE if score is None else f"{score:.1f} %"] if has_score else []),
-        _interval_text(outcome, "{:+.2f}") if outcome else _NONE,
+        interval(outcome, sign="+", words="") if outcome else _NONE,
         str(outcome.count if outcome else row["eval/episodes"]),
     )
 
 
 def _have_score(sides: Sequence[Story]) -> bool:
     return any(side.last is not None and "eval/crafter_score" in side.last for side in sides)
-
-
-def _interval_text(mean: Interval, form: str) -> str:
-    if mean.low is None or mean.high is None:
-        return form.format(mean.mean)
-    return f"{form.format(mean.mean)} ({form.format(mean.low)} to {form.format(mean.high)})"

@@ -48,11 +48,11 @@ def signed(value: float | None, form: Form = "number") -> str:
     return ("+" if value > 0 else MINUS) + number(abs(value), form)
 
 
-def interval(mean: Interval, sign: str = "") -> str:
+def interval(mean: Interval, sign: str = "", words: str = "95 %: ") -> str:
     """A mean with its 95 % interval, if it has one; with `sign` "+" every number has a sign."""
     if mean.low is None or mean.high is None:
         return f"{mean.mean:{sign}.2f}"
-    return f"{mean.mean:{sign}.2f} (95 %: {mean.low:{sign}.2f} to {mean.high:{sign}.2f})"
+    return f"{mean.mean:{sign}.2f} ({words}{mean.low:{sign}.2f} to {mean.high:{sign}.2f})"
 
 
 def duration(seconds: float | None) -> str:

@@ -19,6 +19,7 @@ from markupsafe import Markup
 from starlette.responses import HTMLResponse
 
 from trainer_backend.errors import TrainerError
+from trainer_backend.jobs.posted import Checked
 from trainer_backend.pages import figures
 from trainer_backend.pages.series import table
 from trainer_backend.pages.stored import Frames
@@ -28,26 +29,10 @@ from trainer_backend.store.rows import Job
 Action = Literal["pause", "resume", "cancel"]
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """An error or a warning about a job's text; `line` counts from 1, None if it is unknown."""
-
-    text: str
-    line: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Findings:
-    """The errors and warnings about a job's text; a job without errors can start."""
-
-    errors: tuple[Finding, ...] = ()
-    warnings: tuple[Finding, ...] = ()
-
-
 class Jobs(Protocol):
     """The actions of pages on jobs; the jobs API implements them, so both follow the same rules."""
 
-    async def check(self, text: str) -> Findings: ...
+    async def check(self, text: str) -> Checked: ...
 
     async def submit(self, text: str, form: str) -> Job:
         """Begin the job of a form's text.
