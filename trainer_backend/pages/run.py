@@ -29,7 +29,7 @@ from trainer_backend.pages.timeline import SHOWN
 from trainer_backend.rundir.state import LOG_FILE, LogLine, read_log, read_state
 from trainer_backend.store import jobs, reads
 from trainer_backend.store.database import Store
-from trainer_backend.store.rows import ENDED, Job, Series
+from trainer_backend.store.rows import ENDED, Curve, Job
 
 router = page_router()
 
@@ -197,7 +197,7 @@ def _values(
 ) -> dict[str, Any]:
     """Read the values of panels, with a query for each kind of rows, and those of the axes."""
     ids = [run.job.id for run in runs]
-    curves: list[dict[tuple[str, str], Series]] = [{} for _ in ids]
+    curves: list[dict[tuple[str, str], Curve]] = [{} for _ in ids]
     for kind in KINDS:
         lines = [line for panel in panels for line in panel.lines if line.kind == kind]
         names = sorted({name for line in lines for name in line.metrics})
@@ -210,10 +210,10 @@ def _values(
     return chart_data(runs, curves, [add_up_axes(_by_iteration(own)) for own in axes], panels)
 
 
-def _by_iteration(series: Mapping[str, Series]) -> dict[int, dict[str, float]]:
+def _by_iteration(series: Mapping[str, Curve]) -> dict[int, dict[str, float]]:
     rows: dict[int, dict[str, float]] = {}
     for name, one in series.items():
-        for at, value in zip(one.iterations_N, one.values_N, strict=True):
+        for at, value in zip(one.iterations, one.values, strict=True):
             rows.setdefault(at, {})[name] = value
     return rows
 

@@ -34,7 +34,7 @@ from trainer_backend.pages.run_view import (
 )
 from trainer_backend.pages.series import Axes, Curves, chart_of, place_on_axes
 from trainer_backend.pages.timeline import SHOWN, timeline_of
-from trainer_backend.store.rows import CheckpointRow, Job, Series
+from trainer_backend.store.rows import CheckpointRow, Curve, Job
 
 KINDS = get_args(Kind)
 MOST_LOSSES = 50  # stages that the page lists
@@ -51,7 +51,7 @@ class Run:
     rows: Sequence[Mapping[str, Any]]
     """Rows of metrics, the oldest first: all, or the first and the last iterations, the evaluations, and the
     stages that lost rollouts. Of several runs the last of each kind is enough."""
-    rates: Mapping[str, Series] = field(default_factory=dict)
+    rates: Mapping[str, Curve] = field(default_factory=dict)
     """Curves of success rates over the evaluations, by metric."""
     best: int | None = None
     """The iteration of the best checkpoint."""

@@ -12,7 +12,7 @@ from trainer_backend.pages.figures import NONE, ago, interval, number, roughly, 
 from trainer_backend.pages.panels import Form
 from trainer_backend.pages.series import spark_of
 from trainer_backend.rundir.state import ProcessRole, RunState
-from trainer_backend.store.rows import ACTIVE, Job, Series, iterations_of, tables_of
+from trainer_backend.store.rows import ACTIVE, Curve, Job, iterations_of, tables_of
 
 Row = Mapping[str, Any]
 Figure = tuple[str, str, str]
@@ -59,9 +59,9 @@ def head_of(
     }  # fmt: skip
 
 
-def seconds_an_iteration(times: Mapping[str, Series]) -> float | None:
+def seconds_an_iteration(times: Mapping[str, Curve]) -> float | None:
     """The seconds of all stages together, mean over the last iterations; None before the first."""
-    last = [series.values_N[-5:] for series in times.values() if series.values_N]
+    last = [series.values[-5:] for series in times.values() if series.values]
     return sum(sum(values) / len(values) for values in last) if last else None
 
 
@@ -186,7 +186,7 @@ def evaluation_table(rows: Sequence[Row], best: int | None) -> Sequence[Sequence
     ]
 
 
-def success_rates(evaluations: Sequence[Row], curves: Mapping[str, Series]) -> dict[str, Any]:
+def success_rates(evaluations: Sequence[Row], curves: Mapping[str, Curve]) -> dict[str, Any]:
     """Return the rates of the last evaluation and the first, the highest first; empty without any.
 
     Args:
@@ -214,9 +214,7 @@ def success_rates(evaluations: Sequence[Row], curves: Mapping[str, Series]) -> d
     }
 
 
-def _rate(
-    name: str, before: float | None, rate: float, episodes: int, curve: Series | None
-) -> dict[str, Any]:
+def _rate(name: str, before: float | None, rate: float, episodes: int, curve: Curve | None) -> dict[str, Any]:
     bounds = wilson_interval(round(rate * episodes), episodes)
     low, high = (rate if bound is None else bound for bound in (bounds.low, bounds.high))
     return {
@@ -228,5 +226,5 @@ def _rate(
         "last": round(100 * rate, 1),
         "low": round(100 * low, 1),
         "high": round(100 * high, 1),
-        "spark": spark_of(curve.values_N if curve else (), "success rate", "percent", between=(0.0, 1.0)),
+        "spark": spark_of(curve.values if curve else (), "success rate", "percent", between=(0.0, 1.0)),
     }

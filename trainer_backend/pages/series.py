@@ -16,10 +16,10 @@ from typing import Any
 from trainer_backend.pages.figures import number
 from trainer_backend.pages.panels import Form, Line, Panel
 from trainer_backend.store.metrics import MetricsFile, thin_together
-from trainer_backend.store.rows import Series
+from trainer_backend.store.rows import Curve
 
 Key = tuple[str, str]  # (kind, metric)
-Curves = Mapping[Key, Series]
+Curves = Mapping[Key, Curve]
 Chart = dict[str, Any]
 Spark = dict[str, str]
 Axes = Mapping[str, Mapping[int, float]]  # by axis, its value after each iteration
@@ -35,7 +35,7 @@ def chart_of(panel: Panel, runs: Sequence[tuple[str, Curves]]) -> Chart | None:
         for place, line in enumerate(panel.lines)
         if (line.kind, line.metric) in curves
     ]
-    x_N = sorted({at for *_, line, curves in lines for at in curves[line.kind, line.metric].iterations_N})
+    x_N = sorted({at for *_, line, curves in lines for at in curves[line.kind, line.metric].iterations})
     if not x_N:
         return None
     alone = len(runs) == 1
@@ -45,7 +45,7 @@ def chart_of(panel: Panel, runs: Sequence[tuple[str, Curves]]) -> Chart | None:
         [
             make_curve(
                 line.label if alone else name,
-                _values_at(x_N, (own := curves[line.kind, line.metric]).iterations_N, own.values_N),
+                _values_at(x_N, (own := curves[line.kind, line.metric]).iterations, own.values),
                 run=run,
                 line=place,
                 dots=line.kind != "iteration",
@@ -72,10 +72,10 @@ def _band(line: Line, curves: Curves, *, alone: bool) -> Sequence[tuple[Sequence
     """The line's band; of a thinned line without a band, the extremes between its points."""
     bounds = [curves[line.kind, name] for name in line.bounds if (line.kind, name) in curves]
     if len(bounds) == 2:
-        return [(bound.iterations_N, bound.values_N) for bound in bounds]
+        return [(bound.iterations, bound.values) for bound in bounds]
     own = curves[line.kind, line.metric]
-    thinned = alone and own.low_N != own.high_N  # the bands of several runs would hide each other
-    return [(own.iterations_N, own.low_N), (own.iterations_N, own.high_N)] if thinned else ()
+    thinned = alone and own.low != own.high  # the bands of several runs would hide each other
+    return [(own.iterations, own.low), (own.iterations, own.high)] if thinned else ()
 
 
 def _values_at(x_N: Sequence[float], iterations: Sequence[int], values: Sequence[float]) -> Values:

@@ -17,7 +17,7 @@ from trainer_backend.store.database import Store, UnknownJob
 from trainer_backend.store.jobs import job_row
 from trainer_backend.store.metrics import METRICS_FILE, Mark, MetricsFile, Points, summarise, thin_together
 from trainer_backend.store.paging import page_of, sort_page
-from trainer_backend.store.rows import CheckpointRow, Job, JobState, MetricLine, Page, Series
+from trainer_backend.store.rows import CheckpointRow, Curve, Job, JobState, MetricLine, Page
 from trainer_backend.store.tables import JOBS, SYNCED_FILES
 
 Found = TypeVar("Found")
@@ -139,7 +139,7 @@ def metric_names(store: Store, job_id: str, kind: str = "iteration") -> tuple[st
 
 def series(
     store: Store, job_ids: Sequence[str], names: Sequence[str], *, kind: str = "iteration", points: int = 300
-) -> dict[str, dict[str, Series]]:
+) -> dict[str, dict[str, Curve]]:
     """Return curves by job id, then by name. Names without a curve are absent.
 
     All curves are thinned by the same intervals, so that those of several runs can be laid over one another.
@@ -156,7 +156,7 @@ def series(
 
     read = _look(store, job_ids, curves)
     together = {(job_id, name): curve for job_id, own in read.items() for name, curve in own.items()}
-    found: dict[str, dict[str, Series]] = {job_id: {} for job_id in job_ids}
+    found: dict[str, dict[str, Curve]] = {job_id: {} for job_id in job_ids}
     for (job_id, name), curve in thin_together(together, points).items():
         found[job_id][name] = curve
     return found

@@ -113,14 +113,14 @@ class Job(JobView):
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
-    """A curve; with too many points the mean, minimum and maximum of intervals, else all three equal."""
+class Curve:
+    """A metric over iterations; a long curve is reduced to means of intervals with their bounds."""
 
-    iterations_N: tuple[int, ...]
-    """The last of each interval, ascending."""
-    values_N: tuple[float, ...]
-    low_N: tuple[float, ...]
-    high_N: tuple[float, ...]
+    __pydantic_config__ = Body.model_config  # it is sent as it is
+    iterations: tuple[int, ...]  # the last of each interval, ascending
+    values: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from trainer_backend.pages.run_view import (
 )
 from trainer_backend.pages.series import spark_of
 from trainer_backend.rundir.state import ProcessRecord, RunState
-from trainer_backend.store.rows import Job, Series
+from trainer_backend.store.rows import Curve, Job
 
 NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 CONFIG = '[job]\nname = "tiny"\n[model]\npreset = "tiny-0.3m"\n[training]\niterations = 20\n'
@@ -38,7 +38,7 @@ def head(job=JOB, state=None, **changes):
 
 
 def series(*values):
-    return Series(tuple(range(1, len(values) + 1)), values, values, values)
+    return Curve(tuple(range(1, len(values) + 1)), values, values, values)
 
 
 def test_a_curve_of_equal_values_is_a_line_and_one_value_is_none():

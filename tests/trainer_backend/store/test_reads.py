@@ -15,7 +15,7 @@ from trainer_backend.store import jobs, reads, reads_rollouts
 from trainer_backend.store.database import Store, UnknownCursor, UnknownJob, UnknownRollout
 from trainer_backend.store.reads import RunFilter
 from trainer_backend.store.reads_rollouts import RolloutFilter
-from trainer_backend.store.rows import Job, Series
+from trainer_backend.store.rows import Curve, Job
 from trainer_backend.store.sync import sync_run
 
 
@@ -62,7 +62,7 @@ def test_curves_come_by_name_or_by_the_beginning_of_it(store: Store, job: Job):
     found = reads.series(store, [job.id], ["time/*", "policy/version", "nowhere"])[job.id]
     assert list(found) == ["policy/version", "time/collect_s", "time/update_s"]
     numbers = (1.0, 2.0)
-    assert found["time/update_s"] == Series((1, 2), numbers, numbers, numbers)
+    assert found["time/update_s"] == Curve((1, 2), numbers, numbers, numbers)
     assert reads.series(store, [job.id], ["time/*"], kind="evaluation") == {job.id: {}}
     with pytest.raises(UnknownJob):
         reads.series(store, ["nobody"], ["time/*"])
@@ -74,10 +74,10 @@ def test_a_long_curve_is_thinned_to_means_with_their_bounds(store: Store, run: R
     sync_run(store, job.id, run)
     # 1 .. 7 in stretches of two: {1}, {2, 3}, {4, 5}, {6, 7}
     found = reads.series(store, [job.id], ["time/update_s"], points=4)[job.id]["time/update_s"]
-    assert found.iterations_N == (1, 3, 5, 7)
-    assert found.values_N == (1.0, 2.5, 4.5, 6.5)
-    assert found.low_N == (1.0, 2.0, 4.0, 6.0)
-    assert found.high_N == (1.0, 3.0, 5.0, 7.0)
+    assert found.iterations == (1, 3, 5, 7)
+    assert found.values == (1.0, 2.5, 4.5, 6.5)
+    assert found.low == (1.0, 2.0, 4.0, 6.0)
+    assert found.high == (1.0, 3.0, 5.0, 7.0)
 
 
 def test_no_curve_has_more_points_than_asked_for(store: Store, run: RunDirectory, job: Job):
@@ -86,8 +86,8 @@ def test_no_curve_has_more_points_than_asked_for(store: Store, run: RunDirectory
     sync_run(store, job.id, run)
     for points in (1, 2, 3, 5, 7, 100):
         found = reads.series(store, [job.id], ["time/update_s"], points=points)[job.id]["time/update_s"]
-        assert len(found.values_N) <= points
-        assert found.iterations_N[-1] == 7
+        assert len(found.values) <= points
+        assert found.iterations[-1] == 7
 
 
 def test_a_live_page_goes_on_from_the_last_row_that_it_has(store: Store, run: RunDirectory, job: Job):

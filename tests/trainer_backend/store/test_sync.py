@@ -149,7 +149,7 @@ def test_of_two_rows_of_one_kind_and_iteration_the_later_one_stands(
     run.append_metrics(metrics_row(1, **{"loss/kl": 0.75}))
     sync_run(store, job, run)
     curves = reads.series(store, [job], ["loss/kl", "old"])[job]
-    assert curves["loss/kl"].values_N == (0.75,)
+    assert curves["loss/kl"].values == (0.75,)
     assert "old" not in curves
 
 
@@ -237,7 +237,7 @@ def test_two_runs_are_kept_apart(store: Store, run: RunDirectory, job: str, tmp_
     sync_run(store, job, run)
     sync_run(store, other.id, other_run)
     curves = reads.series(store, [job, other.id], ["loss/kl"])
-    assert [curves[item]["loss/kl"].values_N for item in (job, other.id)] == [(0.25,), (0.75,)]
+    assert [curves[item]["loss/kl"].values for item in (job, other.id)] == [(0.25,), (0.75,)]
 
 
 def test_syncs_of_one_run_at_the_same_time_bring_everything_once(
