@@ -35,22 +35,14 @@ class Jobs(Protocol):
     async def check(self, text: str) -> Checked: ...
 
     async def submit(self, text: str, form: str) -> Job:
-        """Begin the job of a form's text.
+        """Begin the job of a form's text; the same text from a form of the same id is the same job.
 
-        Args:
-            form: id of the form; the same text from the same form is the same job.
-
-        Raises:
-            TrainerError: the job is refused.
+        It raises a TrainerError where the job is refused.
         """
         ...
 
     async def control(self, job_id: str, action: Action) -> Job:
-        """Pause, resume or cancel a job.
-
-        Raises:
-            JobConflict: the job's state does not allow the action.
-        """
+        """Pause, resume or cancel a job; JobConflict: its state does not allow that."""
         ...
 
 
@@ -108,10 +100,8 @@ def takes_part(request: Request) -> bool:
 def saved_page(template: str, drawn: Mapping[str, Any], **values: Any) -> bytes:
     """Render a template as one HTML file that needs no other file, no service and no network.
 
-    It contains styles, scripts and the values of charts, and its policy allows no other script.
-
-    Args:
-        drawn: `charts`, and what run_data.chart_data returns with them.
+    It contains styles, scripts and the values of charts, `drawn` as run_data.chart_data returns them, and its
+    policy allows no other script.
     """
     style, uplot, drawing = _assets()
     policy = (
@@ -151,11 +141,6 @@ def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def static_address(name: str) -> str:
-    """The address of a static file, with the digest of all of them: browsers may cache it for ever."""
-    return f"/static/{version()}/{name}"
-
-
 @cache
 def version() -> str:
     """A digest of all static files."""
@@ -176,8 +161,10 @@ def _environment() -> Environment:
         loader=FileSystemLoader(ROOT / "templates"),
     )
     environment.filters |= {
-        "static": static_address, "ago": figures.ago, "number": figures.number, "short": figures.short_id,
-        "signed": figures.signed, "size": figures.size, "spaced": figures.spaced,
+        # With the digest of all of them, browsers may cache a static file for ever.
+        "static": lambda name: f"/static/{version()}/{name}",
+        "ago": figures.ago, "number": figures.number, "short": figures.short_id, "signed": figures.signed,
+        "size": figures.size, "spaced": figures.spaced,
     }  # fmt: skip
     environment.globals["rollout_address"] = figures.rollout_address
     return environment

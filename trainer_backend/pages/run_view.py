@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from statistics import fmean
 from typing import Any, get_args
 
 from trainer_backend.collect.losses import NAMES_BEFORE_RL, losses_in, sum_losses
@@ -36,14 +37,10 @@ def head_of(
 ) -> dict[str, Any]:
     """Make the head of a job's pages from its row and, if there is one, the state in its run directory.
 
-    Args:
-        rate_s: seconds that a recent iteration took, or None.
-        place: the id of the last event that the page shows.
-
-    Returns:
-        What head_part.html.jinja shows. `live`: the run may still change; `progress`: its stage, in words;
-        `actions`: the verbs that are allowed now; `processes`: those of a live run, by role; `notes`: what
-        its last start does, or did, more slowly than it could.
+    A recent iteration took `rate_s` seconds; `place` is the id of the last event that the page shows. In the
+    head, `live` says that the run may still change, `progress` its stage in words, `actions` the verbs that
+    are allowed now, `processes` those of a live run by role, and `notes` what its last start does, or did,
+    more slowly than it could.
     """
     total, live = iterations_of(job.config) or 0, job.state in ACTIVE or job.state == "queued"
     done = max(job.iteration, state.iteration if state is not None and live else 0)
@@ -61,8 +58,7 @@ def head_of(
 
 def seconds_an_iteration(times: Mapping[str, Curve]) -> float | None:
     """The seconds of all stages together, mean over the last iterations; None before the first."""
-    last = [series.values[-5:] for series in times.values() if series.values]
-    return sum(sum(values) / len(values) for values in last) if last else None
+    return sum(fmean(curve.values[-5:]) for curve in times.values()) if times else None
 
 
 def _progress(job: Job, state: RunState | None, done: int, total: int, rate_s: float | None) -> str:
@@ -109,12 +105,7 @@ FIGURES: tuple[tuple[str, str, Form, str, str], ...] = (
 
 
 def key_figures(iterations: Sequence[Row], evaluations: Sequence[Row], outcome: str) -> list[Figure]:
-    """Return (name, value, what to compare it with) of each key figure that the rows have values for.
-
-    Args:
-        iterations, evaluations: rows of metrics, the oldest first.
-        outcome: the environment's name for it.
-    """
+    """Return (name, value, what to compare it with) of each key figure; rows are given the oldest first."""
     figures = []
     for name, metric, form, unit, note in FIGURES:
         held_out = metric.startswith("eval/")
@@ -189,12 +180,8 @@ def evaluation_table(rows: Sequence[Row], best: int | None) -> Sequence[Sequence
 def success_rates(evaluations: Sequence[Row], curves: Mapping[str, Curve]) -> dict[str, Any]:
     """Return the rates of the last evaluation and the first, the highest first; empty without any.
 
-    Args:
-        curves: the rates over the evaluations, by metric (`RATES` and the achievement's name).
-
-    Returns:
-        `before` and `after`: the names of the two evaluations, the first empty if there is but one; `rows`:
-        each achievement, as text, on a scale of 100, and as a curve over the evaluations.
+    `before` and `after` name the two evaluations, the first empty if there is but one; `rows` have each
+    achievement as text, on a scale of 100, and as a curve: `curves` by `RATES` and the achievement's name.
     """
     if not evaluations or not evaluations[-1].get("eval/success_rates"):
         return {}

@@ -10,12 +10,10 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from trainer_backend.pages.figures import number
 from trainer_backend.pages.panels import Form, Line, Panel
-from trainer_backend.store.metrics import MetricsFile, thin_together
 from trainer_backend.store.rows import Curve
 
 Key = tuple[str, str]  # (kind, metric)
@@ -92,13 +90,6 @@ def _rounded(values: Values) -> list[float | None]:
     return [None if value is None else round(value, digits) for value in values]
 
 
-def read_curves(path: Path, *, points: int) -> Curves:
-    """Read the curves of a run from its metrics.jsonl, as the store gives them to the service's pages."""
-    file = MetricsFile(path)
-    file.read()
-    return thin_together({key: file.points(*key) for key in file.curves}, points)
-
-
 # Metrics of an iteration that the horizontal axes are made of.
 _STEPS, _EPISODES, _TOKENS = "episode/env_steps", "episode/count", "inference/sampled_tokens"
 _BEGIN, _END, _STARTS = "timeline/collect_start", "timeline/learn_end", "recovery/resumes"
@@ -114,13 +105,10 @@ AXES = {
 def add_up_axes(rows: Mapping[int, Mapping[str, Any]]) -> Axes:
     """Return the axes that a run has but for the iteration itself.
 
-    Args:
-        rows: AXIS_METRICS of every iteration, as far as it has them.
-
-    Returns:
-        steps: env steps of the episodes of the iterations so far; tokens: sampled while these were collected.
-        hours: from the first rollout of a start to the end of learning, pauses between starts left out;
-        evaluations during a start and the wait for a slow task app are in it, the warm-up is not.
+    `rows` are AXIS_METRICS of every iteration, as far as it has them. Steps are env steps of the episodes of
+    the iterations so far, tokens those sampled while these were collected. Hours are from the first rollout
+    of a start to the end of learning, pauses between starts left out; evaluations during a start and the wait
+    for a slow task app are in it, the warm-up is not.
     """
     each = {
         "steps": {
@@ -154,9 +142,6 @@ def place_on_axes(axes: Sequence[Axes], charts: Iterable[Chart]) -> dict[str, An
     """Return the iterations that charts draw, and where each run lies there on each axis that all runs have.
 
     Before the first iteration an axis is 0, and between two iterations it has the value of the earlier one.
-
-    Returns:
-        `at`: the iterations; `axes`: by axis its `name`, and `x`, for each run its values there.
     """
     at = sorted({x for chart in charts if chart["unit"] == "iteration" for x in chart["x"]})
     shared = [axis for axis in AXES if axes and all(axis in own for own in axes)]

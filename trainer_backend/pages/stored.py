@@ -35,10 +35,7 @@ def played_frames(
     """Draw the frames after the given turns on the task apps of [services], or a child process.
 
     A replay asks no policy and no interaction, so a child has none. It blocks, so it needs a thread without
-    an event loop.
-
-    Raises:
-        NoPictures: there never are any; any other TrainerError may go away.
+    an event loop. NoPictures means that there never are any; any other TrainerError may pass.
     """
 
     async def frames() -> dict[int, bytes]:

@@ -28,9 +28,7 @@ def sort_page(
 ) -> Select[Any]:
     """Return the query of a page, with one row more than `limit` where another page follows.
 
-    Args:
-        by: the column to sort by, whose table has `number`, the key.
-        cursor: of the previous page (`cursor_of`), for the same filter and order.
+    `number` is the key of the table, `cursor` that of the previous page, for the same filter and order.
     """
     if cursor is not None:
         query = query.where(_beyond(by, number, *_read_cursor(cursor, by), descending=descending))

@@ -46,8 +46,7 @@ def _look(
 ) -> dict[str, Found]:
     """Return what `look` finds in the metrics of runs, by job id in the order of the ids.
 
-    Args:
-        look: is given a file, and the number before that of its first row.
+    `look` is given a file, and the number before that of its first row.
     """
     of_metrics = and_(SYNCED_FILES.c.job == JOBS.c.number, SYNCED_FILES.c.name == METRICS_FILE)
     query = select(JOBS.c.id, JOBS.c.run_dir, *MARK).outerjoin(SYNCED_FILES, of_metrics)
@@ -80,11 +79,7 @@ def runs(
     cursor: str | None = None,
     limit: int = 50,
 ) -> Page[Job]:
-    """Return a page of the list of runs: one query, and no file. Runs without the sort value come last.
-
-    Args:
-        cursor: the cursor of the previous page, for the same filter and order.
-    """
+    """Return a page of the list of runs: one query, and no file. Runs without the sort value come last."""
     column = "number" if sort == "created" else sort
     query = select(JOBS).where(*_run_conditions(where))
     query = sort_page(query, JOBS.c[column], JOBS.c.number, descending=descending, cursor=cursor, limit=limit)
