@@ -10,7 +10,7 @@ from tests.trainer_backend.jobs.rows import replace
 from tests.trainer_backend.pages.hand_made import FIRST, LAST, evaluation_row, iteration_row
 from trainer_backend.job.load import dump_job, parse_job
 from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
-from trainer_backend.pages.facts import chosen_keys, differing_keys, to_begin_from
+from trainer_backend.pages.facts import chosen_keys, to_begin_from
 from trainer_backend.pages.figures import NONE as NO_VALUE
 from trainer_backend.pages.run_view import (
     evaluation_table,
@@ -199,12 +199,3 @@ unit = "group"
     assert chosen["rollout_only.strong-1.weight"] == "3.0"
     assert chosen["rollout_only.clone_2.model_path"] == '"runs/clone"'
     assert "rollout_only.clone_2.weight" not in chosen  # as it is by itself
-
-
-def test_of_several_jobs_the_keys_are_shown_in_which_they_differ():
-    other = CONFIG.replace("20", "30") + "[algorithm]\ngamma = 0.5\n[rollout.env_config]\ntext = 'full'\n"
-    assert differing_keys([CONFIG, other]) == [
-        ("training.iterations", ["20", "30"]),
-        ("algorithm.gamma", ["absent", "0.5"]),
-        ("rollout.env_config.text", ["absent", '"full"']),
-    ]

@@ -179,15 +179,19 @@ async def test_an_episode_that_cannot_be_drawn_is_not_played_again_and_the_reaso
     run = small_run(tiny_job(), tmp_path / "tiny")
     played = []
 
-    def source(*_):
-        played.append(1)
-        raise ReplayDeparts("the replay departed")
+    def source(_services, _config, episode, turns):
+        played.append(episode.seed)
+        if episode.seed == 1:
+            raise ReplayDeparts("the replay departed")
+        return dict.fromkeys(turns, b"png")
 
     frames, shown = Frames(source), rollout(1, [WOOD])
     for _ in range(2):
         with pytest.raises(NoPictures, match="departed"):
             await frames.of(run.path, shown)
-    assert (len(played), frames.cached(run.path, shown)) == (1, "the replay departed")
+    assert (played, frames.cached(run.path, shown)) == ([1], "the replay departed")
+    # It says nothing about other episodes of its run.
+    assert await frames.of(run.path, rollout(2, [WOOD])) == {0: b"png", 1: b"png"}
 
 
 async def test_an_environment_that_draws_nothing_is_asked_once_for_all_episodes_of_a_run(tmp_path):
@@ -204,17 +208,3 @@ async def test_an_environment_that_draws_nothing_is_asked_once_for_all_episodes_
         with pytest.raises(NoPictures, match="it draws none"):
             await frames.of(run.path, one)
     assert (len(played), frames.cached(run.path, rollout(3, [WOOD]))) == (1, "it draws none")
-
-
-async def test_an_episode_that_departs_says_nothing_about_others_of_its_run(tmp_path):
-    run = small_run(tiny_job(), tmp_path / "tiny")
-
-    def source(_services, _config, episode, turns):
-        if episode.seed == 1:
-            raise ReplayDeparts("the replay departed")
-        return dict.fromkeys(turns, b"png")
-
-    frames = Frames(source)
-    with pytest.raises(NoPictures, match="departed"):
-        await frames.of(run.path, rollout(1, [WOOD]))
-    assert await frames.of(run.path, rollout(2, [WOOD])) == {0: b"png", 1: b"png"}

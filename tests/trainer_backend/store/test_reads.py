@@ -68,18 +68,6 @@ def test_curves_come_by_name_or_by_the_beginning_of_it(store: Store, job: Job):
         reads.series(store, ["nobody"], ["time/*"])
 
 
-def test_a_long_curve_is_thinned_to_means_with_their_bounds(store: Store, run: RunDirectory, job: Job):
-    for iteration in range(3, 8):
-        run.append_metrics(metrics_row(iteration, **{"time/update_s": float(iteration)}))
-    sync_run(store, job.id, run)
-    # 1 .. 7 in stretches of two: {1}, {2, 3}, {4, 5}, {6, 7}
-    found = reads.series(store, [job.id], ["time/update_s"], points=4)[job.id]["time/update_s"]
-    assert found.iterations == (1, 3, 5, 7)
-    assert found.values == (1.0, 2.5, 4.5, 6.5)
-    assert found.low == (1.0, 2.0, 4.0, 6.0)
-    assert found.high == (1.0, 3.0, 5.0, 7.0)
-
-
 def test_no_curve_has_more_points_than_asked_for(store: Store, run: RunDirectory, job: Job):
     for iteration in range(3, 8):
         run.append_metrics(metrics_row(iteration, **{"time/update_s": 1.0}))
