@@ -25,13 +25,7 @@ from trainer_backend.pages.panels import (
     restrict,
     split_by_line,
 )
-from trainer_backend.pages.run_view import (
-    FIGURES,
-    evaluation_table,
-    key_figures,
-    list_losses,
-    success_rates,
-)
+from trainer_backend.pages.run_view import FIGURES, evaluation_table, key_figures, list_losses, success_rates
 from trainer_backend.pages.series import Axes, Curves, chart_of, place_on_axes
 from trainer_backend.pages.timeline import SHOWN, timeline_of
 from trainer_backend.store.rows import CheckpointRow, Curve, Job

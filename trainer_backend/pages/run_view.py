@@ -27,13 +27,7 @@ _ACTIONS = {
 
 
 def head_of(
-    job: Job,
-    state: RunState | None,
-    *,
-    rate_s: float | None,
-    place: str,
-    now: datetime,
-    can_control: bool,
+    job: Job, state: RunState | None, *, rate_s: float | None, place: str, now: datetime, can_control: bool
 ) -> dict[str, Any]:
     """Make the head of a job's pages from its row and, if there is one, the state in its run directory.
 

@@ -28,14 +28,7 @@ from trainer_backend.store import jobs, reads
 from trainer_backend.store.database import Store, UnknownJob
 from trainer_backend.store.metrics import numbers_of
 from trainer_backend.store.reads import RunFilter, RunSort
-from trainer_backend.store.rows import (
-    ACTIVE,
-    ENDED,
-    Job,
-    JobState,
-    iterations_of,
-    tables_of,
-)
+from trainer_backend.store.rows import ACTIVE, ENDED, Job, JobState, iterations_of, tables_of
 
 router = page_router()
 

@@ -18,15 +18,7 @@ from trainer_backend.store.database import (
     UnknownCursor,
     UnknownJob,
 )
-from trainer_backend.store.rows import (
-    ENDED,
-    Job,
-    JobState,
-    Origin,
-    Page,
-    Wanted,
-    named_in,
-)
+from trainer_backend.store.rows import ENDED, Job, JobState, Origin, Page, Wanted, named_in
 from trainer_backend.store.tables import JOBS, fits
 
 # Fields of a job that a new row is not given: the store counts, and progress comes from the run directory.

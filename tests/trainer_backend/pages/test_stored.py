@@ -19,13 +19,7 @@ from tests.trainer_backend.pages.test_pages import FIRST_ROLLOUT
 from trainer_backend.collect.wire import NoPictures, Refused, ReplayDeparts
 from trainer_backend.errors import RunDirectoryError, TaskAppError
 from trainer_backend.job.tables import ServicesTable
-from trainer_backend.pages.stored import (
-    PREFIXES_OF_WORDS,
-    WORDS,
-    Frames,
-    read_stored,
-    why_undrawn,
-)
+from trainer_backend.pages.stored import PREFIXES_OF_WORDS, WORDS, Frames, read_stored, why_undrawn
 
 
 def test_a_file_that_was_written_anew_is_read_anew(tmp_path):
@@ -117,11 +111,7 @@ async def test_an_episode_is_played_once_for_all_its_pictures_and_who_waits_hold
 
 
 @pytest.mark.parametrize(
-    "named",
-    [
-        {"services__task_url": ["https://elsewhere:1"]},
-        {"services__task_plugins": ["code.py"]},
-    ],
+    "named", [{"services__task_url": ["https://elsewhere:1"]}, {"services__task_plugins": ["code.py"]}]
 )
 async def test_looking_at_a_run_runs_no_code_and_asks_no_host_that_its_job_names(tmp_path, named):
     job = tiny_job(**named)
