@@ -63,8 +63,6 @@ class Panel:
     """It is wider than other panels."""
     unit: str = "iteration"
     """The name of the horizontal axis."""
-    scatter: bool = False
-    """It draws points without a line between them."""
 
 
 _ACHIEVEMENTS = "episode/unique_achievements"  # only of an environment with achievements

@@ -1,18 +1,29 @@
-"""Pages of one run: its charts, alone or with other runs, its job and its log."""
+"""Pages of one run: its charts, alone or with other runs, its rollouts, its job and its log."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast, get_args
 from urllib.parse import urlencode
 
 from fastapi import Depends, Query, Request
+from starlette.datastructures import QueryParams
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from trainer_backend.collect.losses import FAILED
+from trainer_backend.pages.address import describe_order, link_list, read_filter, read_order
 from trainer_backend.pages.facts import chosen_keys, folder_of
-from trainer_backend.pages.page import HEADERS, BadAddress, dashboard_of, frame, page, page_router
+from trainer_backend.pages.page import (
+    HEADERS,
+    BadAddress,
+    dashboard_of,
+    frame,
+    list_page,
+    page,
+    page_router,
+    takes_part,
+)
 from trainer_backend.pages.panels import Panel
 from trainer_backend.pages.run_data import (
     KINDS,
@@ -23,12 +34,13 @@ from trainer_backend.pages.run_data import (
     points_for,
     run_data,
 )
-from trainer_backend.pages.run_view import RATES, head_of, seconds_an_iteration
+from trainer_backend.pages.run_view import RATES, head_of, list_losses, seconds_an_iteration
 from trainer_backend.pages.series import AXIS_METRICS, EVERY_POINT, add_up_axes, table
 from trainer_backend.pages.timeline import SHOWN
 from trainer_backend.rundir.state import LOG_FILE, LogLine, read_log, read_state
-from trainer_backend.store import jobs, reads
+from trainer_backend.store import jobs, reads, reads_rollouts
 from trainer_backend.store.database import Store
+from trainer_backend.store.reads_rollouts import RolloutFilter, RolloutSort
 from trainer_backend.store.rows import ENDED, Curve, Job
 
 router = page_router()
@@ -36,6 +48,8 @@ router = page_router()
 TABS = (("", "Charts"), ("rollouts", "Rollouts"), ("config", "Job"), ("log", "Log"))
 MOST_RUNS = 12  # colours and dashes tell 36 apart, and readers fewer
 _LOG_LINES = 500
+_SORTS = get_args(RolloutSort)
+_PAGE = 50  # rollouts
 _RATE_POINTS = 60
 _FIRST_LINES = 12  # shown in place of charts, as long as there are none
 _MOST_EVALUATIONS = 10_000
@@ -149,6 +163,37 @@ def log(request: Request, job_id: str) -> Response:
     """Show the last lines of the run's log."""
     lines, skipped = _log_of(jobs.get(dashboard_of(request).store, job_id), _LOG_LINES)
     return page("log", lines=lines, skipped=skipped, **run_frame(request, job_id, "log"))
+
+
+@router.get("/runs/{job_id}/rollouts", response_class=HTMLResponse)
+def rollouts(request: Request, job_id: str) -> Response:
+    """Show the list of rollouts, as the address filters and sorts it."""
+    store = dashboard_of(request).store
+    values = list_rollouts(store, job_id, request.query_params)
+    # The values to filter by are a count of all rollouts; a list that is filtered or followed needs none.
+    facets = None if takes_part(request) else reads_rollouts.facets(store, job_id)
+    return list_page("rollouts", facets=facets, **values, **run_frame(request, job_id, "rollouts"))
+
+
+def list_rollouts(store: Store, job_id: str, params: QueryParams) -> dict[str, Any]:
+    """Return a page of the rollouts that an address asks for; of lost ones also why each stage lost some."""
+    where, (sort, down) = read_filter(RolloutFilter, params), read_order(params, _SORTS, "newest")
+    rows = reads_rollouts.rollouts(
+        store, job_id, where, sort=cast(RolloutSort, sort), descending=down,
+        cursor=params.get("cursor") or None, limit=_PAGE,
+    )  # fmt: skip
+    total = reads_rollouts.count_rollouts(store, job_id, where)
+    links = link_list(
+        f"/runs/{job_id}/rollouts", params, sort=sort, down=down, sorts=_SORTS, cursor=rows.cursor
+    )
+    lossy = reads.lines_above_zero(store, job_id, FAILED, limit=MOST_LOSSES) if where.lost else ()
+    return {
+        "rows": rows.items,
+        "caption": f"{len(rows.items)} of {total:,} rollouts, {describe_order(sort, down, 'newest')}",
+        "chosen": where, "filtered": where != RolloutFilter(), "sorts": _SORTS,
+        "losses": list_losses([line.whole for line in lossy]),
+        **links,
+    }  # fmt: skip
 
 
 def _log_of(job: Job, last: int) -> tuple[list[LogLine], int]:

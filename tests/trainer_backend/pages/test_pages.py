@@ -9,7 +9,7 @@ from shared_schemas.rollouts import RolloutFailure
 from tests.conftest import tiny_job
 from tests.trainer_backend.pages.hand_made import LOST, empty_run, iteration_row
 from tests.trainer_backend.pages.shown import PNG, Shown, numbered_run
-from trainer_backend.pages.rollouts import list_rollouts
+from trainer_backend.pages.run import list_rollouts
 from trainer_backend.rundir.rollout_files import Credit, read_rollouts, write_rollouts
 from trainer_backend.rundir.state import ProcessRecord, RunState, append_log, write_state
 from trainer_backend.store import jobs
