@@ -1,7 +1,6 @@
 """The report of a run: one HTML file of charts, figures and a filmstrip, made from the run's files alone."""
 
 import base64
-import os
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import chain
@@ -29,7 +28,7 @@ from trainer_backend.pages.run_view import head_of
 from trainer_backend.pages.series import Chart, add_up_axes, make_chart, make_curve
 from trainer_backend.pages.stored import FrameSource, played_frames, why_undrawn
 from trainer_backend.pages.story import EVALUATE_S, Row, Story, read_story
-from trainer_backend.rundir.files import write_errors
+from trainer_backend.rundir.files import replacement, write_errors
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import finished_rows, read_rollout
 from trainer_backend.rundir.state import read_state
@@ -119,9 +118,8 @@ def save(path: Path, html: bytes) -> Path:
     """Write a page, whole or not at all, and make its folder."""
     with write_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(".tmp")
+    with replacement(path, durable=False) as aside:
         aside.write_bytes(html)
-        os.replace(aside, path)
     return path
 
 

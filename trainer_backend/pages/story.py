@@ -35,9 +35,7 @@ class Story:
     name: str
     """The job's, or in a comparison the end of the path that no other run has."""
     job: JobConfig
-    """The resolved job."""
-    rows: Sequence[Row]
-    """Rows of metrics.jsonl, oldest first."""
+    rows: Sequence[Row]  # of metrics.jsonl, oldest first
 
     @cached_property
     def data(self) -> DataRecord | None:

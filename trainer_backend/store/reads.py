@@ -33,12 +33,10 @@ class RunFilter:
 
     text: str = ""
     """Part of name, id, environment, model or a tag, case-insensitive."""
-    states: frozenset[JobState] = frozenset()
-    """Any of them."""
+    states: frozenset[JobState] = frozenset()  # any of them
     environment: str | None = None
     model: str | None = None
-    tags: Mapping[str, str] = field(default_factory=dict)
-    """All of them."""
+    tags: Mapping[str, str] = field(default_factory=dict)  # all of them
 
 
 def _look(

@@ -142,29 +142,22 @@ class MetricLine:
 class RolloutRow:
     """A stored rollout."""
 
-    number: int
-    """Position in the order of arrival; pages use it."""
+    number: int  # in the order of arrival; pages use it
     rollout_id: str
-    stage: str
-    """One of train, branches, evaluation, warmup and prompts."""
+    stage: str  # train, branches, evaluation, warmup or prompts
     iteration: int
-    file: str
-    """Its Parquet file in the run directory, such as rollouts/iteration_3.parquet."""
-    place: int
-    """Its row in that file, from 0."""
+    file: str  # in the run directory, such as rollouts/iteration_3.parquet
+    place: int  # its row in that file, from 0
     group_id: str
     sibling: int
     attempt: int
-    policy: str
-    """Last part of `model`, or the policy's name."""
+    policy: str  # the last part of `model`, or the policy's name
     status: str
     seed: int | None
     outcome_reward: float | None
-    reward: float | None
-    """Sum of r_t; None where no decision has a reward."""
+    reward: float | None  # sum of r_t; None where no decision has a reward
     unique_achievements: int | None
     decisions: int
-    """Number of its decisions."""
     env_steps: int | None
     stop_reason: str | None
     failure_code: str | None
