@@ -119,7 +119,7 @@ def pages(store: Store, job_id: str) -> dict[str, Callable[[], object]]:
             names = reads.metric_names(store, job_id, kind)
             reads.series(store, [job_id], names, kind=kind, points=POINTS)
             reads.metric_lines(store, job_id, kind=kind, limit=1)
-            reads.newest_lines(store, [job_id], [kind])
+            reads.last_lines(store, [job_id], [kind])
         reads.checkpoints(job)
 
     def rollouts(sort: reads_rollouts.RolloutSort) -> Callable[[], None]:

@@ -54,6 +54,7 @@ class Panel:
     stacked: bool = False  # its lines are parts of a whole
     wide: bool = False
     unit: str = "iteration"  # of the horizontal axis
+    scatter: bool = False  # points without a line between them
 
 
 _ACHIEVEMENTS = "episode/unique_achievements"  # only of an environment with achievements

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from trainer_backend.collect.losses import NAMES_BEFORE_RL, losses_in, sum_losses
 from trainer_backend.collect.metrics import count_worlds, outcome_interval, outcome_name
 from trainer_backend.core.intervals import wilson_interval
-from trainer_backend.pages.facts import end_of, time_taken
+from trainer_backend.pages.facts import time_taken
 from trainer_backend.pages.figures import NONE, ago, interval, number, roughly, spaced
 from trainer_backend.pages.panels import Form
 from trainer_backend.pages.series import spark_of
@@ -70,9 +70,12 @@ def _facts(job: Job, state: RunState | None, now: datetime) -> list[tuple[str, s
     losses = sum_losses(job.numbers.get("sums", {}))
     tables = tables_of(job.config)
     model, rollout = tables.get("model", {}), tables.get("rollout", {})
+    path = str(model.get("path") or model.get("preset") or model.get("name") or "")
+    parts = path.split("/")
     facts = [
         ("environment", rollout.get("env_name", "")),
-        ("model", end_of(str(model.get("path") or model.get("preset") or model.get("name") or ""))),
+        # The parts of a path before the last three are alike in most paths.
+        ("model", path if len(parts) <= 4 else "…/" + "/".join(parts[-3:])),
         ("advantage", tables.get("algorithm", {}).get("advantage", "")),
         ("begun", ago(job.started, now) if job.started else ""),
         ("took", time_taken(job)),

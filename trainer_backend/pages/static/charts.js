@@ -43,6 +43,7 @@ function columns(chart) {
     series.push({
       label: curve.label, stroke, dash: dash.map((length) => length * fine), width: (curve.pinned ? 3 : 1.6) * fine, spanGaps: true,
       points: { show: curve.dots || chart.x.length === 1, size: 6 * fine, fill: curve.dots ? colour("--raised") : stroke, stroke },
+      ...(chart.scatter && { paths: () => null, points: { show: true, size: 3 * fine, fill: stroke, width: 0 } }),
       ...(chart.stacked && { fill: clear(stroke, STACK) }),
     });
     data.push(positive(y));
@@ -126,13 +127,14 @@ function legend(figure, chart) {
   });
   const where = document.createElement("li");
   where.className = "where soft";
-  list.replaceChildren(...items, where);
+  list.replaceChildren(...(chart.scatter ? [] : items), where); // a point has its name in the title
 }
 
 // For a screen reader: the first and the last value of each curve, and its range.
 function describe(chart) {
   const parts = chart.curves.filter(({ y }) => y.some((value) => value !== null)).map(({ label, y }) => {
     const at = y.flatMap((value, index) => (value === null ? [] : [index])), values = at.map((index) => y[index]);
+    if (chart.scatter) return `${label}: ${at.length} points`;
     const [first, last, low, high] = [values[0], values.at(-1), Math.min(...values), Math.max(...values)].map((value) => number(value, chart.form));
     const begin = `${label}: ${first} at ${chart.unit} ${atOf(chart, at[0])}`;
     return at.length < 2 ? begin : `${begin}, ${last} at ${atOf(chart, at.at(-1))}, between ${low} and ${high}`;
