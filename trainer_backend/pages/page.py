@@ -51,12 +51,9 @@ class Dashboard:
     """The objects that pages read from."""
 
     store: Store
-    jobs: Jobs | None
-    """None in a service that only shows runs."""
-    clock: Callable[[], datetime]
-    """The date and time in UTC."""
-    examples: tuple[tuple[str, str], ...] = ()
-    """Names and texts of jobs to fill the form with."""
+    jobs: Jobs | None  # None in a service that only shows runs
+    clock: Callable[[], datetime]  # the date and time in UTC
+    examples: tuple[tuple[str, str], ...] = ()  # names and texts of jobs to fill the form with
     frames: Frames = field(default_factory=Frames)
 
 

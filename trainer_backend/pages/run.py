@@ -61,14 +61,12 @@ class View:
     """What the address of a page says of its runs and charts; static/charts.js keeps it there."""
 
     others: Annotated[tuple[str, ...], Query(alias="with")] = ()
-    x: Literal["", "steps", "tokens", "hours"] = ""
-    """The horizontal axis; empty: iterations."""
+    x: Literal["", "steps", "tokens", "hours"] = ""  # the horizontal axis; empty: iterations
     smooth: Annotated[float, Query(ge=0, le=0.99)] = 0.0
     """Weight of the past in an exponential moving average."""
     log: bool = False
     seeds: Literal["", "apart"] = ""
-    pin: str = ""
-    """The run that a comparison measures the others by."""
+    pin: str = ""  # the run that a comparison measures the others by
 
     def query(self, others: Sequence[str]) -> str:
         """The query string of an address with this view and these other runs."""

@@ -40,15 +40,13 @@ class Run:
     """A run to show."""
 
     job: Job
-    name: str
-    """No other run of the page has it."""
+    name: str  # no other run of the page has it
     rows: Sequence[Mapping[str, Any]]
     """Rows of metrics, the oldest first: all, or the first and the last iterations, the evaluations, and the
     stages that lost rollouts. Of several runs the last of each kind is enough."""
     rates: Mapping[str, Curve] = field(default_factory=dict)
     """Curves of success rates over the evaluations, by metric."""
-    best: int | None = None
-    """The iteration of the best checkpoint."""
+    best: int | None = None  # the iteration of the best checkpoint
     checkpoints: Sequence[CheckpointRow] = ()
 
 

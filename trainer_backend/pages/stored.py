@@ -113,9 +113,8 @@ def _draws_none(env_name: str) -> str:
 class Frames:
     """The frames of episodes: draws one episode at a time, and caches the last ones.
 
-    Args:
-        source: draws the turns of an episode; by default a task app that is started for it.
-        may_run: whether a file of task_plugins that a job names may be run to draw its episodes.
+    `source` draws the turns of an episode, by default a task app that is started for it. `may_run` says
+    whether a file of task_plugins that a job names may be run to draw its episodes.
     """
 
     def __init__(

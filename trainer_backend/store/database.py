@@ -89,10 +89,8 @@ class Store:
     """An open store. Threads may share it; each call is a transaction of its own."""
 
     engine: Engine
-    shown: str
-    """The address without its password, for messages."""
-    clock: Callable[[], datetime] = utc_now
-    """The source of every stored time."""
+    shown: str  # the address without its password, for messages
+    clock: Callable[[], datetime] = utc_now  # the source of every stored time
     metrics: MetricsFiles = field(default_factory=MetricsFiles, compare=False)
 
     def read(self) -> AbstractContextManager[Connection]:

@@ -67,8 +67,7 @@ class _Kind:
     """The rows of a kind by iteration: each one's place in the file, and the curves of their numbers."""
 
     places: dict[int, int] = field(default_factory=dict)
-    last: int | None = None
-    """The last iteration."""
+    last: int | None = None  # the last iteration
     curves: dict[str, Points] = field(default_factory=dict)
 
     def add(self, iteration: int, row: Row) -> bool:

@@ -31,8 +31,7 @@ RunSort = Literal["created", "name", "state", "iteration", "finished", "outcome"
 class RunFilter:
     """A filter of runs. Fields that are empty do not filter."""
 
-    text: str = ""
-    """Part of name, id, environment, model or a tag, case-insensitive."""
+    text: str = ""  # part of name, id, environment, model or a tag, case-insensitive
     states: frozenset[JobState] = frozenset()  # any of them
     environment: str | None = None
     model: str | None = None
@@ -135,11 +134,9 @@ def series(
 ) -> dict[str, dict[str, Curve]]:
     """Return curves by job id, then by name. Names without a curve are absent.
 
-    All curves are thinned by the same intervals, so that those of several runs can be laid over one another.
-
-    Args:
-        names: a name that ends in `/*` stands for all that begin so (`eval/success_rates/*`).
-        points: the maximum per curve; longer curves are reduced to means of intervals, with their bounds.
+    A name that ends in `/*` stands for all that begin so (`eval/success_rates/*`). A curve of more than
+    `points` is reduced to means of intervals, with their bounds; all by the same intervals, so that those of
+    several runs can be laid over one another.
     """
     starts = tuple(name[:-1] for name in names if name.endswith("/*"))
 

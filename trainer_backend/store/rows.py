@@ -26,8 +26,7 @@ class Page(Generic[Item]):
     """A page of a list."""
 
     items: tuple[Item, ...]
-    cursor: str | None
-    """Opaque position of the next page; None: this page is the last."""
+    cursor: str | None  # opaque position of the next page; None: this page is the last
 
 
 class Progress(Body):
