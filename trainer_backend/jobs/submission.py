@@ -10,7 +10,7 @@ import structlog
 
 from shared_schemas.plain_text import read_text
 from trainer_backend.errors import QueueFull, RunsNoJobs, TrainerError
-from trainer_backend.jobs.posted import Resolution, check, may_name, resolve
+from trainer_backend.jobs.posted import Checked, Finding, Resolution, check, may_name, resolve
 from trainer_backend.jobs.service import Service, find_job, refuse_foreign
 from trainer_backend.jobs.states import Verb, changes_for
 from trainer_backend.pages import page
@@ -110,14 +110,12 @@ class JobsForPages:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def check(self, text: str) -> page.Findings:
+    async def check(self, text: str) -> Checked:
         bounds = self._service.settings.bounds
         try:
-            checked = await self._service.checks.ask(check, _bytes_of(text), bounds)
+            return await self._service.checks.ask(check, _bytes_of(text), bounds)
         except TrainerError as error:
-            return page.Findings(errors=(page.Finding(str(error)),))
-        findings = tuple(page.Finding(finding.text, finding.line) for finding in checked.findings)
-        return page.Findings(warnings=findings) if checked.ok else page.Findings(errors=findings)
+            return Checked(ok=False, findings=(Finding(severity="error", text=str(error), line=None),))
 
     async def submit(self, text: str, form: str) -> Job:
         body = _bytes_of(text)
