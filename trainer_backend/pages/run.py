@@ -168,7 +168,7 @@ def rollouts(request: Request, job_id: str) -> Response:
     """Show the list of rollouts, as the address filters and sorts it."""
     store = dashboard_of(request).store
     values = list_rollouts(store, job_id, request.query_params)
-    # The values to filter by are a count of all rollouts; a list that is filtered or followed needs none.
+    # A list that is filtered or followed needs no values to filter by.
     facets = None if takes_part(request) else reads_rollouts.facets(store, job_id)
     return list_page("rollouts", facets=facets, **values, **run_frame(request, job_id, "rollouts"))
 
