@@ -54,7 +54,7 @@ async def test_a_byte_order_mark_before_a_job_is_no_part_of_it(served):
         content = body.encode("utf-8-sig")
         answer = await served.client.post("/jobs", content=content, headers=headers)
         assert answer.status_code == 201, answer.text
-    (finding,) = (await JobsForPages(served.service).check("\ufeff[model]\npreset = 1")).errors
+    (finding,) = (await JobsForPages(served.service).check("\ufeff[model]\npreset = 1")).findings
     assert "preset" in finding.text
 
 
@@ -85,7 +85,7 @@ async def test_a_request_without_a_body_may_say_that_it_is_json(served):
 
 
 async def test_a_form_in_whatever_alphabet_is_refused_with_a_sentence(served):
-    (finding,) = (await JobsForPages(served.service).check(f"[model]\n{HALF}")).errors
+    (finding,) = (await JobsForPages(served.service).check(f"[model]\n{HALF}")).findings
     assert "no UTF-8" in finding.text
 
 
