@@ -1,5 +1,6 @@
 """Reads of a run's rollouts for pages and the API."""
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Select, false, func, or_, select
+from sqlalchemy import ColumnElement, Select, Text, cast, false, func, or_, select
 
 from trainer_backend.rundir.rollout_index import read_credits
 from trainer_backend.rundir.spool import find_in_ledger
@@ -93,13 +94,15 @@ def count_rollouts(store: Store, job_id: str, where: RolloutFilter = RolloutFilt
     return min(found, MOST_COUNTED), found <= MOST_COUNTED
 
 
-def _counts(store: Store, job_id: str) -> Iterator[tuple[tuple[Any, ...], int]]:
+def _counts(store: Store, job_id: str) -> Iterator[tuple[list[Any], int]]:
     """Yield values of the `COUNTED` columns with the number of rollouts that have them, by file."""
     with store.read() as connection:
-        query = select(SYNCED_FILES.c.counts).where(SYNCED_FILES.c.job == job_number(connection, job_id))
-        files = connection.scalars(query).all()
+        # As one text: a row for each file of a long run would take most of the time.
+        texts = func.aggregate_strings(cast(SYNCED_FILES.c.counts, Text), ",")
+        query = select(texts).where(SYNCED_FILES.c.job == job_number(connection, job_id))
+        files = json.loads(f"[{connection.scalar(query) or ''}]")
     for *values, count in chain.from_iterable(files):
-        yield tuple(values), count
+        yield values, count
 
 
 def _selected() -> Select[Any]:
@@ -139,11 +142,16 @@ def _clip(bound: int | None) -> int | None:
 
 def facets(store: Store, job_id: str) -> Facets:
     """Return the values by which the rollouts of a run can be filtered, with their counts."""
-    counters: list[Counter[Any]] = [Counter() for _ in COUNTED]
-    for values, count in _counts(store, job_id):
+    totals: Counter[tuple[Any, ...]] = Counter()
+    iterations = set()
+    for (*named, iteration), count in _counts(store, job_id):
+        totals[*named] += count
+        iterations.add(iteration)
+    counters: list[Counter[Any]] = [Counter() for _ in COUNTED[:-1]]
+    for values, count in totals.items():
         for counter, value in zip(counters, values, strict=True):
             counter[value] += count
-    stages, policies, statuses, failures, stops, iterations = (
+    stages, policies, statuses, failures, stops = (
         {value: counter[value] for value in sorted(set(counter) - {None})} for counter in counters
     )
     spans = (min(iterations), max(iterations)) if iterations else None
