@@ -20,6 +20,7 @@ import select
 import signal
 import sys
 import time
+from contextlib import suppress
 
 TYPE_CHECKING = False  # the import would double the time of a start
 if TYPE_CHECKING:
@@ -128,11 +129,9 @@ def _keep(child: int, signals: int, ended: int | None) -> "NoReturn":
 def _reap(child: int) -> int | None:
     """Reap who has ended; return the child's status once it has."""
     found = None
-    try:
+    with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             found = ended[1] if ended[0] == child else found
-    except ChildProcessError:
-        pass
     return found
 
 
@@ -170,10 +169,8 @@ def _parent(process: str) -> int | None:
 
 
 def _send(process: int, number: int) -> None:
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         os.kill(process, number)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def _end_with(status: int) -> "NoReturn":

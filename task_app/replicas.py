@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import structlog
 
-from service_kit.children import PIPE, Child, when_parent_ends
+from service_kit.process import PIPE, Child, when_parent_ends
 from task_app.settings import Settings
 
 log = structlog.get_logger("task_app")

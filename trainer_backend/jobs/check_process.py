@@ -23,8 +23,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import psutil
 
-from service_kit.children import name_exit
 from service_kit.console import utf8_output
+from service_kit.process import name_exit
 from trainer_backend.errors import CheckEnded, TooManyChecks, TrainerError
 from trainer_backend.jobs.processes import WITHHELD
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from service_kit.children import PIPE, Child, last_line, name_exit
+from service_kit.process import PIPE, Child, last_line, name_exit
 
 # The name of the learner's role.
 LEARNER = "learner"
@@ -74,7 +74,7 @@ class Role:
 
 
 class Process(Protocol):
-    """The process of a role; `service_kit.children.Child` is one."""
+    """The process of a role; `service_kit.process.Child` is one."""
 
     @property
     def pid(self) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from service_kit.children import PIPE, Child, last_line
+from service_kit.process import PIPE, Child, last_line
 
 
 @pytest.mark.parametrize(
