@@ -31,7 +31,7 @@ _KILL = signal.SIGQUIT
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 _GUARDS = 3
 # A process of another user, or one that waits for a disk, cannot be killed.
-_END_S, _LOOK_S = 5.0, 0.002
+_END_S, _LOOK_S = 2.5, 0.005
 
 
 def main() -> None:
@@ -39,8 +39,8 @@ def main() -> None:
     os.set_inheritable(report, False)
     # By a pidfd, since PR_SET_PDEATHSIG tells the end of the thread that started this process.
     parent = os.getppid()
-    ended = _open_pidfd(parent)
-    for _ in range(_GUARDS):
+    ended: int | None = _open_pidfd(parent)
+    for further in reversed(range(_GUARDS)):
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         signals, own = _watch_signals(), os.getpid()
         if os.getppid() != parent:
@@ -48,7 +48,7 @@ def main() -> None:
         child = os.fork()
         if child:
             _let_go(signals, ended)
-            _keep(child, signals, ended)
+            _keep(child, signals, ended, further > 0)
         parent, ended = own, None
         _prctl(_PR_SET_PDEATHSIG, _KILL)
     _run(command, report, parent)
@@ -87,7 +87,7 @@ def _run(command: list[str], report: int, guard: int) -> "NoReturn":
         try:
             os.execvp(command[0], command)
         except OSError as error:
-            os.write(report, b"%d" % error.errno)
+            os.write(report, str(error.errno).encode())
     os._exit(127)
 
 
@@ -103,13 +103,13 @@ def _let_go(signals: int, ended: int | None) -> None:
         os.closerange(low + 1, high)
 
 
-def _keep(child: int, signals: int, ended: int | None) -> "NoReturn":
+def _keep(child: int, signals: int, ended: int | None, is_guard: bool) -> "NoReturn":
     """Wait for the child's end, or its parent's; kill what is left, and end as the child did."""
     poll = select.poll()
     poll.register(signals, select.POLLIN)
     if ended is not None:
         poll.register(ended, select.POLLIN)
-    status = None
+    status: int | None = None
     while status is None:
         for descriptor, _ in poll.poll():
             if descriptor == ended:
@@ -122,7 +122,7 @@ def _keep(child: int, signals: int, ended: int | None) -> "NoReturn":
                     status = _reap(child) if status is None else status
                 else:
                     _send(child, number)
-    _kill_children()
+    _kill_children(child if is_guard else None)
     _end_with(status)
 
 
@@ -135,18 +135,21 @@ def _reap(child: int) -> int | None:
     return found
 
 
-def _kill_children() -> None:
-    """Kill all children until there are none; the children of each become this process's."""
+def _kill_children(guard: int | None) -> None:
+    """Kill all children until there are none; the children of each become this process's.
+
+    The next guard is asked for it, because this one may be killed now.
+    """
     until_s = time.monotonic() + _END_S
     while True:
         for process in _children():
-            _send(process, signal.SIGKILL)
+            _send(process, _KILL if process == guard and time.monotonic() < until_s else signal.SIGKILL)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
             return
-        if time.monotonic() > until_s:
+        if time.monotonic() > until_s + _END_S:
             return
         time.sleep(_LOOK_S)
 

@@ -14,12 +14,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from asyncio.subprocess import PIPE as PIPE
-from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, NoReturn, Protocol, Self
 
 import structlog
 
@@ -38,6 +38,7 @@ READY = "listening on "
 _GUARD = Path(__file__).parent / "guard.py"
 # For a guard to kill what it guards; it takes milliseconds.
 _GUARD_S = 10.0
+_PROBE_EVERY_S = 10.0
 _ORPHANED = 1
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _TAIL_BYTES = 65_536
@@ -46,7 +47,7 @@ _TAIL_BYTES = 65_536
 class Child:
     """A child process; `start` makes one."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._guarded_pid: int | None = None
         self._has_rest = True
@@ -78,7 +79,7 @@ class Child:
         """
 
         # In its own session, so that Ctrl-C reaches only this process, which ends its children in order.
-        async def spawn(command: Sequence[str], *more: int) -> Process:
+        async def spawn(command: Sequence[str], *more: int) -> asyncio.subprocess.Process:
             return await asyncio.create_subprocess_exec(
                 *command, stdin=PIPE, stdout=stdout, stderr=stderr, env=utf8_output(env), cwd=folder,
                 start_new_session=True, pass_fds=(*descriptors, *more), limit=line_bytes,
@@ -296,6 +297,138 @@ class Guarded(subprocess.Popen[bytes]):
                 os.killpg(self.pid, sig)
         else:
             super().send_signal(signal.SIGQUIT if sig == signal.SIGKILL else sig)
+
+
+class Process(Protocol):
+    """The process of a role; `Child` is one on this machine."""
+
+    @property
+    def pid(self) -> int:
+        """Of its machine."""
+
+    async def address(self) -> str | None:
+        """Return the address that it prints when it is ready; None if it ends before."""
+
+    def lines(self) -> AsyncIterator[str]:
+        """Yield the further lines of its stdout, until it closes."""
+
+    async def ended(self) -> int:
+        """Wait for its end, and return the exit code; negative if a signal or its node's loss ended it."""
+
+    def signal(self, number: int) -> None:
+        """Send it a signal; none if it has ended."""
+
+    async def end(self, grace_s: float) -> bool:
+        """Ask it to end, and kill it after `grace_s`; return whether it was killed."""
+
+    def kill_rest(self) -> None:
+        """Kill the processes that it has left behind, right after its end; later calls do nothing."""
+
+
+class Worker:
+    """Keeps the process of a role running: it is started again whenever it ends.
+
+    A role is a subclass: it says how its process starts, when that is ready, and what its end means.
+    """
+
+    name: str
+    stop_s = 10.0
+    """Between the request to end and the kill."""
+    ready_s: float | None = None
+    """Most time from the start until it is ready."""
+    silence_s: float | None = None
+    """A process that gives no sign of life for so long is killed; None: it is not probed."""
+    pauses_s = (0.5, 10.0)
+    """First and longest pause before a new start; it doubles."""
+    healthy_s = 30.0
+    """A process that lived so long is started again at once."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.process: Process | None = None
+        self.ready = asyncio.Event()
+        self.restarts = 0
+        self._clock = clock
+
+    async def start(self) -> Process:
+        """Start the process."""
+        raise NotImplementedError
+
+    def on_end(self, code: int | None, lasted_s: float, pause_s: float) -> None:
+        """Report an end, by its exit code, and when the next start is; an error that this raises ends `keep`.
+
+        None: `start` raised what `is_passing` takes.
+        """
+        raise NotImplementedError
+
+    async def serve(self, process: Process) -> bool:
+        """Return once the process is ready; False if it ends before."""
+        return await process.address() is not None
+
+    async def probe(self) -> None:
+        """Ask for a sign of life; any answer is one, also an error."""
+
+    def on_silence(self, what: str) -> None:
+        """Report that it is killed, since it was not ready in time, or gave no sign of life."""
+
+    def is_passing(self, error: Exception) -> bool:
+        """Return whether another start may succeed after an error of `start`."""
+        return False
+
+    async def keep(self) -> NoReturn:
+        """Run the process, one after another, until cancelled, which ends it in order."""
+        pause_s = 0.0
+        while True:
+            await asyncio.sleep(pause_s)
+            start_s = self._clock()
+            try:
+                code = await self._run_once()
+            except Exception as error:
+                if self.process is not None or not self.is_passing(error):
+                    raise
+                code = None
+            lasted_s = self._clock() - start_s
+            first_s, most_s = self.pauses_s
+            pause_s = 0.0 if lasted_s >= self.healthy_s else min(max(2 * pause_s, first_s), most_s)
+            self.on_end(code, lasted_s, pause_s)
+            self.restarts += 1
+
+    async def _run_once(self) -> int:
+        self.process = None
+        process = self.process = await self.start()
+        watch = None
+        try:
+            async with asyncio.timeout(self.ready_s):
+                is_ready = await self.serve(process)
+            if is_ready:
+                self.ready.set()
+                watch = asyncio.ensure_future(self._kill_if_silent(process))
+            return await process.ended()
+        except TimeoutError:
+            self.on_silence(f"did not serve within {self.ready_s:g} s")
+        finally:
+            self.ready.clear()
+            if watch is not None:
+                watch.cancel()
+            await self.end(process)
+        return await process.ended()
+
+    async def end(self, process: Process) -> bool:
+        """End the process, and what it has left behind; return whether it was killed."""
+        was_killed = await process.end(self.stop_s)
+        process.kill_rest()
+        return was_killed
+
+    async def _kill_if_silent(self, process: Process) -> None:
+        while self.silence_s is not None:
+            await asyncio.sleep(min(_PROBE_EVERY_S, self.silence_s))
+            with suppress(Exception):
+                try:
+                    async with asyncio.timeout(self.silence_s):
+                        await self.probe()
+                except TimeoutError:
+                    self.on_silence(f"has given no sign of life for {self.silence_s:g} s")
+                    process.signal(signal.SIGKILL)
+                    return
 
 
 async def address_in(lines: AsyncIterator[str]) -> str | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from service_kit.process import PIPE, Child, last_line
+from service_kit.process import PIPE, READY, Child, Worker, last_line
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,40 @@ async def test_a_line_of_any_length_is_read_and_a_long_one_says_what_was_cut():
         assert set(kept) == {letter}
         assert note == f"... and {500_000 - len(kept)} more bytes"
     assert await child.ended() == 0
+
+
+class Scripted(Worker):
+    """A worker whose processes live as long as the script says, by a clock of its own."""
+
+    healthy_s = 30.0
+    pauses_s = (0.5, 4.0)
+
+    def __init__(self, lives_s: list[float]) -> None:
+        self.now_s, self.lives_s = 0.0, iter(lives_s)
+        self.pauses: list[float] = []
+        super().__init__(lambda: self.now_s)
+
+    async def start(self) -> Child:
+        if (life_s := next(self.lives_s, None)) is None:
+            raise FileNotFoundError("no such program")
+        self.now_s += life_s
+        return await Child.start(["sh", "-c", f"echo '{READY}x'; exit 7"], stdout=PIPE)
+
+    def on_end(self, code: int | None, lasted_s: float, pause_s: float) -> None:
+        assert code == 7
+        self.pauses.append(pause_s)
+
+
+async def test_a_worker_starts_its_process_again_after_a_pause_that_doubles(monkeypatch):
+    slept = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    worker = Scripted([0, 1, 2, 3, 4, 31, 0])
+    monkeypatch.setattr("service_kit.process.asyncio.sleep", sleep)
+    with pytest.raises(FileNotFoundError):
+        await worker.keep()
+    assert worker.pauses == [0.5, 1.0, 2.0, 4.0, 4.0, 0.0, 0.5]
+    assert worker.restarts == 7
+    assert [pause for pause in slept if pause not in (0,)] == [pause for pause in worker.pauses if pause]
