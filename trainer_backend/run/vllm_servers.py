@@ -252,7 +252,7 @@ class VllmServers:
             Role(
                 f"vllm_{server.number}", partial(self._command, server), environment, server.log_file,
                 withheld=frozenset(_KEPT_BACK), replica=server.number, resources=self._resources,
-                has_ready_line=False,
+                has_ready_line=False, is_ours=False,
             )
         )  # fmt: skip
         if server.place.host is not None:
