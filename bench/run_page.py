@@ -109,18 +109,18 @@ def pages(store: Store, job_id: str) -> dict[str, Callable[[], object]]:
     train = RolloutFilter(stage="train")
 
     def list_of_runs() -> None:
-        reads.summaries(store, jobs.find(store).items, ["room/what_1", "eval/success_rates/achievement_1"])
+        reads.runs(store)
         reads.series(store, [job.id], ["room/what_1"], points=60)
 
     def run() -> None:
         jobs.get(store, job_id)
-        reads.summaries(store, [job], ())
+        reads.refresh(store, [job])
         for kind in ("iteration", "evaluation"):
             names = reads.metric_names(store, job_id, kind)
             reads.series(store, [job_id], names, kind=kind, points=POINTS)
             reads.metric_lines(store, job_id, kind=kind, limit=1)
-            reads.last_line(store, job_id, kind)
-        reads.checkpoints(store, job_id)
+            reads.last_lines(store, [job_id], [kind])
+        reads.checkpoints(job)
 
     def rollouts(sort: reads_rollouts.RolloutSort) -> Callable[[], None]:
         def read() -> None:

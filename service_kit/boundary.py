@@ -42,10 +42,8 @@ class Boundary:
     and an exception whose text cannot be read. The log gets the traceback. The new error names exception,
     file and line; its `recurs` is False where the machine may be the cause.
 
-    Args:
-        what: the call, as the error names it: "environment.step".
-        error: class of the new error.
-        call: the plug-in's function: its own line is the place, where what it returned raises in our code.
+    `what` is the call, as the error names it: "environment.step"; `call` is the plug-in's function, whose own
+    line is the place, where what it returned raises in our code.
     """
 
     # A class, because it surrounds every step, and @contextmanager costs three times as much.

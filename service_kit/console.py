@@ -18,10 +18,8 @@ def begin_command(arguments: Sequence[str]) -> None:
     """Let no character of an argument, a path or a model end the command.
 
     In a locale of ASCII alone, such as LC_ALL=C with PYTHONUTF8=0, Python could not even name a file with
-    other characters, so the command starts again in Python's UTF-8 mode, and prints as before.
-
-    Raises:
-        SettingsError: an argument holds bytes that are no UTF-8, with which nothing can be written down.
+    other characters, so the command starts again in Python's UTF-8 mode, and prints as before. Raises
+    SettingsError where an argument holds bytes that are no UTF-8, with which nothing can be written down.
     """
     # `python -I` ignores the variable; starting again and again would not help it.
     if sys.getfilesystemencoding() == "ascii" and os.environ.get("PYTHONUTF8") != "1":

@@ -108,11 +108,8 @@ class SessionDoor:
 
     Pages of other sites may send nothing. Without a key only this machine may send requests, through no proxy
     and by its own host names: otherwise a foreign name that points at 127.0.0.1 would make a foreign page
-    same-origin.
-
-    Args:
-        has_session: whether the headers hold that cookie.
-        login: path of the log-in page, to which a person's browser is redirected.
+    same-origin. `has_session` tells whether the headers hold that cookie; to the path `login` a person's
+    browser is redirected.
     """
 
     def __init__(

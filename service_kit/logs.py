@@ -17,10 +17,7 @@ from shared_schemas.base import visible
 _RENDERERS: dict[str, list[Processor]] = {
     "text": [
         structlog.dev.ConsoleRenderer(
-            colors=False,
-            pad_event_to=0,
-            pad_level=False,
-            exception_formatter=structlog.dev.plain_traceback,
+            colors=False, pad_event_to=0, pad_level=False, exception_formatter=structlog.dev.plain_traceback
         ),
         # Escape control characters, so that a model's text cannot control the reader's terminal.
         lambda _logger, _method, line: visible(str(line)),

@@ -87,9 +87,8 @@ class Requests:
 class RequestObserver:
     """Wraps the app; it reads no body, and stores only counts.
 
-    Args:
-        keys: an id must neither be one of them nor hold one.
-        streams: routes whose replies end when clients leave, so their duration means nothing.
+    An id must neither be one of `keys` nor hold one. Replies of the routes `streams` end when clients leave,
+    so their duration means nothing.
     """
 
     def __init__(self, app: ASGIApp, *, requests: Requests, keys: Keys, streams: Iterable[str] = ()) -> None:

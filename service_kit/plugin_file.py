@@ -23,14 +23,11 @@ _FOLDERS: set[Path] = set()
 
 
 def module_of(file: Path, *, option: str) -> ModuleType:
-    """Import the file, which may import its neighbours.
+    """Import the file, which may import its neighbours; `option` names it in errors, a key of a job or
+    `--plugins`.
 
-    Args:
-        option: names the file in errors: `--plugins`, or a key of a job.
-
-    Raises:
-        SettingsError: it is no Python file, or raises when it is imported; the log gets the traceback. Or a
-            neighbour's name is that of a module which another folder's file has imported.
+    Raises SettingsError where it is no Python file, or raises when it is imported; the log gets the
+    traceback. Or a neighbour's name is that of a module which another folder's file has imported.
     """
     place = f"{option} {file}"
     if not file.is_file():
@@ -81,8 +78,7 @@ class PackagePlug:
 def package_plugs(group: str) -> Iterator[PackagePlug]:
     """Load the entry points of a group, in the order of their names.
 
-    Raises:
-        SettingsError: one cannot be imported; the log gets the traceback.
+    Raises SettingsError where one cannot be imported; the log gets the traceback.
     """
     for point in sorted(entry_points_of(group), key=lambda point: (point.name, point.value)):
         package = point.dist.name if point.dist is not None else "a package"

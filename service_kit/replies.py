@@ -20,11 +20,7 @@ class ReplyTooLarge(Exception):
 
 
 async def read_bounded(parts: AsyncIterable[bytes], most_bytes: int) -> bytes:
-    """Return a whole reply.
-
-    Raises:
-        ReplyTooLarge: it is longer; the rest is not read.
-    """
+    """Return a whole reply. Raises ReplyTooLarge where it is longer; the rest is not read."""
     reply = bytearray()
     async for part in parts:
         reply += part
@@ -34,11 +30,7 @@ async def read_bounded(parts: AsyncIterable[bytes], most_bytes: int) -> bytes:
 
 
 def bounded(parts: Iterable[bytes], most_bytes: int) -> Iterator[bytes]:
-    """Yield the parts of a reply.
-
-    Raises:
-        ReplyTooLarge: the whole is longer; the rest is not read.
-    """
+    """Yield the parts of a reply. Raises ReplyTooLarge where the whole is longer; the rest is not read."""
     room = most_bytes
     for part in parts:
         room -= len(part)
@@ -57,11 +49,8 @@ class Lines:
         self._rest, self._most_bytes = bytearray(), most_bytes
 
     def take(self, part: bytes) -> list[bytes]:
-        """Return the lines that this part completes.
-
-        Raises:
-            ReplyTooLarge: the line that has begun is longer.
-        """
+        """Return the lines that this part completes. Raises ReplyTooLarge where the line that has begun is
+        longer."""
         self._rest += part
         lines: list[bytearray] = []
         if b"\n" in part:
@@ -79,8 +68,7 @@ class Lines:
 def redirect_target(status: int, location: str | None, url: str) -> str | None:
     """Return where the reply of a URL sends its reader by its header Location, or None if it is no redirect.
 
-    Returns:
-        The address without a query, as `'https://host:port/path'`; `nowhere` if there is no valid one.
+    It is the address without a query, as `'https://host:port/path'`; `nowhere` if there is no valid one.
     """
     if not HTTPStatus.MULTIPLE_CHOICES <= status < HTTPStatus.BAD_REQUEST:
         return None

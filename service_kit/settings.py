@@ -120,10 +120,7 @@ def read_settings(table: type[Table], environ: Mapping[str, str], **options: Any
     """Read the variables; `options` of the command line win over them.
 
     The option of a list that has a variable too adds to it. An empty variable or option counts as none; that
-    of a list makes the list empty.
-
-    Raises:
-        SettingsError: a variable or an option is wrong.
+    of a list makes the list empty. Raises SettingsError where a variable or an option is wrong.
     """
     from pydantic_settings import EnvSettingsSource  # only a start needs it, and help should be quick
 

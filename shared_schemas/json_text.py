@@ -34,13 +34,9 @@ _HALVES = ("hex escape", "surrogate", "unicode code point")
 def read_json(text: bytes | str, *, keeps_nul: bool = False) -> Any:
     """The value of a JSON text; a byte order mark before it counts as nothing, as RFC 8259 allows.
 
-    Args:
-        keeps_nul: whether U+0000 may stand in it.
-
-    Raises:
-        ValueError: it is no JSON in UTF-8, or holds a lone surrogate, U+0000, a number beyond a float's
-            range, more than MAX_DEPTH levels, or an object of more than MAX_MEMBERS; the message says which
-            and where.
+    `keeps_nul` says whether U+0000 may stand in it. Raises ValueError, which says what and where, for no JSON
+    in UTF-8, a lone surrogate, U+0000, a number beyond a float's range, more than MAX_DEPTH levels, or an
+    object of more than MAX_MEMBERS.
     """
     # A lone surrogate is passed on, so that the reader refuses it with its place.
     raw = text.encode(errors="surrogatepass") if isinstance(text, str) else without_mark(text)
@@ -62,10 +58,7 @@ def read_quotation(text: bytes) -> Any:
     """The value of a JSON text that may quote a model: U+0000 is kept, and `?` stands for a lone surrogate.
 
     An agent sends back what the model wrote, and results that repeat it; refusing that would lose just the
-    episodes in which the model errs.
-
-    Raises:
-        ValueError: as `read_json`, for everything else.
+    episodes in which the model errs. Raises ValueError as `read_json`, for everything else.
     """
     try:
         return read_json(text, keeps_nul=True)
@@ -96,9 +89,8 @@ def plain_json(value: Any, place: str) -> Any:
     """JSON-able data of a plug-in: the same object, or where it holds arrays or scalars of numpy, a copy with
     lists and numbers.
 
-    Raises:
-        TypeError: it holds what JSON cannot; the message says where, below `place`.
-        ValueError: it holds NaN or infinity.
+    Raises TypeError where it holds what JSON cannot, and ValueError for NaN or infinity; the first says
+    where, below `place`.
     """
     try:
         text = to_json(value, inf_nan_mode="constants")
@@ -118,9 +110,8 @@ def plain_json(value: Any, place: str) -> Any:
 def plain_number(value: Any, place: str) -> int | float:
     """A plug-in's number, also a scalar of numpy or torch, as a finite number of Python.
 
-    Raises:
-        TypeError: it is no number; the message begins with `place`.
-        ValueError: it is NaN or infinite.
+    Raises TypeError, which begins with `place`, where it is no number; ValueError where it is NaN or
+    infinite.
     """
     number: Any = value
     if type(value) is not float and type(value) is not int:

@@ -47,12 +47,8 @@ class ToolSpec(OpenBody):
 def refuse_no_opening(value: Any, name: str) -> None:
     """Check the opening of an episode: a text, or messages of which the last is the user's; none is empty.
 
-    Args:
-        value: the raw value.
-        name: of the column or key; begins the error.
-
-    Raises:
-        ValueError: names the wrong message, what was found and what is allowed.
+    Raises ValueError, which begins with `name`, the column or key, and names the wrong message, what was
+    found and what is allowed.
     """
     if isinstance(value, str) and value.strip():
         return

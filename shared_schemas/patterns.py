@@ -31,9 +31,8 @@ _TOKEN = re.compile(
 class LinearPattern:
     """A compiled pattern.
 
-    Raises:
-        ValueError: the engine cannot compile it, it has the flag x or an unclear brace, or it expands too
-            far.
+    Raises ValueError where the engine cannot compile it, it has the flag x or an unclear brace, or it expands
+    too far.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -62,8 +61,7 @@ class LinearPattern:
 def _most_repetitions(pattern: str) -> int:
     """The product of all repetition counts, as if they were nested: {2} beside {3} counts as 6.
 
-    Raises:
-        ValueError: a count cannot be read for certain.
+    Raises ValueError where a count cannot be read for certain.
     """
     counts = []
     for token in _TOKEN.finditer(pattern):

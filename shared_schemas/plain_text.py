@@ -13,9 +13,7 @@ _MARK = "\N{ZERO WIDTH NO-BREAK SPACE}".encode()
 def read_text(path: Path) -> str:
     """The text of a user's file, without a byte order mark; line ends are those of Python's text files.
 
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: as `decode_text`.
+    Raises OSError where the file cannot be read, and ValueError as `decode_text`.
     """
     return decode_text(path.read_bytes()).replace("\r\n", "\n").replace("\r", "\n")
 
@@ -23,9 +21,8 @@ def read_text(path: Path) -> str:
 def decode_text(data: bytes) -> str:
     """The text of these bytes, without a byte order mark.
 
-    Raises:
-        ValueError: they are no UTF-8; the message says where, or which other encoding it is. It holds none
-            of them, since the text may be a key.
+    Raises ValueError where they are no UTF-8; it says where, or which other encoding it is. It holds none of
+    them, since the text may be a key.
     """
     encoding = json.detect_encoding(data)  # by the mark, or by the zeros around the first characters
     if not encoding.startswith("utf-8"):

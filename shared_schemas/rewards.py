@@ -199,20 +199,13 @@ def _record(step: StepData, length: int) -> DecisionRewards:
 
 
 def decision_rewards(before: Mapping[str, int], after: Mapping[str, int], *, turn: int) -> DecisionRewards:
-    """The achievements of a decision, from the counters before and after it.
+    """The achievements of a decision, from the counters before and after it; `turn` counts from 1.
 
         all    = achievements whose counter rose during the decision
         unique = those whose counter was 0 before: first unlocked in the episode
 
-    Crafter's counters only grow, so `unique` is a subset of `all` and unique_delta <= ach_delta.
-
-    Args:
-        before: counter of every achievement before the decision.
-        after: the same counters after its last env step; a missing name counts 0.
-        turn: the decision's number in its episode, from 1.
-
-    Raises:
-        ValueError: a counter fell.
+    Crafter's counters only grow, so `unique` is a subset of `all` and unique_delta <= ach_delta. A missing
+    name counts 0. Raises ValueError where a counter fell.
 
     Source: 1-crafter-event-rewards.md, "What to compute per decision"; DESIGN.md 4.1.
     """

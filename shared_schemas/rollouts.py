@@ -172,24 +172,19 @@ class ConversationKeys(Body):
     """Settings of a conversation, with the names of sources 3 and 5."""
 
     statelm_enabled: bool = Field(
-        default=False,
-        description="let the model edit its context (docs/conversations.md)",
+        default=False, description="let the model edit its context (docs/conversations.md)"
     )
     context_tools: ContextTools = Field(
         default=PUBLISHED, min_length=1, description="the tools for it (docs/conversations.md)"
     )
     max_user_turns: int | None = Field(
-        default=None,
-        ge=0,
-        le=10_000,
-        description="the user's answers per episode; absent: any number",
+        default=None, ge=0, le=10_000, description="the user's answers per episode; absent: any number"
     )
     max_episode_tokens: int | None = Field(
         default=None, ge=1, description="sampled tokens per episode, all decisions together"
     )
     context_length_penalty: Penalty = Field(
-        default=-1.0,
-        description="reward of the last decision before a prompt that is too long",
+        default=-1.0, description="reward of the last decision before a prompt that is too long"
     )
 
 

@@ -37,7 +37,7 @@ OF_ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
     "documents": {},
     "orders": {
         "database": "all tables by their digest, the requests, who was looked up, and the achievements; the "
-        "default of orders",
+        "default of orders"
     },
     "sokoban": {
         "board": "all cells, with the boxes and the player, and the achievements; Sokoban's default",

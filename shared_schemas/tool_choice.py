@@ -28,8 +28,7 @@ _CHOICES = "'auto', 'none', 'required', or a function to call"
 def read_tool_choice(value: Any) -> ToolChoice:
     """Read a `tool_choice` in the form of Chat Completions, of Responses, or of Anthropic's Messages.
 
-    Raises:
-        ValueError: it has none of these forms; the text is a sentence about it.
+    Raises ValueError, a sentence about it, where it has none of these forms.
     """
     kind = value.get("type") if isinstance(value, dict) else value
     if isinstance(kind, str) and kind in _MODES:
@@ -56,8 +55,7 @@ def _read_name(tool: Any) -> str:
 def chosen_tools(choice: ToolChoice, names: Sequence[str]) -> list[int]:
     """Return the places of the tools that a choice leaves, of those with these names.
 
-    Raises:
-        ValueError: it names another tool, or forces a call where there is none.
+    Raises ValueError where it names another tool, or forces a call where there is none.
     """
     if choice.mode == "none":
         return []

@@ -178,8 +178,7 @@ class ObservationData(Body):
     """
 
     messages: tuple[Message, ...] = Field(
-        default=(),
-        description="of the prompt; for a conversation only those new since the previous prompt",
+        default=(), description="of the prompt; for a conversation only those new since the previous prompt"
     )
     messages_reused: int = Field(
         default=0, ge=0, description="number of leading messages that the previous prompt has too"
@@ -202,8 +201,7 @@ class ObservationData(Body):
     def prompt(self) -> tuple[Message, ...]:
         """All messages that the policy saw.
 
-        Raises:
-            ValueError: the observation came over the wire, and earlier steps hold some of the messages.
+        Raises ValueError where it came over the wire, and earlier steps hold some of the messages.
         """
         if not self.messages_reused:
             return self.messages
@@ -348,11 +346,10 @@ class StepData(Body):
     ) -> None:
         """Make a step that did not come over the wire.
 
-        Args:
-            system_step_index: may replace `turn`; counts from 0.
-            resulting_messages_history: for a step that was not played in this process.
-            fields: the fields of the class. observation_data, step_info and policy_logprobs may also be other
-                values, which are kept for estimators in this process; such a step cannot be sent.
+        `system_step_index` may replace `turn` and counts from 0; `resulting_messages_history` is for a step
+        that was not played in this process. Of the fields of the class, observation_data, step_info and
+        policy_logprobs may also be other values, which are kept for estimators in this process; such a step
+        cannot be sent.
         """
         if system_step_index is not None:
             turn = fields.setdefault("turn", system_step_index + 1)
@@ -387,8 +384,7 @@ class StepData(Body):
     def resulting_messages_history(self) -> list[Message]:
         """The conversation after this step, with the messages that it caused at the end.
 
-        Raises:
-            ValueError: the step does not know it.
+        Raises ValueError where the step does not know it.
         """
         if _HISTORY in self.__dict__:
             return list(self.__dict__[_HISTORY]())
@@ -517,8 +513,7 @@ class Trajectory(Body):
     stop_reason: StopReason
     wall_s: float = Field(ge=0.0)
     full_history: tuple[Message, ...] = Field(
-        default=(),
-        description="for a conversation, every message as it was said, deleted or not",
+        default=(), description="for a conversation, every message as it was said, deleted or not"
     )
     deleted_msg_ids: tuple[int, ...] = ()
     had_delete_operation: bool = False

@@ -40,10 +40,7 @@ def is_wildcard(host: str) -> bool:
 def is_http(parts: SplitResult) -> bool:
     """Whether these are the parts of an http or https URL whose host every parser reads alike.
 
-    For `[::1]evil.example`, urlsplit returns the host ::1.
-
-    Raises:
-        ValueError: the port is invalid.
+    For `[::1]evil.example`, urlsplit returns the host ::1. Raises ValueError where the port is invalid.
     """
     host = parts.netloc.rpartition("@")[2].lower()
     written = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname

@@ -93,13 +93,6 @@ class NotRestorable(InvalidRequest, code="not_restorable"):
 class NotReseedable(InvalidRequest, code="not_reseedable"):
     """The environment has no reseed()."""
 
-    def __init__(self, name: str, *, where: str) -> None:
-        super().__init__(
-            f"environment {name!r} cannot be given other draws: it has no reseed()",
-            where=where,
-            hint="leave draws_seed out: its draws then are those of the snapshot's generator, if it has any",
-        )
-
 
 class UnknownId(TaskAppError, code="unknown_id", status=404):
     """There is none of that id."""

@@ -25,16 +25,14 @@ from task_app.environments.orders.environment import ORDERS_STATE_KEYS, OrdersCo
 from task_app.environments.sokoban.environment import SOKOBAN_STATE_KEYS, SokobanConfig, SokobanEnvironment
 from task_app.episode.state_keys import PromptKey, StateKey, keys_by_name
 from task_app.errors import InvalidRequest, TaskAppError, UnknownName, boundary
-from task_app.policies.babyai_teacher import BabyAITeacher
 from task_app.policies.documents import DocumentsTeacher, DocumentsTeacherConfig
 from task_app.policies.labelled import LabelledConfig, LabelledPolicy
 from task_app.policies.openai import ModelAccess, OpenAIAgentPolicy
 from task_app.policies.openai_config import OpenAIConfig
-from task_app.policies.orders_teacher import OrdersTeacher
 from task_app.policies.random_calls import DetourConfig
 from task_app.policies.scripted import CrafterTeacher, RandomConfig, RandomPolicy, TeacherConfig
-from task_app.policies.sokoban_teacher import SokobanTeacher
 from task_app.policies.sums import SumsTeacher, SumsTeacherConfig
+from task_app.policies.teachers import BabyAITeacher, OrdersTeacher, SokobanTeacher
 from task_app.protocols import (
     AgentPolicy,
     BaseInteraction,
@@ -244,7 +242,6 @@ class PlugBoards:
         return plugin
 
     def environment(self, name: str, config: Mapping[str, Any], *, where: str = "") -> Environment:
-        """Build the named environment."""
         plugin = self.environment_plugin(name, where=where)
         settings = validated(plugin.config, config, where=where + "config")
         try:

@@ -24,8 +24,7 @@ from trainer_backend.core.schedules import SCHEDULES, FallPlug
 from trainer_backend.errors import JobError
 from trainer_backend.sinks import OpenSink, TensorBoard, Trackio, Wandb
 from trainer_backend.tool_formats.calls import ToolFormat
-from trainer_backend.tool_formats.llama import PYTHON_TAG, parse_llama
-from trainer_backend.tool_formats.mistral import CALLS, parse_mistral
+from trainer_backend.tool_formats.json_calls import CALLS, PYTHON_TAG, parse_llama, parse_mistral
 from trainer_backend.tool_formats.qwen3_coder import PARAMETER, parse_qwen3_coder
 from trainer_backend.tool_formats.tags import OPEN, parse_hermes
 from trainer_backend.tool_formats.turnwise import CALL, ShortForm, parse_turnwise

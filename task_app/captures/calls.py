@@ -98,7 +98,6 @@ class Keys:
         self.body = without_nulls(self.body)
 
     def take(self, name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """The value of a key."""
         self._read.add(name)
         if name not in self.body:
             return default
@@ -249,7 +248,6 @@ def parts_text(content: Any, kinds: Iterable[str], *, where: str) -> str:
 
 
 def objects(value: Any, where: str) -> list[Item]:
-    """The objects of a list at a place."""
     if not isinstance(value, list):
         raise InvalidRequest(f"{where} is {shown(value)}; a list is needed", where=where)
     for place, item in enumerate(value):

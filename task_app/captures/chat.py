@@ -81,7 +81,6 @@ def _tool(item: Item) -> ToolSpec:
 
 
 def _function(item: Item) -> Item:
-    """The function of a tool or a call."""
     kind = item.get("type", "function")
     if kind != "function":
         raise item.refusal("type", f"is {shown(kind)}; only functions are offered here")

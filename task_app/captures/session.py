@@ -259,6 +259,12 @@ class Capture:
         assert reason is not None and self.steps, "it has ended, and made a call"
         steps = [_rewarded(step, self._rewards.get(step.turn)) for step in self.steps]
         steps[-1] = mark_end(_rewarded(steps[-1], self._episode_reward), reason, environment_truncated=False)
+        warnings = []
+        if self._ignored:
+            names = ", ".join(sorted(self._ignored))
+            warnings.append(f"settings of the agent without effect, since the policy's apply: {names}")
+        if not self._rewards and self._episode_reward is None:
+            warnings.append("nobody rewarded this episode or one of its calls")
         return Trajectory(
             env_name=self._spec.env_name,
             policy_name=self._policy_name,
@@ -273,17 +279,8 @@ class Capture:
             truncated=steps[-1].truncated,
             stop_reason=reason,
             wall_s=self._wall_s,
-            warnings=self._warnings(),
+            warnings=tuple(warnings),
         )
-
-    def _warnings(self) -> tuple[str, ...]:
-        warnings = []
-        if self._ignored:
-            names = ", ".join(sorted(self._ignored))
-            warnings.append(f"settings of the agent without effect, since the policy's apply: {names}")
-        if not self._rewards and self._episode_reward is None:
-            warnings.append("nobody rewarded this episode or one of its calls")
-        return tuple(warnings)
 
     def refuse_model(self, name: str) -> None:
         """Raise UnknownName where the agent may not ask for this model."""

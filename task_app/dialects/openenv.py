@@ -22,21 +22,19 @@ from task_app.dialects.openenv_wire import (
     document,
     schemas,
 )
-from task_app.routes.wire import NULL_IS_EMPTY, ForeignBody, ReplyJSON
+from task_app.routes.wire import NULL_IS_EMPTY, EnvId, ForeignBody, ReplyJSON
 from task_app.services import services_of
 
 router = APIRouter(prefix="/openenv/{env_name}", tags=["openenv"])
 
-SessionId = Annotated[str, Field(min_length=1, max_length=200)]
-
 
 class HttpReset(OpenEnvReset):
-    session_id: SessionId | None = Field(default=None, description="reset this session; by default a new one")
+    session_id: EnvId | None = Field(default=None, description="reset this session; by default a new one")
 
 
 class HttpStep(ForeignBody):
     action: dict[str, Any]
-    session_id: SessionId = Field(description="metadata.session_id of the reply to /reset")
+    session_id: EnvId = Field(description="metadata.session_id of the reply to /reset")
     request_id: str | None = Field(default=None, max_length=255)
 
 
@@ -99,7 +97,7 @@ async def step_openenv(request: Request, env_name: Name, body: HttpStep) -> Resp
 
 @router.get("/state", response_model=OpenEnvState)
 async def show_openenv_state(
-    request: Request, env_name: Name, session_id: Annotated[SessionId | None, Query()] = None
+    request: Request, env_name: Name, session_id: Annotated[EnvId | None, Query()] = None
 ) -> Response:
     """The episode and its number of steps (decisions); null and 0 without a session."""
     if session_id is None:

@@ -107,13 +107,9 @@ async def _result(
         return {"session_id": target.session_id, "closed": True}
     if method == "tools/list":
         return {"tools": tools_json(await services.tools_of(target.session.environment))}
-    return await _call_tool(target, params)
-
-
-async def _call_tool(session: OpenEnvSession, params: dict[str, Any]) -> dict[str, Any]:
-    """A CallToolObservation without our `data`, which the client would take for the tool's result."""
     call = {"tool_name": params.get("name"), "arguments": params.get("arguments", {})}
-    step = await session.step({"type": "call_tool", **call}, where="params", ignored=[])
+    step = await target.step({"type": "call_tool", **call}, where="params", ignored=[])
+    # A CallToolObservation without our `data`, which the client would take for the tool's result.
     observation = step["observation"]
     reply = {name: observation[name] for name in ("tool_name", "result", "text", "achievements_status")}
     return reply | {"error": None} | {name: step[name] for name in ("reward", "done", "metadata")}

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from task_app.dialects.openenv_wire import OpenEnvReset, read_action, reply_data, step_data, tools_json
+from task_app.dialects.openenv_wire import OpenEnvReset, read_action, reply_data, tools_json
 from task_app.environment_calls import list_tools
 from task_app.errors import UnknownId
 from task_app.routes.env import open_session
-from task_app.routes.wire import observation_json
+from task_app.routes.wire import observation_json, step_json
 from task_app.services import Services
 from task_app.sessions.sessions import EnvironmentSession
 
@@ -36,7 +36,6 @@ class OpenEnvSession:
 
     @classmethod
     def of(cls, services: Services, env_name: str, session_id: str) -> "OpenEnvSession":
-        """An existing session."""
         name = services.environments.get(session_id, where="session_id").spec.env_name
         if name != services.boards.environment_name(env_name):
             hint = f"it is one of environment {name!r}"
@@ -60,7 +59,7 @@ class OpenEnvSession:
         return reply_data(observation_json(session.observation), None, False, metadata)
 
     async def step(self, action: Mapping[str, Any], *, where: str, ignored: list[str]) -> dict[str, Any]:
-        """Carry out one decision, or list the tools."""
+        """Carry out one decision, or list the tools; the reply to a `call_tool` names it and its result."""
         session = self.session
         tools = list_tools(session.environment)
         if action.get("type") == "list_tools":
@@ -68,8 +67,13 @@ class OpenEnvSession:
         at_most = self.services.settings.max_calls_per_step
         requests = read_action(action, tools, at_most=at_most, where=where)
         before, outcome = await session.step(requests)
-        tool = requests[0].name if action.get("type") == "call_tool" else None
-        return step_data(session, before, outcome, tool=tool, metadata=self._metadata(ignored))
+        step = step_json(session, before, outcome)
+        observation = dict(step["observation"])
+        if action.get("type") == "call_tool":
+            observation |= {"tool_name": requests[0].name, "result": outcome.result}
+        details = {name: step[name] for name in ("terminated", "truncated", "env_rewards", "step_idx")}
+        metadata = {**self._metadata(ignored), **details, **step["info"], **step["metadata"]}
+        return reply_data(observation, step["reward"], step["done"], metadata)
 
     def state(self) -> dict[str, Any]:
         """OpenEnv's `step_count` counts `step` messages, that is decisions, and not env steps."""

@@ -83,7 +83,9 @@ class Conversation:
             if kind == "reset":
                 return _frame("observation", await self._reset(data))
             if kind == "step":
-                return _frame("observation", await self._step(data))
+                if self._session is None:
+                    raise EpisodeOver("no episode was started", hint="send a reset first")
+                return _frame("observation", await self._session.step(data, where="data", ignored=[]))
             if kind == "mcp":
                 return _frame("mcp", await rpc(self._services, self._env_name, data, session=self._session))
             state = dict(NO_EPISODE) if self._session is None else self._session.state()
@@ -104,11 +106,6 @@ class Conversation:
             self._session = await OpenEnvSession.start(self._services, self._env_name, body)
             self._is_joined = False
         return self._session.reset_reply(ignored=ignored_keys(body))
-
-    async def _step(self, data: dict[str, Any]) -> dict[str, Any]:
-        if self._session is None:
-            raise EpisodeOver("no episode was started", hint="send a reset first")
-        return await self._session.step(data, where="data", ignored=[])
 
     def end(self) -> None:
         """Forget the environment that this socket made; a joined one stays."""

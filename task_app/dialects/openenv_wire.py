@@ -20,9 +20,8 @@ from shared_schemas.messages import ToolSpec
 from shared_schemas.rollouts import Seed
 from shared_schemas.trajectory import DecisionRewards
 from task_app.errors import InvalidRequest
-from task_app.protocols import DecisionOutcome, Observation, ToolRequest
-from task_app.routes.wire import ForeignBody, read_calls, step_json
-from task_app.sessions.sessions import EnvironmentSession
+from task_app.protocols import ToolRequest
+from task_app.routes.wire import ForeignBody, read_calls
 
 NO_EPISODE: Mapping[str, Any] = {"episode_id": None, "step_count": 0}
 _NAMES = ("tool_name", "tool", "name", "function")
@@ -111,7 +110,6 @@ class OpenEnvState(Reply):
 def read_action(
     action: Mapping[str, Any], tools: Sequence[ToolSpec], *, at_most: int, where: str
 ) -> tuple[ToolRequest, ...]:
-    """The tool calls of an action."""
     calls = _calls_of({name: value for name, value in action.items() if name != "metadata"}, tools)
     if calls is None:
         names = ", ".join(tool.function.name for tool in tools)
@@ -131,27 +129,6 @@ def _calls_of(action: Mapping[str, Any], tools: Sequence[ToolSpec]) -> list[Mapp
     if len(tools) == 1 and action.keys() <= tools[0].function.parameters.get("properties", {}).keys():
         return [{"name": tools[0].function.name, "arguments": dict(action)}]
     return None
-
-
-def step_data(
-    session: EnvironmentSession,
-    before: Observation,
-    outcome: DecisionOutcome,
-    *,
-    tool: str | None,
-    metadata: Mapping[str, Any],
-) -> dict[str, Any]:
-    """`data` of the reply to a step; `reward` is the sum over the decision's env steps.
-
-    Clients of a `call_tool` action read `tool_name` and `result`; `metadata` is what every reply has.
-    """
-    step = step_json(before, outcome, turn=session.turn, step_idx=session.step_idx, metadata=session.metadata)
-    observation = dict(step["observation"])
-    if tool is not None:
-        observation |= {"tool_name": tool, "result": outcome.result}
-    details = {name: step[name] for name in ("terminated", "truncated", "env_rewards", "step_idx")}
-    metadata = {**metadata, **details, **step["info"], **step["metadata"]}
-    return reply_data(observation, step["reward"], step["done"], metadata)
 
 
 def tools_json(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
@@ -203,7 +180,19 @@ def _without(operation: Mapping[str, Any], parameter: str) -> dict[str, Any]:
 
 
 def _action(tools: Sequence[ToolSpec]) -> dict[str, Any]:
-    forms = [_call(tool) for tool in tools]
+    forms: list[dict[str, Any]] = [
+        {
+            "type": "object",
+            "description": tool.function.description,
+            "required": ["tool_name"],
+            "properties": {
+                "type": {"const": "call_tool"},
+                "tool_name": {"const": tool.function.name},
+                "arguments": {"type": "object", **tool.function.parameters},
+            },
+        }
+        for tool in tools
+    ]
     calls = {"type": "array", "minItems": 1, "items": {"type": "object"}}
     forms.append({"type": "object", "required": ["tool_calls"], "properties": {"tool_calls": calls}})
     if len(tools) == 1:
@@ -211,16 +200,3 @@ def _action(tools: Sequence[ToolSpec]) -> dict[str, Any]:
     properties = {"type": {"const": "list_tools"}}
     forms.append({"type": "object", "required": ["type"], "properties": properties})
     return {"title": "Action", "anyOf": forms}
-
-
-def _call(tool: ToolSpec) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "description": tool.function.description,
-        "required": ["tool_name"],
-        "properties": {
-            "type": {"const": "call_tool"},
-            "tool_name": {"const": tool.function.name},
-            "arguments": {"type": "object", **tool.function.parameters},
-        },
-    }

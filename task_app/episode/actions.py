@@ -122,12 +122,9 @@ def requests_from_wire(calls: Sequence[Mapping[str, Any]]) -> tuple[ToolRequest,
 
 
 def _wire_request(call: Mapping[str, Any], index: int) -> ToolRequest:
-    function = call.get("function")
-    source: Mapping[str, Any] = function if isinstance(function, dict) else call
-    name = _first_of(source, ("name", "tool", "tool_name"))
+    name, arguments = name_and_arguments(call)
     if not isinstance(name, str) or not name:
         raise ValueError(f"tool_calls.{index} names no tool; give 'tool' (or 'function.name')")
-    arguments = _first_of(source, ("arguments", "args"))
     if isinstance(arguments, str):
         return ToolRequest(name=name, arguments=json_object(arguments), raw_arguments=arguments)
     if arguments is None:
@@ -136,11 +133,13 @@ def _wire_request(call: Mapping[str, Any], index: int) -> ToolRequest:
     return ToolRequest(name, arguments if isinstance(arguments, dict) else None, text)
 
 
-def _first_of(source: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    for key in keys:
-        if key in source:
-            return source[key]
-    return None
+def name_and_arguments(call: Mapping[str, Any]) -> tuple[Any, Any]:
+    """What a call on the wire holds under any of their keys; None for what is not there."""
+    function = call.get("function")
+    source = function if isinstance(function, dict) else call
+    groups = ("name", "tool", "tool_name"), ("arguments", "args")
+    name, arguments = (next((source[key] for key in keys if key in source), None) for keys in groups)
+    return name, arguments
 
 
 def _tool_call(call: Mapping[str, Any], index: int) -> ToolCall:

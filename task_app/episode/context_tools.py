@@ -2,9 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema
@@ -37,22 +36,6 @@ class Ids:
         count = len(self.refusals)
         more = f" and {count - MAX_REASONS} more" if count > MAX_REASONS else ""
         return f"; refused {', '.join(self.refusals[:MAX_REASONS])}{more}"
-
-
-def sort_ids(history: History, ids: Sequence[Any]) -> Ids:
-    """Sort ids into those that may be deleted and the others (DESIGN.md 4.12)."""
-    deleted = frozenset(history.deleted_msg_ids) - summaries(history)
-    accepted: dict[int, None] = {}
-    refusals = []
-    for msg_id in ids:
-        reason = refusal_of(history, msg_id, deleted=deleted)
-        if reason is None and msg_id in accepted:
-            reason = f"{msg_id} (named twice)"
-        if reason is None:
-            accepted[msg_id] = None
-        else:
-            refusals.append(reason)
-    return Ids(tuple(accepted), tuple(refusals))
 
 
 def refusal_of(history: History, msg_id: Any, *, deleted: frozenset[int] | None = None) -> str | None:
@@ -201,12 +184,24 @@ class ContextEditor:
         return "; ".join((*lines, f"{count} of {len(self.history)} messages shown in full"))
 
     def _sort_ids(self, message_ids: Sequence[Any], msg_id: Any) -> Ids:
+        """Sort ids into those that may be deleted and the others (DESIGN.md 4.12)."""
         ids = [*message_ids, *([] if msg_id is None else [msg_id])]
         if not ids:
             raise ToolRefused("no message is named; give message_ids, a list of msg_id")
         if len(ids) > MAX_IDS:
             raise ToolRefused(f"message_ids holds {len(ids)} ids; at most {MAX_IDS} are read at once")
-        return sort_ids(self.history, ids)
+        deleted = frozenset(self.history.deleted_msg_ids) - summaries(self.history)
+        accepted: dict[int, None] = {}
+        refusals = []
+        for one in ids:
+            reason = refusal_of(self.history, one, deleted=deleted)
+            if reason is None and one in accepted:
+                reason = f"{one} (named twice)"
+            if reason is None:
+                accepted[one] = None
+            else:
+                refusals.append(reason)
+        return Ids(tuple(accepted), tuple(refusals))
 
     def _move(self, history: History | None, prefix: str, nothing: str) -> str:
         if history is None:
@@ -245,8 +240,17 @@ def cut(text: str, spans: Sequence[Span], start: str, end: str) -> Cut:
     last = _first(text, end, spans, after=earliest)
     if last is None:
         raise ValueError(f"the words {end[:80]!r} do not follow {start[:80]!r}")
-    merged = tuple(_merge([*spans, (begin, last + len(end))]))
-    return Cut(_without(text, merged), merged, _length(merged) - _length(spans))
+    merged: list[Span] = []
+    for span in sorted([*spans, (begin, last + len(end))]):
+        if merged and span[0] <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], span[1]))
+        else:
+            merged.append(span)
+    parts, place = [], 0
+    for a, b in merged:
+        parts += [text[place:a], f"[{b - a} characters deleted]"]
+        place = b
+    return Cut("".join([*parts, text[place:]]), tuple(merged), _length(merged) - _length(spans))
 
 
 def _first(text: str, words: str, spans: Sequence[Span], *, after: int) -> int | None:
@@ -258,28 +262,6 @@ def _first(text: str, words: str, spans: Sequence[Span], *, after: int) -> int |
             return place
         place = text.find(words, hidden_end)
     return None
-
-
-def _merge(spans: Sequence[Span]) -> Iterator[Span]:
-    current: Span | None = None
-    for span in sorted(spans):
-        if current is None:
-            current = span
-        elif span[0] <= current[1]:
-            current = (current[0], max(current[1], span[1]))
-        else:
-            yield current
-            current = span
-    if current is not None:
-        yield current
-
-
-def _without(text: str, spans: Sequence[Span]) -> str:
-    parts, place = [], 0
-    for begin, end in spans:
-        parts += [text[place:begin], f"[{end - begin} characters deleted]"]
-        place = end
-    return "".join([*parts, text[place:]])
 
 
 def _length(spans: Sequence[Span]) -> int:
@@ -356,21 +338,12 @@ class EditResult:
 
 def context_specs(names: Sequence[str] = PUBLISHED) -> tuple[ToolSpec, ...]:
     """The named context tools, which the loop offers beside the environment's tools."""
-    return tuple(_specs()[name] for name in names)
+    return tuple(function_tool(getattr(ContextEditor, name)).spec for name in names)
 
 
 def apply(history: History, call: ToolRequest, *, budget: Budget | None = None) -> EditResult:
     """Carry out one call of the last assistant message of the history; its name is one of CONTEXT_TOOLS."""
     editor = ContextEditor(history, budget or Budget())
-    answer = _toolbox(editor).answer(call)
+    answer = Toolbox(function_tool(getattr(editor, name)) for name in CONTEXT_TOOLS).answer(call)
     changes_view = editor.history is not history
     return EditResult(editor.history, answer.text, changes_view, answer.refused, editor.fields)
-
-
-def _toolbox(editor: ContextEditor) -> Toolbox:
-    return Toolbox(function_tool(getattr(editor, name)) for name in CONTEXT_TOOLS)
-
-
-@cache
-def _specs() -> dict[str, ToolSpec]:
-    return {name: function_tool(getattr(ContextEditor, name)).spec for name in CONTEXT_TOOLS}

@@ -97,7 +97,7 @@ class Conversation(Prompts):
     async def carry_out(
         self, choice: Choice, action: Action, before: Observation, execute: Execute, budget: Budget
     ) -> DecisionEffect:
-        environment_calls = tuple(call for call in action.requests if not self._is_the_loops(call.name))
+        environment_calls = tuple(call for call in action.requests if call.name not in self._context_tools)
         if environment_calls or not action.requests:
             outcome = await execute(replace(action, requests=environment_calls))
         else:
@@ -110,7 +110,16 @@ class Conversation(Prompts):
             return DecisionEffect(self._answer_calls(action, outcome, budget))
         if action.terminate:
             return DecisionEffect(outcome)
-        return await self._answer_text(outcome)
+        # A text: answered by the environment if it refuses it, else by the interaction, if any.
+        over = outcome.terminated or outcome.truncated
+        if outcome.invalid_reason is not None:
+            self._say(f"error: {outcome.invalid_reason}")
+            return DecisionEffect(outcome)
+        if self._interaction is not None:
+            return await self._interact(outcome, self._interaction)
+        if outcome.result and not over:
+            return DecisionEffect(outcome, user_is_silent=not self._speaks(outcome.result))
+        return DecisionEffect(outcome if over else replace(outcome, terminated=True))
 
     def remember(self, step: StepData, before: StepData | None) -> None:
         step.recall(self.history.full_history)
@@ -124,9 +133,6 @@ class Conversation(Prompts):
             "deleted_msg_ids": self.history.deleted_msg_ids,
             "had_delete_operation": self.history.had_delete_operation,
         }
-
-    def _is_the_loops(self, tool: str) -> bool:
-        return tool in self._context_tools
 
     def _answer_calls(self, action: Action, outcome: DecisionOutcome, budget: Budget) -> DecisionOutcome:
         """Give every call its result, in order; the environment has carried out its own calls already."""
@@ -153,25 +159,13 @@ class Conversation(Prompts):
 
     def _results(self, action: Action, outcome: DecisionOutcome) -> dict[int, str]:
         """The environment's result of each of its own calls, by the call's index in the message."""
-        own = [i for i, request in enumerate(action.requests) if not self._is_the_loops(request.name)]
+        own = [i for i, request in enumerate(action.requests) if request.name not in self._context_tools]
         if len(own) != len(outcome.results):
             raise CriticalError(
                 f"environment {self._environment.name!r} gave {len(outcome.results)} results for {len(own)} "
                 "calls; step() owes each call one text in DecisionOutcome.results"
             )
         return dict(zip(own, outcome.results, strict=True))
-
-    async def _answer_text(self, outcome: DecisionOutcome) -> DecisionEffect:
-        """Answer a text: by the environment if it refuses it, else by the interaction, if any."""
-        over = outcome.terminated or outcome.truncated
-        if outcome.invalid_reason is not None:
-            self._say(f"error: {outcome.invalid_reason}")
-            return DecisionEffect(outcome)
-        if self._interaction is not None:
-            return await self._interact(outcome, self._interaction)
-        if outcome.result and not over:
-            return DecisionEffect(outcome, user_is_silent=not self._speaks(outcome.result))
-        return DecisionEffect(outcome if over else replace(outcome, terminated=True))
 
     async def _interact(self, outcome: DecisionOutcome, interaction: UserInteraction) -> DecisionEffect:
         """Let the interaction score and answer; the last answer is scored too (DESIGN.md 4.11)."""

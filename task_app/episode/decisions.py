@@ -9,7 +9,6 @@ NO_METADATA = StepMetadata()
 
 
 def achievements_status(counts: Mapping[str, int]) -> dict[str, bool]:
-    """Which achievements are unlocked in this episode."""
     return {name: count > 0 for name, count in counts.items()}
 
 

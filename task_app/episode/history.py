@@ -163,7 +163,13 @@ class History:
 
         All messages carry `msg_id`; tool results also `tool_name` and `msg_id(invoking_assistant)`.
         """
-        return tuple([_with_ids(entry) for entry in self._log[start : self._length]])
+        messages = []
+        for entry in self._log[start : self._length]:
+            ids: dict[str, Any] = {MSG_ID: entry.msg_id}
+            if entry.tool_name is not None:
+                ids |= {TOOL_NAME: entry.tool_name, INVOKING: entry.invoking}
+            messages.append(Message(**{**dict(entry.message), **(entry.message.model_extra or {}), **ids}))
+        return tuple(messages)
 
     def with_text(self, entry: Entry, text: str) -> Message:
         """A message of this history with another text; ids are kept, and a tool result stays one."""
@@ -173,7 +179,7 @@ class History:
         if entry.tool_name is None or not self.shows_ids:
             return entry.message.model_copy(update={"content": text})
         content = {MSG_ID: entry.msg_id, INVOKING: entry.invoking, **fields}
-        return entry.message.model_copy(update={"content": _json(content)})
+        return entry.message.model_copy(update={"content": json.dumps(content, ensure_ascii=False)})
 
     def stub(self, msg_id: int, summary: str | None = None) -> Message:
         """The message without its text, or with a summary in its place.
@@ -203,14 +209,3 @@ class History:
 
     def _first(self, role: str, ids: "range | Iterator[int]") -> int | None:
         return next((i for i in ids if self._log[i].message.role == role), None)
-
-
-def _with_ids(entry: Entry) -> Message:
-    ids: dict[str, Any] = {MSG_ID: entry.msg_id}
-    if entry.tool_name is not None:
-        ids |= {TOOL_NAME: entry.tool_name, INVOKING: entry.invoking}
-    return Message(**{**dict(entry.message), **(entry.message.model_extra or {}), **ids})
-
-
-def _json(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, ensure_ascii=False)

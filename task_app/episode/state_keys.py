@@ -11,6 +11,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from shared_schemas.messages import Message
@@ -46,16 +47,12 @@ class PromptKey:
     """None: all earlier prompts count too."""
 
 
-def _text(observation: Observation) -> str:
-    return observation.text
-
-
 # Keys that every environment has; shared_schemas/state_keys.py says what each compares. `select_keys` puts
 # the number of a request into text_last_n.
 STATE_KEYS: Mapping[str, StateKey] = {
-    "text": StateKey(_text),
-    TEXT_LAST_N: StateKey(_text),
-    "text_history": StateKey(_text, past=None),
+    "text": StateKey(attrgetter("text")),
+    TEXT_LAST_N: StateKey(attrgetter("text")),
+    "text_history": StateKey(attrgetter("text"), past=None),
 }
 PROMPT_KEYS: Mapping[str, PromptKey] = {
     "text": PromptKey(),

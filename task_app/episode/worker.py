@@ -77,7 +77,7 @@ class RLRolloutWorker:
         seed: of the world; workers of one task and seed are siblings.
         start: brings the environment to its start; by default into the world of `seed`.
         step_rewards: decides whether the steps' metadata carries decision_rewards.
-        prompts: makes the prompts; by default chosen from the environment and the task.
+        prompts: makes the prompts; by default a conversation if the environment holds one, or fresh prompts.
         multi_turn: limits of a conversation.
         keep: called before every decision, and before one that a limit prevents; the snapshot that it returns
             becomes part of the step, or of the trajectory.
@@ -126,7 +126,9 @@ class RLRolloutWorker:
         self._spans = spans or Spans()
         self._threads, self._clock = threads, clock
         self._multi_turn = multi_turn or MultiTurn()
-        self._prompts = prompts or _prompts(environment, self._multi_turn, opening)
+        if prompts is None and isinstance(environment, ConversationalEnvironment):
+            prompts = Conversation(environment, self._multi_turn, opening=opening)
+        self._prompts = prompts or FreshPrompts(environment, opening)
         self._tools: list[dict[str, Any]] = []
         self._tokens = TokenCount()
         self._steps: list[StepData] = []
@@ -249,7 +251,6 @@ class RLRolloutWorker:
             return plain_number(self._environment.outcome_reward(), "it"), definition
 
     async def _start(self) -> None:
-        """Bring the environment to the start of the episode."""
         try:
             async with asyncio.timeout(self._limits.timeout_s):
                 self._observation, past = await self._start_at.begin(self._environment)
@@ -438,13 +439,6 @@ def _environment_of(task: TaskDefinitionModel) -> tuple[Environment, tuple[Messa
         config, opening = {**config, "prompt": opening}, ()
     # "base_resource_" + "config" is the path that an error names.
     return boards.environment(task.resource_type, config, where="base_resource_"), opening
-
-
-def _prompts(environment: Environment, multi_turn: MultiTurn, opening: tuple[Message, ...]) -> Prompts:
-    """A conversation without an interaction if the environment holds one; otherwise fresh prompts."""
-    if isinstance(environment, ConversationalEnvironment):
-        return Conversation(environment, multi_turn, opening=opening)
-    return FreshPrompts(environment, opening)
 
 
 async def ask(

@@ -158,7 +158,6 @@ def _class(class_name: str, *, where: str) -> type[Any]:
 
 
 def _interaction_class(kind: Any, *, place: str) -> type[Any]:
-    """The class of an interaction, if it is one."""
     if not isinstance(kind, type):
         raise SettingsError(f"{place} is no class but {type(kind).__name__}")
     methods = {method: getattr(kind, method, None) for method in _METHODS}

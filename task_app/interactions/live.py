@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -75,15 +76,16 @@ class Calls:
                 interaction.connect(self._context)
             # The object may hold resources from here on, even if the call fails.
             self._interaction = interaction
-            answer = await _wait(interaction.start_interaction(self.instance_id, **_copy(self._kwargs)))
+            answer = await _wait(interaction.start_interaction(self.instance_id, **deepcopy(self._kwargs)))
             self.instance_id = read_instance_id(answer, self.instance_id, name=self._entry.name)
             self.is_started = True
 
     async def respond(self, messages: Sequence[dict[str, Any]]) -> InteractionReply:
         async with self._its_turn():
-            copies = [_copy(message) for message in messages]
+            # Copies: the class may change what it is given.
+            copies, kwargs = deepcopy(list(messages)), deepcopy(self._kwargs)
             respond = self._require_started().generate_response
-            answer = await _wait(respond(self.instance_id, copies, **_copy(self._kwargs)))
+            answer = await _wait(respond(self.instance_id, copies, **kwargs))
             return read_reply(answer, name=self._entry.name, at_most_bytes=self._at_most_bytes)
 
     async def score(self) -> float:
@@ -133,13 +135,6 @@ class Calls:
 async def _wait(answer: Any) -> Any:
     """The answer of a method, which may be async."""
     return await answer if inspect.isawaitable(answer) else answer
-
-
-def _copy(value: Any) -> Any:
-    """Copy JSON-able data, since the class may change it."""
-    if isinstance(value, dict):
-        return {name: _copy(one) for name, one in value.items()}
-    return [_copy(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 T = TypeVar("T")

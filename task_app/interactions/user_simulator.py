@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -90,9 +90,15 @@ class UserSimulatorInteraction(BaseInteraction):
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float | None, dict[str, Any]]:
         assert self._user is not None, "connect comes first"
+        # Without the system message, which is meant for the assistant.
+        lines = [
+            f"{_SPEAKERS[message['role']]}: {message['content']}"
+            for message in messages
+            if message["role"] in _SPEAKERS and message["content"]
+        ]
         prompt = (
             Message(role="system", content=self._instructions),
-            Message(role="user", content=_transcript(messages)),
+            Message(role="user", content="\n\n".join([*lines, "The user's next message:"])),
         )
         action, *_ = await self._user.get_action(PolicyObservation(prompt, {}), [])
         text = action.get("content") or ""
@@ -129,13 +135,3 @@ def _fill_instructions(settings: UserSimulatorConfig, kwargs: Mapping[str, Any])
         return str(values[match[1]])
 
     return re.sub(r"\{(\w+)\}", value, settings.instructions)
-
-
-def _transcript(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The conversation as text, without the system message, which is meant for the assistant."""
-    lines = [
-        f"{_SPEAKERS[message['role']]}: {message['content']}"
-        for message in messages
-        if message["role"] in _SPEAKERS and message["content"]
-    ]
-    return "\n\n".join([*lines, "The user's next message:"])

@@ -30,10 +30,10 @@ from task_app.protocols import (
     Environment,
     RestorableEnvironment,
 )
-from task_app.rollouts.assembly import refuse_unrestorable
 from task_app.rollouts.results import Record
 from task_app.sessions.snapshots import EnvironmentFacts, EnvironmentSnapshot
 from task_app.sessions.switches import take_step_rewards
+from task_app.snapshots.starts import require_restorable
 
 _PALETTE_FROM = 8  # pictures: dawn to night, when an episode is that long
 Picture = npt.NDArray[np.uint8]
@@ -210,7 +210,7 @@ def replay_in(request: ReplayRequest, boards: PlugBoards) -> Replay:
     if request.frames and not isinstance(environment, Pictured):
         raise NoPictures(f"environment {environment.name!r} draws no pictures", where="env_name")
     if request.snapshots:
-        refuse_unrestorable(environment, where="snapshots")
+        require_restorable(environment, where="snapshots")
         if isinstance(environment, ConversationalEnvironment):
             raise InvalidRequest(
                 f"{environment.name!r} is a conversation, which no snapshot holds", where="snapshots"

@@ -64,7 +64,12 @@ class MapMemory:
         if data["step"] == 0 or data["step"] < self._step:
             self._cells = {}  # a new episode
         self._step = data["step"]
-        view = _view_cells(data, x, y)
+        left, top = x - COLUMNS // 2, y - ROWS // 2
+        view = {
+            cell_at(left + column, top + row): name
+            for row, names in enumerate(data["rows"])
+            for column, name in enumerate(names)
+        }
         ground = Ground(self._cells | view, player=cell_at(x, y), facing=facing_name(data))
         trails = find_trails(ground, can_dig=can_dig(data))
         walks = landmark_walks(ground, trails, max_cells=_WHOLE_WALK)
@@ -75,7 +80,6 @@ class MapMemory:
         return make_facts(data, ground, walks)
 
     def snapshot(self) -> dict[str, Any]:
-        """The memory as JSON-able data."""
         return {"step": self._step, "cells": [[*place_of(cell), name] for cell, name in self._cells.items()]}
 
     def restore(self, state: Any) -> None:
@@ -86,16 +90,6 @@ class MapMemory:
             raise ValueError("'memory' is no map of cells") from exc
         self._step = memory.step
         self._cells = {cell_at(x, y): name for x, y, name in memory.cells}
-
-
-def _view_cells(data: Mapping[str, Any], x: int, y: int) -> dict[Cell, str]:
-    """The cells in view of a player at (x, y)."""
-    left, top = x - COLUMNS // 2, y - ROWS // 2
-    return {
-        cell_at(left + column, top + row): name
-        for row, names in enumerate(data["rows"])
-        for column, name in enumerate(names)
-    }
 
 
 def _frontier(ground: Ground, trails: Trails) -> Cell | None:

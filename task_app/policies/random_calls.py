@@ -87,7 +87,6 @@ class DetourTeacher(ByChance[D]):
 
 
 def call_answer(name: str, arguments: Mapping[str, Any], *, exploratory: bool = False) -> PolicyAnswer:
-    """The answer with that one call and nothing else."""
     call = {"id": "call_0", "name": name, "arguments": json.dumps(arguments)}
     action: dict[str, Any] = {"type": "tool_call", "tool_calls": [call]}
     return (action | {"exploratory": True} if exploratory else action), None, None, None

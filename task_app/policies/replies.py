@@ -57,7 +57,10 @@ ReadTokens = Callable[[Mapping[str, Any], Mapping[str, Any]], PolicyLogprobs | N
 def read_reply(body: bytes, read_tokens: ReadTokens, *, logprobs: bool = False) -> Reply:
     """Read the body of a 200; `logprobs`: whether OpenAI's were asked for."""
     reply = parse_object(body)
-    choice = _first_choice(reply)
+    choices = reply.get("choices")
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        raise protocol_error("'choices' holds no object")
+    choice = choices[0]
     message = choice.get("message")
     if not isinstance(message, dict):
         raise protocol_error("choices[0].message is no object")
@@ -130,13 +133,6 @@ def protocol_error(what: str) -> PolicyUnavailable:
     return PolicyUnavailable(f"the inference server answered nonsense: {what}", code=PROTOCOL)
 
 
-def _first_choice(reply: Mapping[str, Any]) -> dict[str, Any]:
-    choices = reply.get("choices")
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        raise protocol_error("'choices' holds no object")
-    return choices[0]
-
-
 def _action(message: Mapping[str, Any], finish_reason: str | None) -> dict[str, Any]:
     """The action of a message: all its calls together, or text with the reason why there is no call.
 
@@ -146,7 +142,11 @@ def _action(message: Mapping[str, Any], finish_reason: str | None) -> dict[str, 
     calls = message.get("tool_calls")
     if isinstance(calls, list) and calls:
         own = [_call(call, index) for index, call in enumerate(calls)]
-        return {"type": "tool_call", **_published(own), "tool_calls": own, "content": _text(message)}
+        name, text = own[0]["name"], own[0]["arguments"]
+        arguments = json_object(text)
+        published = {"name": name, "arguments": text if arguments is None else arguments}
+        single = published if len(own) == 1 else {}
+        return {"type": "tool_call", **single, "tool_calls": own, "content": _text(message)}
     missing = WITHHELD if finish_reason == "content_filter" else NO_TOOL_CALL
     reason = _string(message.get("tool_call_error")) or missing
     return {"type": "text", "content": _text(message), "invalid_reason": reason}
@@ -162,14 +162,6 @@ def _call(call: Any, index: int) -> dict[str, str]:
         "name": _string(function.get("name")) or "",
         "arguments": encodable(arguments) if isinstance(arguments, str) else json.dumps(arguments),
     }
-
-
-def _published(calls: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-    if len(calls) > 1:
-        return {}
-    text = calls[0]["arguments"]
-    arguments = json_object(text)
-    return {"name": calls[0]["name"], "arguments": text if arguments is None else arguments}
 
 
 def _text(message: Mapping[str, Any]) -> str:
@@ -267,43 +259,37 @@ class WholeReplies:
         self._ids: tuple[int, ...] = ()
 
     def __call__(self, reply: Mapping[str, Any], choice: Mapping[str, Any]) -> PolicyLogprobs:
-        whole = _whole(reply, choice)
+        content = _table(choice, "logprobs").get("content")
+        entries = content if isinstance(content, list) else None
+        fields = {
+            "prompt_token_ids": reply.get("prompt_token_ids"),
+            "choices[0].token_ids": choice.get("token_ids"),
+            "choices[0].logprobs.content": entries,
+        }
+        missing = [name for name, value in fields.items() if value is None]
+        if missing:
+            raise protocol_error(
+                f"no {missing[0]}, though return_token_ids and logprobs were asked for: samples without them "
+                "cannot be weighted"
+            )
+        logprobs = [entry.get("logprob") if isinstance(entry, Mapping) else None for entry in entries or ()]
+        whole = check_tokens(
+            {
+                "prompt_token_ids": fields["prompt_token_ids"],
+                "token_ids": fields["choices[0].token_ids"],
+                "logprobs": logprobs,
+                "finish_reason": finish_reason(choice) or "stop",
+                "versions": _ONE_VERSION,
+            }
+        )
+        if max(whole.logprobs, default=0.0) > _ROUNDING:
+            raise protocol_error(f"a log-prob is above 0: {max(whole.logprobs):.3g}")
+        if min(whole.logprobs, default=0.0) < _IMPOSSIBLE:
+            detail = "the token cannot come from the distribution of the log-probs"
+            raise protocol_error(f"a log-prob of {min(whole.logprobs):g}: {detail}")
         prompt, reused = whole.prompt_token_ids, count_shared(whole.prompt_token_ids, self._ids)
         self._ids = prompt + whole.token_ids
         return whole.model_copy(update={"prompt_ids_reused": reused, "prompt_token_ids": prompt[reused:]})
-
-
-def _whole(reply: Mapping[str, Any], choice: Mapping[str, Any]) -> PolicyLogprobs:
-    content = _table(choice, "logprobs").get("content")
-    entries = content if isinstance(content, list) else None
-    fields = {
-        "prompt_token_ids": reply.get("prompt_token_ids"),
-        "choices[0].token_ids": choice.get("token_ids"),
-        "choices[0].logprobs.content": entries,
-    }
-    missing = [name for name, value in fields.items() if value is None]
-    if missing:
-        raise protocol_error(
-            f"no {missing[0]}, though return_token_ids and logprobs were asked for: samples without them "
-            "cannot be weighted"
-        )
-    tokens = check_tokens(
-        {
-            "prompt_token_ids": fields["prompt_token_ids"],
-            "token_ids": fields["choices[0].token_ids"],
-            "logprobs": [
-                entry.get("logprob") if isinstance(entry, Mapping) else None for entry in entries or ()
-            ],
-            "finish_reason": finish_reason(choice) or "stop",
-            "versions": _ONE_VERSION,
-        }
-    )
-    if max(tokens.logprobs, default=0.0) > _ROUNDING:
-        raise protocol_error(f"a log-prob is above 0: {max(tokens.logprobs):.3g}")
-    if min(tokens.logprobs, default=0.0) < _IMPOSSIBLE:
-        detail = "the token cannot come from the distribution of the log-probs"
-        raise protocol_error(f"a log-prob of {min(tokens.logprobs):g}: {detail}")
-    return tokens
 
 
 def count_shared(ids: Sequence[int], before: Sequence[int]) -> int:

@@ -25,7 +25,6 @@ from task_app.errors import (
     DeadlineExceeded,
     InvalidRequest,
     NotReseedable,
-    NotRestorable,
     SnapshotRefused,
     boundary,
     refuse_used,
@@ -47,7 +46,7 @@ from task_app.protocols import (
 from task_app.sessions.snapshots import EnvironmentFacts, EnvironmentSnapshot
 from task_app.sessions.switches import agree_on_step_rewards, take_step_rewards
 from task_app.snapshots.envelope import from_text
-from task_app.snapshots.starts import EpisodeStart, Worlds
+from task_app.snapshots.starts import EpisodeStart, Worlds, require_restorable
 from task_app.threads import Threads, in_thread
 
 Worker = RLRolloutWorker | AgentWorker
@@ -70,20 +69,30 @@ class Assembly:
 
         `where` is the body path of the request, with a dot at its end.
         """
-        env, policy_config, switches = _without_switches(request, where=where)
+        env_config, switches_by_place = take_step_rewards(request.env.config, where=where + "env.config")
+        policy_config, of_policy = take_step_rewards(request.policy.config, where=where + "policy.config")
+        switches_by_place |= of_policy
+        if "step_rewards" in request.model_fields_set:
+            switches_by_place[where + "step_rewards"] = request.step_rewards
+        switches = agree_on_step_rewards(switches_by_place) if switches_by_place else None
+        env = EnvSpec(env_name=request.env.env_name, config=env_config)
         if request.reward_function is not None:
             self.boards.reward_function(request.reward_function, where=where)
         environment = self.boards.environment(env.env_name, env.config, where=where + "env.")
         if isinstance(environment, AgentEnvironment):
             return self._agent_worker(request, environment, policy_config, context, where=where)
         if request.start.draws_seed is not None and not isinstance(environment, ReseedableEnvironment):
-            raise NotReseedable(environment.name, where=where + "start.draws_seed")
+            raise NotReseedable(
+                f"environment {environment.name!r} cannot be given other draws: it has no reseed()",
+                where=where + "start.draws_seed",
+                hint="leave draws_seed out: its draws then are those of the snapshot's generator, if any",
+            )
         seed, start = self._start(request, env, context, where=where)
         known = self.boards.state_keys(env.env_name, environment, where=where + "env.")
         keys = select_keys(request.state_keys, known, where=where + "state_keys")
         keep: Keep | None = None
         if request.snapshot_turns:
-            refuse_unrestorable(environment, where=where + "snapshot_turns")
+            require_restorable(environment, where=where + "snapshot_turns")
             keep = SnapshotTaker(
                 frozenset(request.snapshot_turns),
                 self.boards.resolve(env),
@@ -175,19 +184,6 @@ def branch_policies(
         return boards.policy(name, {**config, **seeded}, apart, where=where)
 
     return policy_of
-
-
-def _without_switches(
-    request: RolloutRequest, *, where: str
-) -> tuple[EnvSpec, dict[str, Any], StepRewards | None]:
-    """The environment's spec and the policy's config without the training switches; and these, if any."""
-    env_config, switches_by_place = take_step_rewards(request.env.config, where=where + "env.config")
-    policy_config, of_policy = take_step_rewards(request.policy.config, where=where + "policy.config")
-    switches_by_place |= of_policy
-    if "step_rewards" in request.model_fields_set:
-        switches_by_place[where + "step_rewards"] = request.step_rewards
-    switches = agree_on_step_rewards(switches_by_place) if switches_by_place else None
-    return EnvSpec(env_name=request.env.env_name, config=env_config), dict(policy_config), switches
 
 
 def _prompts(
@@ -301,8 +297,3 @@ class SnapshotTaker:
                 return await in_thread(self.threads, "environment.snapshot", environment.snapshot)
         except TimeoutError as exc:
             raise DeadlineExceeded("environment.snapshot did not return within limits.timeout_s") from exc
-
-
-def refuse_unrestorable(environment: Environment, *, where: str) -> None:
-    if not isinstance(environment, RestorableEnvironment):
-        raise NotRestorable("environment", environment.name, where=where)

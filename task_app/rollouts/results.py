@@ -181,7 +181,6 @@ class Results:
         self._results.setdefault(record.run_id, {})[record.sequence] = record
 
     def forget(self, record: Record) -> None:
-        """Drop an ended record."""
         assert record.has_ended, "only an ended rollout can be forgotten"
         del self._records[record.rollout_id]
         self._held.total -= record.fingerprint.size + len(record.result_json)

@@ -14,7 +14,6 @@ from shared_schemas.messages import Message, ToolCall, ToolSpec
 from shared_schemas.rollouts import EnvSpec, InferenceKey, Name, PolicySpec, Seed
 from shared_schemas.trajectory import DecisionRewards, Sampling, StepMetadata
 from task_app.complaints import validated
-from task_app.episode.actions import Action, Choice
 from task_app.episode.decisions import NO_METADATA
 from task_app.episode.worker import decide
 from task_app.errors import CriticalError, DeadlineExceeded, InferenceKeyNeeded, InvalidRequest, boundary
@@ -158,8 +157,17 @@ async def step_policy(request: Request, body: PolicyStep) -> Response:
             choice, action = await decide(policy, observation, tools, timeout_s=at_most_s)
         except TimeoutError as exc:
             raise DeadlineExceeded(f"policy {policy.name!r} did not decide within {at_most_s:g} s") from exc
-        meta |= _choice_meta(choice, action)
-        meta |= {"turn": session.turn, "policy_s": time.perf_counter() - start_s}
+        facts = {name: value for name, value in choice.log_probs.items() if value is not None}
+        sampling = facts.pop("sampling", None)
+        meta |= facts | {
+            "action_type": choice.action["type"],
+            "raw_policy_output": choice.raw_output,
+            "invalid_reason": action.invalid_reason,
+            "value_estimate": choice.value,
+            "sampling": sampling.model_dump(mode="json") if sampling is not None else None,
+            "turn": session.turn,
+            "policy_s": time.perf_counter() - start_s,
+        }
         calls = [call.model_dump(mode="json", exclude_none=True) for call in action.tool_calls]
         return ReplyJSON({"tool_calls": calls, "meta": meta})
 
@@ -208,7 +216,10 @@ def _observation(observation: dict[str, Any], environment: Environment | None) -
     data = observation.get("data")
     data = data if isinstance(data, dict) else {}
     if "messages" in observation:
-        return PolicyObservation(_messages(observation["messages"]), data)
+        where, listed = "observation.messages", observation["messages"]
+        if not isinstance(listed, list) or not listed:
+            raise InvalidRequest(f"{where} is no list of messages", where=where)
+        return PolicyObservation((validated(Message, message, where=where) for message in listed), data)
     text = observation.get("text")
     if not isinstance(text, str):
         raise InvalidRequest("observation holds neither messages nor a text", where="observation")
@@ -216,25 +227,6 @@ def _observation(observation: dict[str, Any], environment: Environment | None) -
         return PolicyObservation((Message(role="user", content=text),), data)
     with boundary("environment.messages"):
         return PolicyObservation(environment.messages(Observation(text=text, data=data), ()), data)
-
-
-def _messages(value: Any) -> tuple[Message, ...]:
-    if not isinstance(value, list) or not value:
-        raise InvalidRequest("observation.messages is no list of messages", where="observation.messages")
-    return tuple(validated(Message, message, where="observation.messages") for message in value)
-
-
-def _choice_meta(choice: Choice, action: Action) -> dict[str, Any]:
-    """The facts of a choice: its text, its exact tokens, and how they were sampled."""
-    facts = {name: value for name, value in choice.log_probs.items() if value is not None}
-    sampling = facts.pop("sampling", None)
-    return facts | {
-        "action_type": choice.action["type"],
-        "raw_policy_output": choice.raw_output,
-        "invalid_reason": action.invalid_reason,
-        "value_estimate": choice.value,
-        "sampling": sampling.model_dump(mode="json") if sampling is not None else None,
-    }
 
 
 def session_policy(

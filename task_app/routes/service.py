@@ -17,7 +17,7 @@ from starlette.responses import Response
 from service_kit.errors import NoKeyConfigured
 from service_kit.keys import presented_keys
 from service_kit.observed import METRICS_CONTENT, metrics_response
-from shared_schemas.base import Body, Reply
+from shared_schemas.base import Reply
 from shared_schemas.json_text import encodable_json
 from shared_schemas.messages import ToolSpec
 from shared_schemas.prefixes import PREFIXES
@@ -25,7 +25,6 @@ from task_app.environment_calls import list_tools, reset_environment
 from task_app.environments.foreign.kinds import FOREIGN
 from task_app.episode.release import begin_close
 from task_app.errors import InvalidRequest, ShuttingDown
-from task_app.observing.metrics import Metrics
 from task_app.protocols import Environment
 from task_app.routes.wire import LegacyObservation, legacy_observation, observation_json
 from task_app.services import Services, services_of
@@ -307,12 +306,21 @@ async def show_task_info(
         )
     boards = services.boards
     name = boards.environment_name(env_name) if env_name else next(iter(boards.environments))
-    environment = services.boards.environment(name, {})
+    environment = boards.environment(name, {})
     if not seeds_in_order:
         about = _about(services, environment, await services.tools_of(environment))
-        taskset = _taskset(name, environment, services.boards.environment_plugin(name).config())
-        every_name = sorted(services.boards.playable)
-        return _reply({**about, "taskset": taskset, "environments": every_name})
+        taskset = {
+            "id": f"{name}_procedural",
+            "name": name,
+            "version": "1.0.0",
+            "splits": ["train"],
+            "default_split": "train",
+            "description": f"one task a seed; scored by the {environment.outcome_definition}",
+            "seed_range": SEED_RANGE,
+            "default_seed": 0,
+            "config": boards.environment_plugin(name).config().model_dump(mode="json"),
+        }
+        return _reply({**about, "taskset": taskset, "environments": sorted(boards.playable)})
     try:
         tasks = [await _task(services, environment, number) for number in seeds_in_order]
     finally:
@@ -333,20 +341,6 @@ def _capabilities(services: Services) -> dict[str, Any]:
             name for name, entry in services.boards.interactions.items() if entry.ground_truth_is_number
         ),
         "reward_functions": {name: plug.mode for name, plug in services.boards.reward_functions.items()},
-    }
-
-
-def _taskset(env_name: str, environment: Environment, config: Body) -> dict[str, Any]:
-    return {
-        "id": f"{env_name}_procedural",
-        "name": env_name,
-        "version": "1.0.0",
-        "splits": ["train"],
-        "default_split": "train",
-        "description": f"one task a seed; scored by the {environment.outcome_definition}",
-        "seed_range": SEED_RANGE,
-        "default_seed": 0,
-        "config": config.model_dump(mode="json"),
     }
 
 
@@ -381,15 +375,20 @@ async def _task(services: Services, environment: Environment, seed: int) -> dict
 
 
 def families(services: Services, *, version: str, sockets: int) -> Iterator[Metric]:
-    """All metrics of a task app."""
     facts = {"version": version, "instance_id": services.instance_id}
     yield InfoMetricFamily("turnwise_task_app", "Which task app this is.", facts)
     yield from _gauges(services, sockets)
-    yield from _counters(services.metrics)
+    yield services.metrics.requests.reply_family("turnwise_http_requests")
+    latency = HistogramMetricFamily(
+        "turnwise_http_request_seconds", "From the request's head to the answer's end.", labels=["route"]
+    )
+    for route, histogram in services.metrics.requests.latency.items():
+        latency.add_metric([route], buckets=histogram.cumulative(), sum_value=histogram.sum_s)
+    yield latency
+    yield from services.metrics.registry.collect()
 
 
 def _gauges(services: Services, sockets: int) -> Iterator[Metric]:
-    """The current state."""
     runner = services.runner
     sessions: dict[str, Sized] = {
         "env": services.environments,
@@ -407,18 +406,6 @@ def _gauges(services: Services, sockets: int) -> Iterator[Metric]:
     sentence = "Bytes of rollout requests and results that are not acknowledged, and of captures."
     yield _gauge("turnwise_held_bytes", sentence, services.captures.held.total)
     yield _gauge("turnwise_openenv_sockets", "Open sockets of OpenEnv clients.", sockets)
-
-
-def _counters(metrics: Metrics) -> Iterator[Metric]:
-    """What happened since the start."""
-    yield metrics.requests.reply_family("turnwise_http_requests")
-    latency = HistogramMetricFamily(
-        "turnwise_http_request_seconds", "From the request's head to the answer's end.", labels=["route"]
-    )
-    for route, histogram in metrics.requests.latency.items():
-        latency.add_metric([route], buckets=histogram.cumulative(), sum_value=histogram.sum_s)
-    yield latency
-    yield from metrics.registry.collect()
 
 
 def _gauge(name: str, sentence: str, counts: Mapping[str, int] | int, *label: str) -> Metric:

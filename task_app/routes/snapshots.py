@@ -213,7 +213,6 @@ def _reply(services: Services, data: bytes, *, rl_run_id: str | None, more: dict
 
 
 def _snapshot_bytes(services: Services, body: Restore) -> bytes:
-    """The snapshot that a request holds or names."""
     if (body.snapshot is None) == (body.snapshot_id is None):
         raise InvalidRequest("give either snapshot or snapshot_id", where="snapshot")
     if body.snapshot is not None:
@@ -263,7 +262,13 @@ async def branch_sessions(request: Request, body: Branch) -> BranchReply:
             ids = children["env_branches"][env_id] = []
             for child in sessions:
                 ids.append(services.environments.add(child))
-        _add_policies(services, children, dict(zip(body.policy_ids, policies, strict=True)))
+        for policy_id, copies in zip(body.policy_ids, policies, strict=True):
+            parent = services.policies.get(policy_id, where="policy_ids")
+            bound = parent.bound_env_id
+            targets = children["env_branches"].get(bound, repeat(bound)) if bound else repeat(None)
+            ids = children["policy_branches"][policy_id] = []
+            for copy, target in zip(copies, targets, strict=False):
+                ids.append(add_policy(services, copy, bound_env_id=target, switches=parent.switches))
     except TaskAppError:
         # The journal refused a copy: all of them, or none.
         for policy_id in chain(*children["policy_branches"].values()):
@@ -319,15 +324,3 @@ async def _policies(services: Services, policy_id: str, count: int) -> list[Poli
     return [
         snapshot.session(services.boards, services.policy_context(inference_key=key)) for _ in range(count)
     ]
-
-
-def _add_policies(
-    services: Services, children: dict[str, Children], copies: dict[str, list[PolicySession]]
-) -> None:
-    for policy_id, sessions in copies.items():
-        parent = services.policies.get(policy_id, where="policy_ids")
-        env_id = parent.bound_env_id
-        targets = children["env_branches"].get(env_id, repeat(env_id)) if env_id else repeat(None)
-        ids = children["policy_branches"][policy_id] = []
-        for child, target in zip(sessions, targets, strict=False):
-            ids.append(add_policy(services, child, bound_env_id=target, switches=parent.switches))

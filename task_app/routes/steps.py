@@ -15,7 +15,6 @@ from service_kit.problems import problem_response
 from shared_schemas.base import Body, Reply
 from shared_schemas.problem import Problem
 from task_app.errors import InvalidRequest, TaskAppError, boundary
-from task_app.protocols import DecisionOutcome, Observation
 from task_app.routes.wire import (
     LONGEST_ID,
     EnvId,
@@ -119,11 +118,7 @@ async def decide(
     requests = read_calls(
         tool_calls, at_most=services.settings.max_calls_per_step, where=where + "tool_calls"
     )
-    return _reply(session, *await session.step(requests))
-
-
-def _reply(session: EnvironmentSession, before: Observation, outcome: DecisionOutcome) -> dict[str, Any]:
-    return step_json(before, outcome, turn=session.turn, step_idx=session.step_idx, metadata=session.metadata)
+    return step_json(session, *await session.step(requests))
 
 
 async def _item(services: Services, one: EnvStep, index: int) -> tuple[bytes, int]:
@@ -194,7 +189,7 @@ class ShortWay:
         requests = read_calls(
             tool_calls, at_most=self._services.settings.max_calls_per_step, where="tool_calls"
         )
-        return reply_body(_reply(session, *session.take(requests)))
+        return reply_body(step_json(session, *session.take(requests)))
 
 
 def _plain_body(body: Any) -> tuple[str, list[dict[str, Any]]] | None:
@@ -207,7 +202,6 @@ def _plain_body(body: Any) -> tuple[str, list[dict[str, Any]]] | None:
 
 
 def _may_be_plain(scope: Scope) -> bool:
-    """Whether the head allows a plain request."""
     if scope["type"] != "http" or scope["path"] != ROUTE.path or scope["method"] != "POST":
         return False
     headers = dict(scope["headers"])

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from importlib.resources import files
 from string import Template
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import HTMLResponse, Response
@@ -117,11 +117,7 @@ def _facts(session: EnvironmentSession) -> Iterator[str]:
     yield _fact("env steps", session.step_idx)
     if counts:
         yield _fact("achievements", f"{sum(count > 0 for count in counts.values())} of {len(counts)}")
-    yield from _plain(session.observation.data)
-
-
-def _plain(data: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in data.items():
+    for name, value in session.observation.data.items():
         if isinstance(value, Mapping):
             numbers = {key: one for key, one in value.items() if type(one) in (int, float) and one}
             yield from (_fact(key, one) for key, one in numbers.items())

@@ -23,6 +23,7 @@ from task_app.episode.actions import requests_from_wire
 from task_app.episode.decisions import NO_METADATA, achievements_added, achievements_status
 from task_app.errors import InvalidRequest
 from task_app.protocols import DecisionOutcome, Observation, ToolRequest
+from task_app.sessions.sessions import EnvironmentSession
 from task_app.sessions.switches import KEY
 
 Result = TypeVar("Result")
@@ -134,11 +135,9 @@ class EnvStepReply(Reply):
     metadata: StepMetadata
 
 
-def step_json(
-    before: Observation, outcome: DecisionOutcome, *, turn: int, step_idx: int, metadata: StepMetadata
-) -> dict[str, Any]:
-    """The JSON of an `EnvStepReply`."""
-    after = outcome.observation
+def step_json(session: EnvironmentSession, before: Observation, outcome: DecisionOutcome) -> dict[str, Any]:
+    """The JSON of an `EnvStepReply`, for the last decision of the session."""
+    after, metadata = outcome.observation, session.metadata
     return {
         "observation": observation_json(after),
         "reward": float(sum(outcome.env_rewards)),
@@ -147,9 +146,9 @@ def step_json(
         "truncated": outcome.truncated,
         "env_rewards": list(outcome.env_rewards),
         "reward_parts": [],
-        "step_idx": step_idx,
+        "step_idx": session.step_idx,
         "info": {
-            "turn": turn,
+            "turn": session.turn,
             "achievements_added": achievements_added(before.achievements_counts, after.achievements_counts),
             "invalid_reason": outcome.invalid_reason,
             "executed_actions": list(outcome.executed_actions),

@@ -217,7 +217,6 @@ class Database:
                 self.write(work, failure)
 
     def discard(self, session_id: str) -> None:
-        """Drop the unwritten statements of the session."""
         with self._lock:
             del self._unwritten.pop(session_id).changes[session_id]
 
@@ -393,7 +392,6 @@ class SessionJournal:
         self._is_removed = False
 
     def begin(self, session: Session) -> None:
-        """Write a new session."""
         try:
             self._database.record(self._id, self._whole(session), NOT_CARRIED_OUT, whole=True)
         except JournalFailed:
@@ -430,7 +428,6 @@ class SessionJournal:
         self._write([("INSERT INTO steps VALUES (?, ?, ?, ?)", row)], whole=False, what=what)
 
     def add_decision(self, session: PolicySession) -> None:
-        """Write the policy after its decision."""
         self._write(self._whole(session), whole=True, what=f"decision {session.turn} was made, but")
 
     def remove(self) -> None:

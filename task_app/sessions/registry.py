@@ -97,7 +97,6 @@ class Sessions(Generic[S]):
             )
 
     def add(self, session: S) -> str:
-        """Add a new session and return its id."""
         self.check_capacity()
         session_id = f"{self._kind}_{secrets.token_hex(8)}"
         self._on_new(session_id, session)

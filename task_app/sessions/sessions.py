@@ -205,7 +205,6 @@ class EnvironmentSession:
             self.journal.ready(self)
 
     def prompt(self) -> tuple[Message, ...]:
-        """The messages of the next decision."""
         if self.over:
             raise EpisodeOver("the episode has ended; no further decision is possible")
         with boundary("environment.messages"):

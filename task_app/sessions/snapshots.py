@@ -24,14 +24,21 @@ from task_app.protocols import (
     DecisionOutcome,
     Environment,
     PastDecision,
-    RestorableEnvironment,
+    ReseedableEnvironment,
     RestorablePolicy,
     ToolRequest,
     policy_name,
 )
 from task_app.sessions.sessions import EnvironmentSession, PolicySession
 from task_app.snapshots.envelope import open_envelope, seal, to_text
-from task_app.snapshots.starts import EpisodeStart, StartView, refusal_of, reseed, restore, restore_in_thread
+from task_app.snapshots.starts import (
+    EpisodeStart,
+    StartView,
+    refusal_of,
+    require_restorable,
+    restore,
+    restore_in_thread,
+)
 from task_app.threads import Threads
 
 # Names the snapshot as the source of a restored session's switches (`EnvironmentSession.switches`).
@@ -66,7 +73,6 @@ class EnvironmentFacts(Body):
         )  # fmt: skip
 
     def after(self, calls: tuple[ToolRequest, ...], outcome: DecisionOutcome) -> Self:
-        """The facts after one more decision."""
         changes = {
             "turn": self.turn + 1,
             "step_idx": self.step_idx + len(outcome.env_rewards),
@@ -96,9 +102,7 @@ class EnvironmentSnapshot:
     @classmethod
     def take(cls, session: EnvironmentSession, boards: PlugBoards, *, where: str) -> Self:
         """Take a snapshot of the session; the caller holds its lock."""
-        environment = session.environment
-        if not isinstance(environment, RestorableEnvironment):
-            raise NotRestorable("environment", environment.name, where=where)
+        environment = require_restorable(session.environment, where=where)
         with boundary("environment.snapshot"):
             state = environment.snapshot()
         facts = EnvironmentFacts(
@@ -116,7 +120,6 @@ class EnvironmentSnapshot:
         return cls(_facts(EnvironmentFacts, head), state)
 
     def seal(self, *, at_most_bytes: int) -> bytes:
-        """The snapshot in its envelope."""
         with boundary("environment.snapshot"):
             head = self.facts.model_dump(mode="json")
             return seal("environment", head, self.state, at_most_bytes=at_most_bytes)
@@ -145,7 +148,9 @@ class EnvironmentSnapshot:
         async def begin(environment: Environment) -> StartView:
             observation = await restore_in_thread(environment, self.state, threads)
             if start.draws_seed is not None:
-                reseed(environment, start.draws_seed)
+                assert isinstance(environment, ReseedableEnvironment), "checked when the request was accepted"
+                with boundary("environment.reseed"):  # at once: a generator is made in microseconds
+                    environment.reseed(start.draws_seed)
             return observation, self.facts.past
 
         return EpisodeStart(begin, start.parent_rollout_id, start.parent_turn)
@@ -185,7 +190,6 @@ class PolicySnapshot(Body):
         return _facts(cls, open_envelope("policy", data, at_most_bytes=at_most_bytes)[0])
 
     def seal(self, *, at_most_bytes: int) -> bytes:
-        """The snapshot in its envelope."""
         with boundary("policy.snapshot"):
             return seal("policy", self.model_dump(mode="json"), b"", at_most_bytes=at_most_bytes)
 

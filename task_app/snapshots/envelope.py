@@ -68,7 +68,6 @@ def open_envelope(kind: Kind, data: bytes, *, at_most_bytes: int) -> tuple[dict[
 
 
 def to_text(data: bytes) -> str:
-    """A snapshot as text for JSON."""
     return base64.b64encode(data).decode()
 
 

@@ -12,7 +12,6 @@ from task_app.protocols import (
     Environment,
     Observation,
     PastDecision,
-    ReseedableEnvironment,
     RestorableEnvironment,
     steps_quickly,
 )
@@ -47,20 +46,19 @@ def world_of(seed: int, threads: Threads | None = None) -> EpisodeStart:
 
 def restore(environment: Environment, state: bytes) -> Observation:
     """Bring a fresh environment to this state, and return the observation that was shown there."""
-    if not isinstance(environment, RestorableEnvironment):
-        raise NotRestorable("environment", environment.name, where="snapshot")
+    restorable = require_restorable(environment, where="snapshot")
     with boundary("environment.restore"):
         try:
-            return environment.restore(state)
+            return restorable.restore(state)
         except ValueError as exc:
             raise refusal_of(environment.name, exc) from exc
 
 
-def reseed(environment: Environment, seed: int) -> None:
-    """Have the environment take its further draws from this seed; a generator is made in microseconds."""
-    assert isinstance(environment, ReseedableEnvironment), "checked when the request was accepted"
-    with boundary("environment.reseed"):
-        environment.reseed(seed)
+def require_restorable(environment: Environment, *, where: str) -> RestorableEnvironment:
+    """The environment, if it has snapshots; otherwise NotRestorable."""
+    if not isinstance(environment, RestorableEnvironment):
+        raise NotRestorable("environment", environment.name, where=where)
+    return environment
 
 
 async def restore_in_thread(environment: Environment, state: bytes, threads: Threads | None) -> Observation:

@@ -83,11 +83,18 @@ def _spec_of(function: Callable[..., str]) -> tuple[ToolSpec, type[BaseModel]]:
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (hints[parameter.name], default)
     arguments = create_model(name, __config__=_CONFIG, **fields)
-    schema = _schema(arguments)
+    # Without parts that a model need not read: titles that repeat names, and null values.
+    schema = arguments.model_json_schema()
+    schema.pop("title")
+    for key in schema.keys() & {"properties", "$defs"}:
+        schema[key] = {part_name: _plain(part) for part_name, part in schema[key].items()}
     for parameter_name, part in schema["properties"].items():
         if part.keys() <= _SAYS_NO_TYPE:
             raise TypeError(f"tool {name}: the type of {parameter_name!r} allows anything; say what is meant")
-    function_spec = FunctionSpec(name=name, description=_first_paragraph(function), parameters=schema)
+    description = " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
+    if not description:
+        raise TypeError(f"tool {name} has no docstring, from which a model learns what it does")
+    function_spec = FunctionSpec(name=name, description=description, parameters=schema)
     return ToolSpec(function=function_spec), arguments
 
 
@@ -100,22 +107,6 @@ def _refuse_no_text(function: Callable[..., Any]) -> None:
     if return_type is not str:
         kind = getattr(return_type, "__name__", return_type)
         raise TypeError(f"tool {name} is said to return {kind}; a model reads text: make it -> str")
-
-
-def _first_paragraph(function: Callable[..., str]) -> str:
-    paragraph = " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
-    if not paragraph:
-        raise TypeError(f"tool {function.__name__} has no docstring, from which a model learns what it does")
-    return paragraph
-
-
-def _schema(arguments: type[BaseModel]) -> dict[str, Any]:
-    """The JSON Schema without parts that a model need not read: titles that repeat names, and null values."""
-    schema = arguments.model_json_schema()
-    schema.pop("title")
-    for key in schema.keys() & {"properties", "$defs"}:
-        schema[key] = {name: _plain(part) for name, part in schema[key].items()}
-    return schema
 
 
 def _plain(part: dict[str, Any]) -> dict[str, Any]:

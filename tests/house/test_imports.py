@@ -38,7 +38,7 @@ DOORS = {
         "task_app/environments/foreign",
         "task_app/environments/babyai/level.py",
     ],
-    "minigrid": ["task_app/environments/babyai/level.py", "task_app/policies/babyai_teacher.py"],
+    "minigrid": ["task_app/environments/babyai/level.py", "task_app/policies/teachers.py"],
     "jsonschema": ["task_app/environments/foreign/schemas.py", "task_app/policies/random_values.py"],
     "prometheus_client": [
         "service_kit/observed.py",

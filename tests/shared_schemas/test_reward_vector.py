@@ -1,4 +1,3 @@
-import itertools
 import math
 
 import pytest
@@ -45,13 +44,9 @@ class Untouchable(StepMetadata):
         return super().__getattribute__(name)
 
 
-def test_unique_achievements_are_credited_to_the_decision_that_unlocked_them():
+def test_achievements_are_credited_to_the_decision_that_unlocked_them_first_or_again_by_the_kind():
     steps = episode((0, 0), (2, 3), (0, 1), (1, 1))
     assert reward_vector(steps, 99.0, STEPWISE) == [0.0, 2.0, 0.0, 1.0]
-
-
-def test_switching_the_kind_changes_the_scalar_of_a_decision():
-    steps = episode((0, 0), (2, 3), (0, 1), (1, 1))
     absolute = StepRewards(enabled=True, mode="decision_stepwise", kind="absolute")
     assert reward_vector(steps, 99.0, absolute) == [0.0, 3.0, 1.0, 1.0]
 
@@ -215,16 +210,6 @@ def test_both_published_forms_hold_the_same_switches():
     assert StepRewards.model_validate_json(keys.step_rewards.model_dump_json()) == keys.step_rewards
     with pytest.raises(ValueError, match="step_rewards_enabled"):
         StepRewards.model_validate({"step_rewards_enabled": True})
-
-
-def test_every_combination_of_switches_gives_one_finite_reward_a_decision():
-    steps = [step(t, record(t, 1), (1.0,), [("tool", 0.5)]) for t in (1, 2, 3)]
-    modes, kinds = ("off", "decision_stepwise", "env_sparse"), ("unique", "absolute")
-    for enabled, mode, kind, beta in itertools.product((True, False), modes, kinds, (0.0, 1.0)):
-        keys = StepRewards(enabled=enabled, mode=mode, kind=kind, step_beta=beta)
-        rewards_T = reward_vector(steps, 1.0, keys)
-        assert len(rewards_T) == 3
-        assert all(map(math.isfinite, rewards_T))
 
 
 def test_parts_that_cancel_but_for_their_rounding_earn_nothing():

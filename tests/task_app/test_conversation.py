@@ -180,25 +180,6 @@ async def test_an_outage_in_the_middle_fails_the_rollout_and_finalises():
     assert events == ["start", "score 0", "finalize"]
 
 
-async def test_a_cancelled_rollout_finalises():
-    async with playing(says("#### 41")) as (client, request, fake, events):
-        fake.silent = True
-        await accept(client, request())
-        await all_of_started(fake)
-        await client.delete("/rollouts/a")
-        [rollout] = (await all_of(client, 1)).values()
-    assert rollout.status == "cancelled"
-    assert events == ["start", "finalize"]
-
-
-async def all_of_started(fake):
-    import asyncio
-
-    async with asyncio.timeout(20):
-        while not fake.bodies:
-            await asyncio.sleep(0.01)
-
-
 async def test_a_tool_call_in_a_dialogue_is_refused_in_a_result_of_its_own_and_scored_by_nobody():
     async with playing(calls(("look", {})), says("#### 42")) as (client, request, fake, events):
         [rollout] = await played(client, request())

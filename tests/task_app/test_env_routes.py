@@ -84,15 +84,6 @@ async def test_a_step_carries_what_the_design_says():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("switches", [{}, {"step_rewards": {"enabled": True, "mode": "env_sparse"}}])
-async def test_without_the_switches_a_step_has_no_decision_rewards(switches):
-    async with running_app() as client:
-        made = await created(client, config=switches)
-        answer = (await stepped(client, made["env_id"], calls("a"))).json()
-    assert answer["metadata"] == {}
-    assert answer["observation"]["reward_last_step"] == 1.0
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -267,28 +258,6 @@ async def test_an_alias_names_an_environment_wherever_its_own_name_does(name):
 async def test_what_other_task_apps_send_besides_is_taken():
     async with running_app() as client:
         await created(client, rl_run_id="run-1", parent_env_id=None)
-
-
-@pytest.mark.parametrize(
-    ("actions", "words"), [(["noop"] * 9, "9"), (["noop", "fly"], "fly"), ([], "1 to 8"), ("noop", "actions")]
-)
-async def test_crafter_refuses_bad_action_lists_with_a_reason_and_one_noop(actions, words):
-    async with running_app(default_plug_boards()) as client:
-        made = await created(client, env_name="crafter")
-        call = {"tool": "interact_many", "args": {"actions": actions}}
-        answer = (await stepped(client, made["env_id"], [call])).json()
-    assert words in answer["info"]["invalid_reason"]
-    assert (answer["step_idx"], answer["info"]["executed_actions"]) == (1, ["noop"])
-
-
-async def test_a_crafter_step_after_the_end_is_a_conflict():
-    call = {"tool": "interact_many", "args": {"actions": ["noop"] * 3}}
-    async with running_app(default_plug_boards()) as client:
-        made = await created(client, env_name="crafter", config={"length": 2})
-        ended = (await stepped(client, made["env_id"], [call])).json()
-        assert (ended["truncated"], ended["terminated"], ended["step_idx"]) == (True, False, 2)
-        after = await stepped(client, made["env_id"], [call])
-    assert (after.status_code, after.json()["code"]) == (409, "episode_over")
 
 
 async def test_a_misspelling_of_one_of_our_keys_is_told_from_a_key_of_others():

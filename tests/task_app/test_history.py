@@ -89,11 +89,6 @@ def test_an_earlier_moment_can_be_continued_without_touching_the_later_one():
     assert len(moment) == 4
 
 
-def test_appending_never_changes_what_was_shown_before():
-    history = edit(read(opened(), "red"), "deleteContext", message_ids=[3])
-    assert read(history, "blue").view()[: len(history)] == history.view()
-
-
 def test_half_a_character_in_a_result_becomes_a_question_mark():
     assert json.loads(contents(read(opened(), "a\ud83d"))[-1])["message"] == "a?"
 

@@ -41,7 +41,7 @@ def test_every_operation_has_a_name_of_its_own_a_sentence_and_a_key(document):
     assert len(set(names)) == len(names)
     for path, method, operation in operations:
         assert operation.get("summary") or operation.get("description"), (method, path)
-        assert operation["security"] or path in ("/", "/health"), (method, path)
+        assert bool(operation["security"]) == (path not in ("/", "/health")), (method, path)
 
 
 def test_the_schemas_of_bodies_are_json_schemas(document):
@@ -56,3 +56,4 @@ def test_every_operation_lists_every_error_that_a_route_can_answer(document):
     for path, item in document["paths"].items():
         for method, operation in item.items():
             assert {str(status) for status in statuses} <= set(operation["responses"]), (method, path)
+            assert list(operation["responses"]["422"]["content"]) == ["application/problem+json"]

@@ -61,14 +61,6 @@ async def test_a_bound_policy_waits_for_the_step_that_is_under_way():
     assert messages[-1]["content"] == "step 1 past=1"
 
 
-async def test_without_the_switches_meta_has_no_decision_rewards():
-    async with running_app() as client:
-        env_id = await env_id_of(client)
-        policy_id = await policy_id_of(client, bound_env_id=env_id)
-        await client.post("/env/step", json={"env_id": env_id, "tool_calls": CALLS})
-        assert "decision_rewards" not in (await asked(client, policy_id)).json()["meta"]
-
-
 @pytest.mark.parametrize("table", ["training", "rollout"])
 async def test_the_published_switches_of_a_policy_act_in_a_table(table):
     training = {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}

@@ -115,16 +115,3 @@ async def test_a_long_batch_lets_others_in_between_its_slices():
             answered_early |= not long.done()
         assert answered_early
         assert len(await long) == 100
-
-
-@pytest.mark.parametrize("path", ["/env/step", "/env/step_many"])
-async def test_the_hot_routes_answer_mistakes_as_all_others_do(path):
-    async with running_app() as client:
-        other_method = await client.get(path)
-        other_type = await client.post(path, content=b"{}", headers={"Content-Type": "text/plain"})
-        no_json = await client.post(path, content=b'{"a" 1}', headers={"Content-Type": "application/json"})
-    assert (other_method.status_code, other_method.json()["code"]) == (405, "method_not_allowed")
-    assert (other_type.status_code, other_type.json()["where"]) == (422, "body")
-    assert "Content-Type: application/json" in other_type.json()["detail"]
-    assert (no_json.status_code, no_json.json()["where"]) == (422, "body")
-    assert "at line 1 column 6" in no_json.json()["detail"]

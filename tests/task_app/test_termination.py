@@ -59,11 +59,6 @@ def test_of_two_reasons_the_earlier_one_in_the_published_order_is_given():
         assert reason_for(**ALONE[first], **ALONE[second]) is first
 
 
-def test_all_reasons_at_once_are_a_critical_error():
-    facts = {name: value for fact in ALONE.values() for name, value in fact.items()}
-    assert reason_for(**facts) is StopReason.CRITICAL_ERROR
-
-
 def test_only_limits_cut_an_episode_off():
     cut = {reason for reason in StopReason if ends_by_a_limit(reason)}
     assert cut == {

@@ -44,16 +44,6 @@ async def test_the_decision_that_says_it_is_carried_out_first():
     assert (trajectory.outcome_reward, trajectory.env_steps) == (1.0, 1)
 
 
-async def test_an_environment_that_ended_by_itself_says_so_first():
-    trajectory = await played(add("end") | {"content": "FINAL ANSWER: 7"})
-    assert trajectory.stop_reason is StopReason.ENVIRONMENT_DONE
-
-
-async def test_the_signal_comes_before_a_limit_that_holds_too():
-    trajectory = await played(DONE, max_invalid_decisions=1, max_episode_steps=1)
-    assert trajectory.stop_reason is StopReason.TERMINATION_REGEX
-
-
 def signal(pattern, target="raw"):
     return termination_signal(RolloutLimits(termination_regex=pattern, termination_target=target))
 

@@ -84,7 +84,7 @@ def computed(job):
 def test_a_key_of_the_plug_s_own_stands_in_a_table_of_its_name(tmp_path):
     job = job_with(tmp_path, OF_THE_PAGE, *CHOSEN, "algorithm.median_return.share=0.0")
     assert computed(job) == [[3.0, 4.0, 4.0], [0.5, 1.0]]
-    assert "[algorithm.median_return]" in "\n".join(line.toml for line in own_choices(job))
+    assert "[algorithm.median_return]" in "\n".join(toml for toml, _ in own_choices(job))
     assert parse_job(tomli.loads(dump_job(job)), where="job.toml").config == job
     for own, words in (
         ("shar=0.0", "algorithm.median_return.shar is not a key. Did you mean 'share'"),
@@ -95,9 +95,7 @@ def test_a_key_of_the_plug_s_own_stands_in_a_table_of_its_name(tmp_path):
     assert "algorithm.share is not a key. Did you mean algorithm.median_return.share" in refusal(
         tmp_path, OF_THE_PAGE, "algorithm.share=0.5"
     )
-    assert "share = 1.0" in [
-        line.toml.strip() for line in whole_job(job_with(tmp_path, OF_THE_PAGE, *CHOSEN))
-    ]
+    assert "share = 1.0" in [toml.strip() for toml, _ in whole_job(job_with(tmp_path, OF_THE_PAGE, *CHOSEN))]
     load_plugins([])
     looked_at = parse_job(tomli.loads(dump_job(job)), where="job.toml", runs_plugins=False).config
     assert looked_at.algorithm.own("median_return") == {"share": 0.0}

@@ -17,7 +17,7 @@ from trainer_backend.collect.sources import (
     group_name,
     model_config,
 )
-from trainer_backend.core.advantages.branch import branch_turns, invalid_before, seconds_before
+from trainer_backend.core.advantages.branch import branch_turns
 from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.job.mixture_table import RolloutOnlyTable
@@ -284,10 +284,11 @@ class Planner:
         """
         episode, done = parent.trajectory, start.parent_turn
         assert episode is not None and done is not None, "it goes on from a decision of a finished rollout"
+        before = [step.step_info for step in episode.steps[:done]]
         limits = self.players.limits(
             decisions_done=done,
-            invalid=invalid_before(episode, done + 1),
-            used_s=seconds_before(episode, done + 1),
+            invalid=sum(info.invalid_reason is not None for info in before),
+            used_s=sum(info.policy_s + info.environment_s for info in before),
         )
         if max_decisions is not None and max_decisions < limits.max_decisions:
             limits = limits.model_copy(update={"max_decisions": max_decisions})

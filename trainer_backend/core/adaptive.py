@@ -53,7 +53,10 @@ class AdaptiveSchedule(DrawnSchedule):
             return self.alpha_0
         largest = max(gaps)
         gap_share = min(max(gaps[-1] / largest, 0.0), 1.0) if largest > 0.0 else 0.0
-        wanted = 1.0 - (1.0 - self.min_alpha) * _counted(known, self.window) * gap_share
+        told = [past for past in known if past.counted.keys() - {ACTOR}][-self.window :]
+        counted = mean_over(told, _fixed(told), of=COUNTED)
+        share = 1.0 if counted is None else min(max(counted, 0.0), 1.0)
+        wanted = 1.0 - (1.0 - self.min_alpha) * share * gap_share
         return min(max(wanted, self.min_alpha), self.max_alpha)
 
 
@@ -71,12 +74,6 @@ def _gaps(known: Sequence[Past], window: int) -> list[float]:
         if actor is not None and fixed is not None:
             gaps.append(clear_rounding(fixed - actor, size=largest([fixed, actor])))
     return gaps
-
-
-def _counted(known: Sequence[Past], window: int) -> float:
-    told = [past for past in known if past.counted.keys() - {ACTOR}][-window:]
-    found = mean_over(told, _fixed(told), of=COUNTED)
-    return 1.0 if found is None else min(max(found, 0.0), 1.0)
 
 
 def _fixed(past: Iterable[Past]) -> set[str]:

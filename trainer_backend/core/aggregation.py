@@ -60,14 +60,8 @@ def token_mean(segments: Sequence[Segment]) -> list[NDArray[Any]]:
     A bias: the denominator is sampled with the tokens, so an answer counts less beside long ones, its own
     length among them. It fades as a step holds more episodes (tests/trainer_backend/core/test_unbiased.py).
 
-    Args:
-        segments: all segments of one optimizer step.
-
-    Returns:
-        For each segment, [N] the weight of each of its sampled tokens; all together sum to 1.
-
-    Raises:
-        BatchError: no token was sampled.
+    Takes all segments of one optimizer step, and gives for each, [N] the weight of each of its sampled
+    tokens; all together sum to 1. Raises BatchError where no token was sampled.
 
     Source: Yu et al., DAPO, arXiv:2503.14476, section 3.3 (token-level loss); DESIGN.md 4.8.
     """
@@ -92,11 +86,8 @@ def episode_equal(segments: Sequence[Segment]) -> list[NDArray[Any]]:
 
         w = 1 / (episodes of the iteration * sampled tokens of the episode)
 
-    A bias as that of `decision_mean`, by the tokens of whole episodes.
-
-    Args:
-        segments: all segments of the iteration. Given those of a step alone, an episode whose segments lie in
-            S steps would count up to S times.
+    A bias as that of `decision_mean`, by the tokens of whole episodes. Takes all segments of the iteration:
+    given those of a step alone, an episode whose segments lie in S steps would count up to S times.
 
     Result and errors as in `token_mean`. Source: DESIGN.md 4.8.
     """
@@ -144,11 +135,8 @@ def _weights(segments: Sequence[Segment], unit: Callable[[Segment, int], Hashabl
 def units_of(segments: Sequence[Segment], levels: Sequence[RatioLevel]) -> list[NDArray[Any]]:
     """For each segment, [N] the number of each sampled token's unit, from 0 in order of appearance.
 
-    A decision lies in one segment; an episode may lie in several, all of one level.
-
-    Args:
-        segments: all of what units may lie in, each once.
-        levels: that of each segment.
+    `segments` are all of what units may lie in, each once, and `levels` that of each. A decision lies in one
+    segment; an episode may lie in several, all of one level.
     """
     numbers: dict[Hashable, int] = {}
     rows, count = [], 0

@@ -300,12 +300,7 @@ class AllocationPlug:
         return {name: item for name, item in named.items() if item.kind not in _UNNAMED}
 
     def schedule(
-        self,
-        keys: Mapping[str, Any],
-        *,
-        seed: int,
-        selection: Selection,
-        history: Sequence[Past] = (),
+        self, keys: Mapping[str, Any], *, seed: int, selection: Selection, history: Sequence[Past] = ()
     ) -> DrawnSchedule:
         """The schedule of a job that gives these keys, whose answers are checked.
 

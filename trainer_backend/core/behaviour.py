@@ -43,22 +43,15 @@ class WeightKeys(Table):
 def behaviour_weights(
     logprobs: Tensor, behaviour_logprobs: Tensor, units: Tensor | None, keys: WeightKeys
 ) -> Tensor:
-    """How much likelier a policy finds each token's unit than its sampler did, truncated; no gradient.
+    """[N] how much likelier a policy finds each token's unit than its sampler did, in [0, cap]; no gradient.
 
     It multiplies the weights of a loss, whether the sampler is an older version of the policy or another
-    model. A token whose weight is 0 is padding to every loss.
+    model. A token whose weight is 0 is padding to every loss. The log-probs (nats) are those of the policy
+    that the samples are to stand for, and of the policy that sampled them, as it sampled; `units` as in
+    `log_weights`; `keys` truncate.
 
-    Args:
-        logprobs: [N] of the policy that the samples are to stand for (nats).
-        behaviour_logprobs: [N] of the policy that sampled them, as it sampled.
-        units: int64, [N], see `log_weights`.
-        keys: the truncation.
-
-    Returns:
-        [N], in [0, cap].
-
-    Source: Ionides, Truncated Importance Sampling, 2008; mask: IcePop, as verl's threshold "lo_hi";
-    DESIGN.md 4.9, 4.10.
+    Source: Ionides, Truncated Importance Sampling, 2008; mask: IcePop, as verl's threshold "lo_hi"; DESIGN.md
+    4.9, 4.10.
     """
     return truncated(log_weights(logprobs, behaviour_logprobs, units), keys)
 
@@ -67,11 +60,8 @@ def log_weights(logprobs: Tensor, behaviour_logprobs: Tensor, units: Tensor | No
     """[N] log w of each token's unit, before truncation, LOG_RATIO_LIMIT at most; no gradient.
 
     Nothing holds it from below: units that are far away would all get the same small weight, and pass for
-    samples that count alike.
-
-    Args:
-        logprobs, behaviour_logprobs: as in `behaviour_weights`.
-        units: equal for tokens of one unit, whose tokens have to be here all together; None: each by itself.
+    samples that count alike. `units` are equal for tokens of one unit, whose tokens have to be here all
+    together; None: each by itself.
     """
     difference = (logprobs - behaviour_logprobs).detach()
     if units is not None:

@@ -13,6 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -92,13 +93,10 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same on a device; itself where it is there already."""
-        return self._with(self.packed.to(device), lambda column: column.to(device, non_blocking=True))
+        return self.each(self.packed.to(device), lambda column: column.to(device, non_blocking=True))
 
-    def cut(self, packed: Packed, tokens: slice) -> Batch:
-        """The columns of some of its tokens, beside the rows that they lie in."""
-        return self._with(packed, lambda column: column[tokens])
-
-    def _with(self, packed: Packed, of: Callable[[Tensor], Tensor]) -> Batch:
+    def each(self, packed: Packed, of: Callable[[Tensor], Tensor]) -> Batch:
+        """These rows, with `of` every column."""
         columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         changed = {name: of(column) for name, column in columns.items() if isinstance(column, Tensor)}
         critic = None if self.critic is None else self.critic.each(of)
@@ -106,20 +104,12 @@ class Batch:
 
 
 def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Pack into rows of at most `row_tokens` tokens: best-fit decreasing.
+    """Pack sequences of these lengths into rows of at most `row_tokens` tokens: best-fit decreasing.
 
     Each sequence, longest first, goes to the fullest row that still has room for it. The bound is that of
-    first fit (11/9 of the fewest rows possible, and a constant); the row is found by bisection.
-
-    Args:
-        lengths: tokens of each sequence; equal lengths keep their order, so the result is deterministic.
-        row_tokens: most tokens in a row.
-
-    Returns:
-        For each row, the indices of its sequences in order of placement.
-
-    Raises:
-        BatchError: a sequence is empty or longer than a row.
+    first fit (11/9 of the fewest rows possible, and a constant); the row is found by bisection. Equal lengths
+    keep their order, so the result is deterministic: for each row, the indices of its sequences in order of
+    placement. Raises BatchError for a sequence that is empty or longer than a row.
 
     Source: Johnson et al., Worst-case performance bounds for simple one-dimensional packing algorithms, 1974.
     """
@@ -143,14 +133,8 @@ def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 def pack_segments(segments: Sequence[Segment], *, row_tokens: int) -> Packed:
     """Pack segments into rows of at most `row_tokens` tokens; B rows, as wide as the fullest.
 
-    Args:
-        segments: each with a sampled token at least (`segments_of` gives no other).
-        row_tokens: most tokens in a row.
-
-    Raises:
-        BatchError: no segment, or one that is longer than a row.
-
-    Source: DESIGN.md, stop 11 of the route.
+    Each has a sampled token at least (`segments_of` gives no other). Raises BatchError where there is no
+    segment, or one that is longer than a row. Source: DESIGN.md, stop 11 of the route.
     """
     if not segments:
         raise BatchError("no segment to pack")
@@ -295,14 +279,9 @@ def collate(
 
 
 def by_segment(packed: Packed, values_N: Tensor) -> list[NDArray[Any]]:
-    """Values of sampled tokens, back in the order of the segments that were packed.
+    """[N_segment] values of the sampled tokens of each segment that was packed, from [N] those of all.
 
-    Args:
-        packed: all of what `pack_segments` gave (not a cut of it).
-        values_N: [N] one value for each sampled token.
-
-    Returns:
-        For each segment, [N_segment] values of its sampled tokens in order.
+    `packed` is all of what `pack_segments` gave, not a cut of it.
     """
     rows = rows_of(packed, values_N)
     return [rows[index] for index in range(len(rows))]
@@ -325,7 +304,7 @@ def cut_packed(packed: Packed, max_rows: int) -> Iterator[Packed]:
 def cut_batch(batch: Batch, max_rows: int) -> Iterator[Batch]:
     """The same batch, at most `max_rows` rows at a time. Weights stay as they are, so losses add up."""
     for cut, tokens in _cuts(batch.packed, max_rows):
-        yield batch.cut(cut, tokens)
+        yield batch.each(cut, itemgetter(tokens))
 
 
 def block_mask(segment_ids_BL: Tensor) -> Tensor:

@@ -73,8 +73,7 @@ def encoded(adapter: TypeAdapter[Any], value: Any) -> bytes:
 def decoded(adapter: TypeAdapter[Any], body: bytes) -> Any:
     """The value of what `encoded` wrote; its arrays are views of `body`.
 
-    Raises:
-        pydantic.ValidationError: it does not fit the type.
+    Raises pydantic.ValidationError where it does not fit the type.
     """
     end = body.find(b"\n") + 1 or len(body)
     whole = memoryview(body)

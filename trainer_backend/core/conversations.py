@@ -29,17 +29,14 @@ def scores(step: StepData) -> list[float]:
 
 
 def interaction_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float | list[float]]:
-    """Return the metrics of answers' scores; empty if no answer was scored.
+    """Return the metrics of answers' scores, over those of the episodes that are conversations; empty if no
+    answer was scored.
 
-    Args:
-        trajectories: episodes of one batch; those that are no conversations are passed over.
-
-    Returns:
-        interaction/score (mean of an answer), interaction/answers (that were scored, of an episode),
-        interaction/user_turns (what its user said after the opening), interaction/score_by_turn [T]: mean
-        over episodes of the last score up to each decision. An ended episode keeps its last, one without a
-        score counts 0, so the last entry is the mean of the last turn scores; where scores are 0 or 1, all of
-        it is a success rate by turn.
+    They are interaction/score (mean of an answer), interaction/answers (that were scored, of an episode),
+    interaction/user_turns (what its user said after the opening), interaction/score_by_turn [T]: mean over
+    episodes of the last score up to each decision. An ended episode keeps its last, one without a score
+    counts 0, so the last entry is the mean of the last turn scores; where scores are 0 or 1, all of it is a
+    success rate by turn.
     """
     played = conversations_of(trajectories)
     given = [score for item in played for step in item.steps for score in scores(step)]
@@ -64,11 +61,10 @@ def user_turns(trajectory: Trajectory) -> int:
 def context_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """How conversations kept within their context; empty without conversations.
 
-    Returns:
-        Means of an episode: statelm/deletes (messages that its last view no longer showed),
-        statelm/refused_edits (calls that were refused, in whole or of an id), and statelm/peak_context
-        (tokens of its longest prompt and answer; absent where no server counts). Shares of episodes:
-        statelm/edited (they edited their context) and statelm/context_length_exceeded (it ended them).
+    Means of an episode: statelm/deletes (messages that its last view no longer showed), statelm/refused_edits
+    (calls that were refused, in whole or of an id), and statelm/peak_context (tokens of its longest prompt
+    and answer; absent where no server counts). Shares of episodes: statelm/edited (they edited their context)
+    and statelm/context_length_exceeded (it ended them).
     """
     played = conversations_of(trajectories)
     if not played:
@@ -80,7 +76,15 @@ def context_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "statelm/refused_edits": sum(map(refused_edits, played)) / len(played),
         "statelm/context_length_exceeded": over / len(played),
     }
-    peaks = [peak for item in played if (peak := _peak_context(item)) is not None]
+    lengths = [
+        [
+            info.prompt_tokens + (info.completion_tokens or 0)
+            for info in infos
+            if info.prompt_tokens is not None
+        ]
+        for infos in ([step.step_info for step in item.steps] for item in played)
+    ]
+    peaks = [max(of_episode) for of_episode in lengths if of_episode]
     return metrics | ({"statelm/peak_context": sum(peaks) / len(peaks)} if peaks else {})
 
 
@@ -123,11 +127,3 @@ def _score_by_turn(played: Sequence[Trajectory]) -> list[float]:
             last = ([last, *scores(item.steps[t])] if t < len(item.steps) else [last])[-1]
             sums[t] += last
     return [value / len(played) for value in sums]
-
-
-def _peak_context(trajectory: Trajectory) -> int | None:
-    infos = [step.step_info for step in trajectory.steps]
-    counts = [
-        info.prompt_tokens + (info.completion_tokens or 0) for info in infos if info.prompt_tokens is not None
-    ]
-    return max(counts, default=None)

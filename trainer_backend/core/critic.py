@@ -105,8 +105,7 @@ def firsts(numbers: OfEpisode) -> Sequence[float]:
 def targets_of(values: OfEpisode, advantages: OfEpisode) -> CriticTargets:
     """Returns of GAE: advantage plus value, each where it was given.
 
-    Raises:
-        ValueError: values and advantages of other lengths, or of another level.
+    Raises ValueError where values and advantages are of other lengths, or of another level.
     """
     if isinstance(values, ByToken) and isinstance(advantages, ByToken):
         rows = zip(values.rows_T, advantages.rows_T, strict=True)
@@ -119,18 +118,14 @@ def targets_of(values: OfEpisode, advantages: OfEpisode) -> CriticTargets:
 def values_of_episode(segments: Sequence[Segment], values: Sequence[Row], *, level: ValueLevel) -> OfEpisode:
     """The values of an episode where its estimator reads them.
 
-    Args:
-        segments: all of the episode.
-        values: for each segment, [N] V where each of its sampled tokens is predicted, in reward units.
-        level: "decision" reads V(s_t) where the first sampled token of decision t is predicted.
-
-    Raises:
-        AdvantageError: a decision sampled no token, so that its state was never read; a value that is not
-            finite, by the name of its token.
+    `values` are for each of all its segments [N] V where each sampled token is predicted, in reward units;
+    the level "decision" reads V(s_t) where the first sampled token of decision t is predicted. Raises
+    AdvantageError where a decision sampled no token, so that its state was never read, and for a value that
+    is not finite, by the name of its token.
     """
     rows = by_decision(segments, values)
     for segment, column in zip(segments, values, strict=True):
-        _refuse_non_finite(segment, np.asarray(column))
+        segment.refuse_non_finite(column, "the critic's value", AdvantageError)
     for t, row in enumerate(rows):
         if not row:
             where = place(segments[0].rollout_id, t + 1)
@@ -142,8 +137,8 @@ def values_of_episode(segments: Sequence[Segment], values: Sequence[Row], *, lev
 def column_of(segment: Segment, of_episodes: Mapping[str, OfEpisode], what: str) -> NDArray[np.float64]:
     """[N] the number of each sampled token of a segment: its own, or its decision's.
 
-    Raises:
-        BatchError: a token without a number, or with one that is not finite; more numbers than tokens.
+    Raises BatchError for a token without a number, or with one that is not finite, and for more numbers than
+    tokens.
     """
     found = of_episodes.get(segment.rollout_id, ())
     if isinstance(found, ByToken):
@@ -163,12 +158,6 @@ def column_of(segment: Segment, of_episodes: Mapping[str, OfEpisode], what: str)
     return column
 
 
-def where_read(segment: Segment, values: OfEpisode) -> NDArray[np.bool_]:
-    """[N] whether a value is read where the token is predicted: everywhere, or first in its decision."""
-    is_first_N: NDArray[np.bool_] = offsets(segment) == 0
-    return np.ones_like(is_first_N) if isinstance(values, ByToken) else is_first_N
-
-
 def offsets(segment: Segment) -> NDArray[np.int64]:
     """[N] which of its decision's tokens each sampled token is, from 0."""
     before, seen = [], Counter[int]()
@@ -180,14 +169,9 @@ def offsets(segment: Segment) -> NDArray[np.int64]:
 
 
 def by_decision(segments: Sequence[Segment], columns: Sequence[Row]) -> list[list[float]]:
-    """[T] the numbers of each decision's tokens, from those of each segment's.
+    """[T] the numbers of each decision's tokens, from the [N] of each segment of an episode.
 
-    Args:
-        segments: all of an episode.
-        columns: for each segment, [N].
-
-    Raises:
-        ValueError: a column of another length than its segment's sampled tokens.
+    Raises ValueError for a column of another length than its segment's sampled tokens.
     """
     decisions = max((int(t) + 1 for segment in segments for t in segment.spans["decision"]), default=0)
     rows: list[list[float]] = [[] for _ in range(decisions)]
@@ -199,13 +183,6 @@ def by_decision(segments: Sequence[Segment], columns: Sequence[Row]) -> list[lis
             rows[t] += numbers[first : first + end - start]
             first += end - start
     return rows
-
-
-def _refuse_non_finite(segment: Segment, value_N: NDArray[Any]) -> None:
-    if not np.isfinite(value_N).all():
-        n = int(np.isfinite(value_N).argmin())
-        where = place(segment.rollout_id, int(segment.decision[n]) + 1, int(segment.sampled_positions[n]))
-        raise AdvantageError(f"the critic's value is {value_N[n]}", where=where)
 
 
 def _sums(left: Sequence[float], right: Sequence[float]) -> list[float]:

@@ -1,7 +1,8 @@
 """Checks of every credited episode before an update: a broken record stops the run, by its name."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import chain
 
 from shared_schemas.rewards import StepRewardKeys, event_terms
 from shared_schemas.trajectory import Trajectory
@@ -45,7 +46,10 @@ def refuse_lost_reward(
     if mode == "decision_stepwise":
         _refuse_other_unlocks(trajectory, rollout_id)
         told = "deltas, bonuses and reward_parts"
-        paid = [*_events(trajectory, keys, horizon), *(part.value for part in parts)]
+        end = len(trajectory.steps) if horizon is None else horizon
+        records = [step.metadata.decision_rewards for step in trajectory.steps]
+        earned = [event_terms(item, keys, decisions_left=end - t) for t, item in enumerate(records) if item]
+        paid = [*chain.from_iterable(earned), *(part.value for part in parts)]
     elif mode == "off":
         told = "outcome_reward and penalties"
         paid = [trajectory.outcome_reward, *(part.value for part in parts if part.source == "penalty")]
@@ -58,14 +62,6 @@ def refuse_lost_reward(
     found, score = math.fsum(rewards_T), math.fsum(paid)
     if abs(found - score) > _ROUNDING * max(1.0, math.fsum(map(abs, paid))):
         raise RewardError(f"r_t sums to {found}, but {told} to {score}", where=place(rollout_id))
-
-
-def _events(trajectory: Trajectory, keys: StepRewardKeys, horizon: int | None) -> Iterator[float]:
-    """The deltas in the records of the decisions, and the bonuses of those that unlocked something."""
-    end = len(trajectory.steps) if horizon is None else horizon
-    for t, step in enumerate(trajectory.steps):
-        if (record := step.metadata.decision_rewards) is not None:
-            yield from event_terms(record, keys, decisions_left=end - t)
 
 
 def _refuse_other_unlocks(trajectory: Trajectory, rollout_id: str) -> None:

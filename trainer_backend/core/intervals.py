@@ -5,20 +5,14 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from trainer_backend.core.statistics import (
-    Z_975,
-    Interval,
-    bounded,
-    t_quantile_975,
-)
+from trainer_backend.core.agreement import centred
+from trainer_backend.core.statistics import Z_975, Interval, bounded, sample_variance, t_quantile_975
 
 
 def achievement_shares(counts: Sequence[Mapping[str, int]], worlds: Sequence[str]) -> dict[str, list[float]]:
     """[W] share of each world's episodes that unlocked an achievement, by its name in alphabetical order.
 
-    Args:
-        counts: counter of every achievement at the end of each episode; a missing name counts 0.
-        worlds: of each episode.
+    `counts` are the counters at the end of each episode, where a missing name counts 0; `worlds` are of each.
     """
     plays: defaultdict[str, list[Mapping[str, int]]] = defaultdict(list)
     for world, item in zip(worlds, counts, strict=True):
@@ -113,9 +107,8 @@ def _standardise(shares_W: Sequence[float]) -> list[float]:
     """Shares less their mean, in sample standard deviations; zeros where all are equal."""
     if min(shares_W) == max(shares_W):
         return [0.0] * len(shares_W)
-    mean = fmean(shares_W)
-    deviation = math.sqrt(math.fsum((share - mean) ** 2 for share in shares_W) / (len(shares_W) - 1))
-    return [(share - mean) / deviation for share in shares_W]
+    deviation = math.sqrt(sample_variance(shares_W))
+    return [difference / deviation for difference in centred(shares_W)]
 
 
 def _unseen_distance(shares_NW: Sequence[Sequence[float]], episodes: int) -> float:
@@ -153,19 +146,13 @@ def _jackknife_bias(shares_W: Sequence[float]) -> float:
 
 
 def wilson_interval(successes: int, count: int) -> Interval:
-    """A rate with its 95 % Wilson score interval.
+    """A rate of `successes` in `count` independent trials, one at least, with its 95 % Wilson score interval.
 
         centre = (p + z^2 / 2n) / (1 + z^2 / n)
         half   = z / (1 + z^2 / n) * sqrt(p (1 - p) / n + z^2 / 4n^2)
 
     It stays inside [0, 1], and 0 of n or n of n still has a width, where the normal approximation has none.
-
-    Args:
-        successes: how many of `count` succeeded.
-        count: independent trials, at least 1.
-
-    Raises:
-        ValueError: no trials, or successes outside 0 .. count.
+    Raises ValueError for no trials, and for successes outside 0 .. count.
 
     Source: Wilson, JASA 22 (1927), p. 209.
     """
@@ -183,15 +170,9 @@ def nested_rate_interval(shares: Sequence[float], episodes: int) -> Interval:
 
         n = min(p (1 - p) / v, E) * (t_{E-1} / t_{W-1})^2,   v = sum_w (p_w - p)^2 / (W (W - 1))
 
-    of W worlds with shares p_w, their mean p, and E episodes; t is Student's 97.5 % quantile. Where p is 0 or
-    1, v tells nothing, and W stands for the minimum. One episode a world: `wilson_interval`.
-
-    Args:
-        shares: [W] share of successes of each world.
-        episodes: of all worlds together, at least W.
-
-    Raises:
-        ValueError: no worlds.
+    of W worlds with shares p_w of successes, their mean p, and E episodes, at least W; t is Student's 97.5 %
+    quantile. Where p is 0 or 1, v tells nothing, and W stands for the minimum. One episode a world:
+    `wilson_interval`. Raises ValueError without worlds.
 
     Source: Korn and Graubard, Survey Methodology 24 (1998), p. 193, with Wilson's interval for theirs.
     """
@@ -204,18 +185,13 @@ def nested_rate_interval(shares: Sequence[float], episodes: int) -> Interval:
 
 
 def paired_success_interval(differences: Sequence[float]) -> Interval:
-    """The mean difference of two players' successes in the same worlds, with its 95 % interval.
+    """The mean difference of two players' successes in the same n worlds, with its 95 % interval.
 
         p - q +- z sqrt((p + q - (p - q)^2) / (n + 2))
         p = (gains + 1) / (n + 2),   q = (losses + 1) / (n + 2)
 
-    Student's t would have no width where no world differs, and too little where few do.
-
-    Args:
-        differences: [n] of each world: 1 where only the second player succeeded, -1 where only the first did.
-
-    Raises:
-        ValueError: no worlds.
+    Student's t would have no width where no world differs, and too little where few do. A difference is 1
+    where only the second player succeeded, -1 where only the first did. Raises ValueError without worlds.
 
     Source: Bonett and Price, Journal of Educational and Behavioral Statistics 37 (2012), p. 479.
     """

@@ -51,10 +51,8 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, weights: Tensor, *, name: str) -> Tensor:
     """sum(w * k(d)): the estimate of KL(policy || reference) as a number to look at (nats).
 
-    All three are of one shape, log-probs in nats; a token of weight 0 is not read.
-
-    Raises:
-        ValueError: another name.
+    All three are of one shape, log-probs in nats; a token of weight 0 is not read. Raises ValueError for
+    another name.
     """
     if name not in KL_ESTIMATORS:
         raise ValueError(f"unknown KL estimator {name!r}{did_you_mean(name, KL_ESTIMATORS)}")
@@ -64,11 +62,8 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, weights: Tensor, *
 def kl_loss(logprobs: Tensor, reference_logprobs: Tensor, weights: Tensor, *, name: str) -> Tensor:
     """The same sum as a loss that keeps the policy near the reference; k2 or k3.
 
-    Arguments as in `kl_estimate`.
-
-    Raises:
-        ValueError: another name; or k1, whose gradient E[grad log policy] is zero in expectation: as a
-            loss it adds noise and holds nothing back.
+    Arguments as in `kl_estimate`. Raises ValueError for another name, and for k1, whose gradient E[grad log
+    policy] is zero in expectation: as a loss it adds noise and holds nothing back.
     """
     if name == "k1":
         raise ValueError("k1 as a loss has zero expected gradient, so it would only add noise; use k2 or k3")

@@ -46,10 +46,7 @@ class ScoredTokens:
 
     @classmethod
     def of(
-        cls,
-        segments: Sequence[Segment],
-        policy: Sequence[Row],
-        reference: Sequence[Row],
+        cls, segments: Sequence[Segment], policy: Sequence[Row], reference: Sequence[Row]
     ) -> "ScoredTokens":
         """From log-probs as the learner scores them: for each segment, of its sampled tokens."""
         return cls(by_decision(segments, policy), by_decision(segments, reference))
@@ -63,8 +60,7 @@ class ScoredTokens:
 def kl_estimates(scored: ScoredTokens, kind: KlKind, *, rollout_id: str = "") -> list[list[float]]:
     """For each decision, the estimate of KL(policy || reference) at each of its tokens, in nats.
 
-    Raises:
-        RewardError: a log-prob is missing or not finite, by the name of its decision.
+    Raises RewardError, by the name of its decision, where a log-prob is missing or not finite.
     """
     estimate = _ESTIMATES[kind]
     rows: list[list[float]] = []

@@ -173,14 +173,9 @@ def at_level_of(means: Tensor, logprobs: Tensor, proximal_logprobs: Tensor) -> T
         result  = proximal + log s_u + (logprob - stop_gradient(logprob))
 
     So every token of a unit has the ratio s_u, and a gradient of its own: over the unit they sum to that of
-    s_u where its tokens weigh the same. With the clipped loss and decisions as units this is GSPO.
-
-    Args:
-        means: log s_u of each token's unit, as `unit_means` gives them; the shape of the other two.
-        logprobs, proximal_logprobs: as in `clipped_policy_loss`.
-
-    Returns:
-        Log-probs (nats) in the same shape, to be given to a loss instead of `logprobs`.
+    s_u where its tokens weigh the same. With the clipped loss and decisions as units this is GSPO. `means`
+    are log s_u of each token's unit, as `unit_means` gives them; all three are of one shape, as in
+    `clipped_policy_loss`, and a loss gets the result instead of `logprobs`.
 
     Source: Zheng et al., GSPO, arXiv:2507.18071, eq. 7 (the sequence ratio) and 14 (a gradient a token). It
     clips at 3e-4 and 4e-4 (section 5.1) and weighs sequences alike; a sequence is a decision's tokens here.
@@ -196,10 +191,8 @@ def with_gradient_of(logprobs: Tensor, values: Tensor) -> Tensor:
 def unit_means(units: Tensor, log_ratios: Tensor, weights: Tensor) -> Tensor:
     """[N] mean of the log-ratios over the tokens of each token's unit, without gradient.
 
-    Args:
-        units: int64, [N]: equal for tokens of one unit, whose tokens have to be here all together.
-        log_ratios: [N] nats, as `log_ratio` gives them.
-        weights: [N]; tokens of weight 0 are not counted.
+    `units` are int64, equal for tokens of one unit, whose tokens have to be here all together; `log_ratios`
+    are nats, as `log_ratio` gives them; tokens of weight 0 are not counted.
     """
     counted = (weights != 0).to(log_ratios.dtype)
     sums = counted.new_zeros(int(units.max()) + 1)
@@ -220,7 +213,7 @@ def _masked(values: Tensor, weights: Tensor) -> Tensor:
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     """sum(w * value) over tokens whose weight is not 0; a scalar in the unit of the values."""
-    return (values.where(weights != 0, 0.0) * weights).sum()
+    return (_masked(values, weights) * weights).sum()
 
 
 def entropy_loss(entropies: Tensor, weights: Tensor) -> Tensor:

@@ -48,11 +48,9 @@ def _past(row: Mapping[str, Any], policies: Sequence[str]) -> Past:
 
 
 def mean_over(past: Iterable[Past], policies: Collection[str], *, of: str) -> float | None:
-    """Mean of an outcome or of how much samples counted, an episode counting once; None where none is known.
+    """Mean of OUTCOME or COUNTED over the samples of all these policies, an episode counting once.
 
-    Args:
-        policies: whose, together.
-        of: OUTCOME or COUNTED.
+    None where none is known.
     """
     known = [
         (item.episodes[policy], values[policy])

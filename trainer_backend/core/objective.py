@@ -95,11 +95,7 @@ class Objective:
 
     def unit_logs(self, tokens: Tokens) -> Tensor | None:
         """[N] what the tokens of a unit share, None where each has its own: the log of their ratio, a mean,
-        or for `reinforce` of their weight, a sum.
-
-        Args:
-            tokens: with all tokens of each unit that has one here.
-        """
+        or for `reinforce` of their weight, a sum. All tokens of each unit that has one must be here."""
         if self.unit_level == "token":
             return None
         units = tokens.units - tokens.units.min()

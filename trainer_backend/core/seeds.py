@@ -30,9 +30,8 @@ def training_world(job_seed: int, purpose: str, iteration: int, group: int, held
 def cycled_worlds(job_seed: int, purpose: str, seeds: Sequence[World], numbers: range) -> list[World]:
     """Worlds of a fixed set, in shuffled epochs: each comes once before any comes again.
 
-    Args:
-        seeds: the set, or the ids of rows; its order does not matter.
-        numbers: which places of the endless sequence, from 0.
+    `seeds` is the set, or the ids of rows, in any order; `numbers` are places of the endless sequence, from
+    0.
     """
     size = len(seeds)
     epochs = {number // size for number in numbers}

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared_schemas.trajectory import PolicyLogprobs, StepData, exact_tokens
-from trainer_backend.core.columns import Column
-from trainer_backend.errors import SegmentError, place
+from trainer_backend.core.columns import Column, Row
+from trainer_backend.errors import SegmentError, TrainerError, place
 
 # The decision of a token that none sampled, and the version of a decision that no policy sampled.
 CONTEXT = -1
@@ -54,11 +54,7 @@ class Segment:
     def of(
         cls, rollout_id: str, token_ids: Sequence[int], logprobs: Sequence[float], spans: Sequence[Span]
     ) -> "Segment":
-        """From numbers of Python's.
-
-        Raises:
-            SegmentError: an id or a version that is no int32.
-        """
+        """From numbers of Python's. Raises SegmentError for an id or a version that is no int32."""
         try:
             ids, spans_K = np.array(array("i", token_ids), _ID), np.array(spans, SPAN)
         except OverflowError as error:
@@ -99,6 +95,14 @@ class Segment:
 
     def _of_tokens(self, name: str) -> NDArray[Any]:
         return np.repeat(self.spans[name], self.spans["end"] - self.spans["start"])
+
+    def refuse_non_finite(self, values: Row, what: str, error: type[TrainerError]) -> None:
+        """Name the first sampled token whose number, one of [N], is not finite."""
+        finite_N = np.isfinite(values)
+        if not finite_N.all():
+            n = int(finite_N.argmin())
+            where = place(self.rollout_id, int(self.decision[n]) + 1, int(self.sampled_positions[n]))
+            raise error(f"{what} is {values[n]}", where=where)
 
 
 def positions(spans: NDArray[Any]) -> NDArray[np.int64]:

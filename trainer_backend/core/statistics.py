@@ -11,6 +11,7 @@ from statistics import fmean
 
 from shared_schemas.rewards import decision_rewards
 from shared_schemas.trajectory import DecisionRewards, StepData, Trajectory, exact_tokens
+from trainer_backend.core.agreement import centred
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,11 @@ class Interval:
     low: float | None
     high: float | None
     count: int
+
+    def word(self, form: str = "{:.2f}", before: str = "95 % ") -> str:
+        """`1.50 (95 % -4.85 to 7.85)`, or the mean alone where there are no bounds."""
+        bounds = " to ".join(form.format(bound) for bound in (self.low, self.high) if bound is not None)
+        return form.format(self.mean) + (f" ({before}{bounds})" if bounds else "")
 
 
 Z_975 = 1.959963984540054  # 97.5 % quantile of the standard normal distribution
@@ -34,8 +40,7 @@ _T_975 = (
 def mean_interval(values: Sequence[float]) -> Interval:
     """Mean and 95 % interval (Student's t) of independent values; a single value has no interval.
 
-    Raises:
-        ValueError: no values.
+    Raises ValueError where there are no values.
     """
     count = len(values)
     if count == 0:
@@ -49,20 +54,15 @@ def mean_interval(values: Sequence[float]) -> Interval:
 
 def sample_variance(values: Sequence[float]) -> float:
     """Of two values or more."""
-    mean = math.fsum(values) / len(values)
-    return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return math.fsum(difference**2 for difference in centred(values)) / (len(values) - 1)
 
 
 def over_worlds(values: Sequence[float], worlds: Sequence[str]) -> Interval:
-    """Mean of episodes' values, with its 95 % interval over worlds or groups.
+    """Mean of episodes' values, one at least, with its 95 % interval over worlds or groups, named for each.
 
     Episodes of a world share their start, so worlds are the independent values. Each counts the same, so the
     mean is that of the episodes where worlds have equally many. Values of one sign have a mean of that sign:
     the interval of a count does not begin below 0.
-
-    Args:
-        values: of each episode, at least one.
-        worlds: of each episode.
     """
     interval = mean_interval(by_world(values, worlds, fmean))
     least, most = min(values), max(values)
@@ -118,11 +118,6 @@ def step_deltas(step: StepData) -> DecisionRewards:
     return decision_rewards(before, after.achievements_counts, turn=step.turn)
 
 
-def _moved(step: StepData) -> bool:
-    after = step.next_observation
-    return after is not None and after.achievements_counts != step.observation_data.achievements_counts
-
-
 def unique_achievements(trajectory: Trajectory) -> int:
     """Achievements that the episode unlocked."""
     return sum(count > 0 for count in trajectory.achievements_counts.values())
@@ -146,25 +141,25 @@ def outcome_definition(trajectories: Sequence[Trajectory]) -> str:
 def decision_metrics(
     trajectories: Sequence[Trajectory], rewards: Sequence[Sequence[float]]
 ) -> dict[str, float]:
-    """The logs that source 1 asks for.
+    """The logs that source 1 asks for, of a batch of episodes and their r_t [T].
 
-    Args:
-        trajectories: episodes of one batch.
-        rewards: r_t [T] of each.
-
-    Returns:
-        decision/count, decision/unique_sum, decision/ach_sum, decision/nonzero (decisions with
-        unique_delta > 0) and decision/nonzero_frac, decision/batch_nonzero (1 when this batch has such a
-        decision: its mean over iterations is the share of batches with event reward, in every reward mode),
-        reward/sum (of r over the batch) and reward/mean (an episode), reward/nonzero_episode_frac (share
-        of episodes with a non-zero r_t), reward/batch_nonzero (1 when this batch has a non-zero r_t,
-        wherever it comes from).
+    They are decision/count, decision/unique_sum, decision/ach_sum, decision/nonzero (decisions with
+    unique_delta > 0) and decision/nonzero_frac, decision/batch_nonzero (1 when this batch has such a
+    decision: its mean over iterations is the share of batches with event reward, in every reward mode),
+    reward/sum (of r over the batch) and reward/mean (an episode), reward/nonzero_episode_frac (share of
+    episodes with a non-zero r_t), reward/batch_nonzero (1 when this batch has a non-zero r_t, wherever it
+    comes from).
 
     Source: 1-crafter-event-rewards.md, "Debugging & metrics".
     """
     # Most decisions change no counter: comparing the two is all that those cost.
-    moved = (step for trajectory in trajectories for step in trajectory.steps if _moved(step))
-    deltas = [step_deltas(step) for step in moved]
+    deltas = [
+        step_deltas(step)
+        for trajectory in trajectories
+        for step in trajectory.steps
+        if (after := step.next_observation) is not None
+        and after.achievements_counts != step.observation_data.achievements_counts
+    ]
     decisions = sum(len(trajectory.steps) for trajectory in trajectories)
     nonzero = sum(delta.unique_delta > 0 for delta in deltas)
     total = math.fsum(math.fsum(rewards_T) for rewards_T in rewards)
@@ -223,13 +218,10 @@ def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
-    """How many versions those that sampled the tokens lay behind the policy that learns from them.
+    """How many versions those that sampled the tokens lay behind the policy of this version, before it
+    learns.
 
-    Args:
-        version: of the policy before it learns.
-
-    Returns:
-        policy/staleness_max and policy/staleness_mean (a token); empty where no versions are known.
+    Gives policy/staleness_max and policy/staleness_mean (a token); nothing where no versions are known.
     """
     behind: Counter[int] = Counter()
     for step in (step for item in trajectories for step in item.steps):

@@ -117,12 +117,8 @@ def choice_strata(choices_N: Sequence[Hashable], pairs: int, seed: int) -> list[
     """Which of N sampled choices to play on from, in `pairs` pairs; in N where that is less.
 
     A frequent choice has two pairs or more, its share of them rounded down. What is left goes to the other
-    choices together, of which random ones are taken. What is more than those goes to the frequent ones that
-    rounding took most from.
-
-    Args:
-        choices_N: [N] at least one.
-        seed: of the random ones.
+    choices together, of which random ones, by `seed`, are taken. What is more than those goes to the frequent
+    ones that rounding took most from.
     """
     total = len(choices_N)
     pairs = min(pairs, total)
@@ -151,15 +147,10 @@ def mean_difference(strata: Sequence[tuple[float, Sequence[float]]], sampled: in
 
         mean = sum_h w_h * mean(d_h),   error^2 = sum_h w_h^2 * s_h^2 / n_h + B / N
 
-    s_h^2 is the sample variance of a stratum's n_h differences, w_h its share, B the variance between
-    strata. So what lies between the choices is measured by all N of them, and not by the pairs alone.
-
-    Args:
-        strata: (share, differences) of each; shares are scaled to a sum of 1.
-        sampled: N, the sampled choices that the shares are of.
-
-    Raises:
-        ValueError: fewer than two pairs have no standard error.
+    s_h^2 is the sample variance of a stratum's n_h differences, w_h its share, B the variance between strata.
+    So what lies between the choices is measured by all N of them, and not by the pairs alone. `strata` are
+    (share, differences) of each, the shares scaled to a sum of 1, and `sampled` is N. Raises ValueError:
+    fewer than two pairs have no standard error.
 
     Source: double sampling for stratification, Cochran, Sampling Techniques, 3rd ed. 1977, section 12.2.
     """
@@ -348,15 +339,9 @@ def unbiased_correlation(std: float, noise: Noise) -> float | None:
 
     T is the true advantage, m the error of its measurement. So it is a perfect estimator but for its noise,
     e, and a correlation that reaches it tells of no bias. An estimator's own std says how noisy it is only
-    where its advantages are in reward units and once those of a decision.
-
-    Args:
-        std: of A over the measured decisions, in reward units.
-        noise: of the same decisions.
-
-    Returns:
-        The expected correlation; None where the truth is nothing but noise, or A varies less than T, which
-        no unbiased estimator does.
+    where its advantages are in reward units and once those of a decision. `std` and `noise` are of the same
+    measured decisions. None where the truth is nothing but noise, or A varies less than T, which no unbiased
+    estimator does.
 
     Source: Spearman, American Journal of Psychology 15 (1904), p. 72.
     """

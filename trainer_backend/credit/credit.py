@@ -12,11 +12,7 @@ from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory, prompts
 from trainer_backend.collect.metrics import finished_trajectories
 from trainer_backend.core.advantages.branch import Branches
-from trainer_backend.core.advantages.episodes import (
-    Advantages,
-    EpisodeRewards,
-    EstimatorPlug,
-)
+from trainer_backend.core.advantages.episodes import Advantages, EpisodeRewards, EstimatorPlug
 from trainer_backend.core.advantages.gae import foretold
 from trainer_backend.core.advantages.spread import flat_groups
 from trainer_backend.core.critic import ByToken, CriticTargets, OfEpisode, firsts, targets_of
@@ -135,12 +131,8 @@ class CreditAssignment:
     def credit(self, rollouts: Sequence[Rollout], measured: Measured = NOTHING) -> Credited:
         """Segments, r_t and advantages of finished rollouts. Pure: a stored file gives the same anywhere.
 
-        Args:
-            rollouts: finished ones.
-            measured: what the job's estimator needs beside them.
-
-        Raises:
-            CreditError: what an episode lacks, or has broken, by the name of its rollout.
+        `measured` is what the job's estimator needs beside them. Raises CreditError, by the name of its
+        rollout, for what an episode lacks, or has broken.
         """
         estimate = without_kl = self._estimate(rollouts, measured)
         if self.rewards.pays_kl:
@@ -196,11 +188,7 @@ class CreditAssignment:
         return rejected
 
     def segments(self, rollouts: Sequence[Rollout]) -> dict[str, list[Segment]]:
-        """Stop 7 for those that finished.
-
-        Raises:
-            SegmentError: see `segments_by`.
-        """
+        """Stop 7 for those that finished. Raises SegmentError as `segments_by`."""
         return {
             item.rollout_id: self.policies.segments_by(item)
             for item in rollouts
@@ -210,8 +198,7 @@ class CreditAssignment:
     def final_views(self, rollouts: Sequence[Rollout]) -> dict[str, Segment]:
         """The state in which a limit left an episode, for each that was cut short and asked for it.
 
-        Raises:
-            SegmentError: see `segments_by`.
+        Raises SegmentError as `segments_by`.
         """
         views = {item.rollout_id: self.policies.final_view_by(item) for item in rollouts}
         return {name: view for name, view in views.items() if view is not None}
@@ -232,13 +219,7 @@ class CreditAssignment:
             for episode, item in zip(episodes, trained, strict=True)
         ]
         return _Estimate(
-            trajectories,
-            policies,
-            earned,
-            episodes,
-            advantages=advantages,
-            trained=trained,
-            targets=targets,
+            trajectories, policies, earned, episodes, advantages=advantages, trained=trained, targets=targets
         )
 
     def _rewarded(
@@ -272,8 +253,7 @@ class CreditAssignment:
     def _value_after(self, rollout: Rollout, trajectory: Trajectory, measured: Measured) -> float | None:
         """V of the state that a limit left the episode in, where the job's estimator goes on with it.
 
-        Raises:
-            AdvantageError: it was never looked at.
+        Raises AdvantageError where it was never looked at.
         """
         goes_on = "bootstrap_truncated" in self.estimator.keys.model_fields
         if not (self.algorithm.bootstrap_truncated and goes_on and trajectory.cut_short):

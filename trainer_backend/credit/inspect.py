@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType, group
 from rich.table import Table
 from rich.text import Text
 
@@ -36,8 +36,7 @@ def find_rollout(
 ) -> tuple[Rollout, list[dict[str, Any]]]:
     """The stored rollout of that id, or of the only one that ends with it, and its row's decisions.
 
-    Args:
-        advantage: the estimator whose credit is wanted, by `turnwise recredit`; None: the run's own.
+    Their credit is that of the estimator `advantage`, by `turnwise recredit`; None: the run's own.
     """
     found = [
         (run, path, known)
@@ -71,22 +70,16 @@ def _credited(run: RunDirectory, path: Path, rollout_id: str, advantage: str) ->
     return found
 
 
+@group()
 def episode_view(
     rollout: Rollout, credits: Sequence[dict[str, Any]], *, full: bool, tokens: bool = False
-) -> Group:
+) -> Iterator[RenderableType]:
     """All of an episode for a terminal.
 
-    Args:
-        credits: the columns of each decision, as they are stored; empty where no credit was given.
-        full: the whole prompt of each decision, not only what is new in it.
-        tokens: where its tokens stand in the segments that it was trained on.
+    `credits` are the stored columns of each decision, empty where no credit was given. `full` shows the whole
+    prompt of each decision, not only what is new in it, and `tokens` where its tokens stand in the segments
+    that it was trained on.
     """
-    return Group(*_parts(rollout, credits, full=full, tokens=tokens))
-
-
-def _parts(
-    rollout: Rollout, credits: Sequence[dict[str, Any]], *, full: bool, tokens: bool
-) -> Iterator[RenderableType]:
     yield Text(f"{rollout.rollout_id}  group {rollout.group_id}, sibling {rollout.sibling}", style="bold")
     episode = rollout.trajectory
     if episode is None:
@@ -113,7 +106,12 @@ def _parts(
     seen = _seen(episode, full=full)
     lines = _token_lines(rollout.rollout_id, episode, full=full) if tokens else {}
     if tokens and episode.full_history:
-        yield Text(_context(episode))
+        ids = ", ".join(map(str, episode.deleted_msg_ids)) or "none"
+        count = len(episode.full_history)
+        yield Text(  # source 3's names
+            f"full_history  {count} messages (msg_id_counter {count}); deleted_msg_ids  {ids}; "
+            f"had_delete_operation  {str(episode.had_delete_operation).lower()}"
+        )
     for step, shown in zip(episode.steps, seen, strict=True):
         yield ""
         yield Text(f"decision {step.turn}", style="bold")
@@ -139,16 +137,6 @@ def _seen(episode: Trajectory, *, full: bool) -> list[str]:
     if episode.full_history:
         return ["\n".join(new_messages(step)) for step in episode.steps]
     return [last_message(step) for step in episode.steps]
-
-
-def _context(episode: Trajectory) -> str:
-    """The record of a conversation that source 3 keeps, by its names."""
-    ids = ", ".join(map(str, episode.deleted_msg_ids)) or "none"
-    count = len(episode.full_history)
-    return (
-        f"full_history  {count} messages (msg_id_counter {count}); deleted_msg_ids  {ids}; "
-        f"had_delete_operation  {str(episode.had_delete_operation).lower()}"
-    )
 
 
 def _token_lines(rollout_id: str, episode: Trajectory, *, full: bool) -> dict[int, list[str]]:
@@ -196,11 +184,8 @@ def _view_lines(view: EmissionView, *, full: bool) -> list[str]:
 def _done(step: StepData) -> str:
     invalid = step.step_info.invalid_reason
     executed = " ".join(step.step_info.executed_actions)
-    return (
-        action_text(step)
-        + (f"  ->  {executed}" if executed else "")
-        + (f"  (refused: {invalid})" if invalid else "")
-    )
+    done = action_text(step) + (f"  ->  {executed}" if executed else "")
+    return done + (f"  (refused: {invalid})" if invalid else "")
 
 
 def _earned(step: StepData) -> str:

@@ -59,9 +59,13 @@ class Recredited:
     """Share of the decisions after the first of their episode whose "state", or "text", was met twice in
     their group; without what no estimator compares decisions by."""
 
-    def advantages(self, name: str) -> list[float]:
-        """[decisions] of all rollouts."""
-        return list(chain.from_iterable(credit.advantages_T for credit in self.credits[name]))
+    @property
+    def advantages(self) -> dict[str, list[float]]:
+        """By estimator, [decisions] of all rollouts."""
+        return {
+            name: list(chain.from_iterable(credit.advantages_T for credit in credits))
+            for name, credits in self.credits.items()
+        }
 
 
 def stored_files(run: RunDirectory, iterations: Sequence[int]) -> list[Path]:
@@ -126,7 +130,12 @@ def recredited(
         except (AdvantageError, RewardError) as error:  # the rewards of its branches
             refused[name] = str(error)
     kinds = {_compared(name) for name in credits}
-    met = {kind: _met(credit, batches, keys) for kind, keys in _EQUAL.items() if kind in kinds}
+    others = {
+        kind: [n for item in _credits(credit, batches, **keys) for n in item.parts["compared"][1:]]
+        for kind, keys in _EQUAL.items()
+        if kind in kinds
+    }
+    met = {kind: sum(map(bool, row)) / max(len(row), 1) for kind, row in others.items()}
     return Recredited(list(chain.from_iterable(iterations)), credits, refused, met)
 
 
@@ -150,12 +159,6 @@ _EQUAL: Mapping[str, Mapping[str, object]] = {
     "state": {"advantage": "gigpo", "context_depth": 0},
     "text": {"advantage": "gigpo_soft", "similarity_temperature": 0.0},
 }
-
-
-def _met(credit: CreditAssignment, batches: Sequence[_Batch], equal: Mapping[str, object]) -> float:
-    """The share of decisions after the first of their episode that were compared with another one."""
-    others = [n for item in _credits(credit, batches, **equal) for n in item.parts["compared"][1:]]
-    return sum(bool(n) for n in others) / max(len(others), 1)
 
 
 def with_records(rollout: Rollout) -> Rollout:
@@ -187,8 +190,7 @@ def recredit_tables(
 
     With scores against the truth, these come last.
     """
-    advantages = {name: credited.advantages(name) for name in credited.credits}
-    parts: list[Table | Text | str] = []
+    advantages, parts = credited.advantages, list[Table | Text | str]()
     if advantages:
         decisions = len(next(iter(advantages.values())))
         parts += [Text(f"{len(credited.rollouts)} episodes, {decisions} decisions"), _spreads(advantages), ""]
@@ -270,9 +272,7 @@ def write_recredit(
         if scores is not None:
             (folder / "truth.html").write_bytes(truth_page(scores))
         if len(credited.credits) > 1:
-            (folder / "agreement.html").write_bytes(
-                agreement_page({name: credited.advantages(name) for name in credited.credits})
-            )
+            (folder / "agreement.html").write_bytes(agreement_page(credited.advantages))
     for name, credits in credited.credits.items():
         write_rollouts(folder / f"{name}.parquet", credited.rollouts, credits)
 
@@ -304,9 +304,7 @@ def agreement_page(
 ) -> bytes:
     """A chart for each estimator but the first: its advantages over the first's, a point a decision.
 
-    Args:
-        notes: by estimator, a sentence about its chart.
-        above: sentences about all of them.
+    `notes` have, by estimator, a sentence about its chart; `above` are sentences about all of them.
     """
     first, *others = advantages
     # Evenly spread over the batch: a picture of every decision would be a blot.
@@ -323,17 +321,12 @@ def agreement_page(
 
 def figures(credited: Recredited, cosines: Cosines | None = None) -> dict[str, object]:
     """All numbers of the tables."""
-    advantages = {name: credited.advantages(name) for name in credited.credits}
-    pairs = list(combinations(advantages, 2))
+    advantages = credited.advantages
     return {
         "episodes": len(credited.rollouts),
         "estimators": {
-            name: {
-                "mean": spread_of(values).mean,
-                "variance": spread_of(values).std ** 2,
-                "zero_frac": spread_of(values).zero_frac,
-            }
-            for name, values in advantages.items()
+            name: {"mean": spread.mean, "variance": spread.std**2, "zero_frac": spread.zero_frac}
+            for name, spread in ((name, spread_of(values)) for name, values in advantages.items())
         },
         "pairs": [
             {
@@ -342,7 +335,7 @@ def figures(credited: Recredited, cosines: Cosines | None = None) -> dict[str, o
                 "sign_agreement": sign_agreement(advantages[a], advantages[b]),
                 "gradient_cosine": (cosines or {}).get((b, a)),
             }
-            for a, b in pairs
+            for a, b in combinations(advantages, 2)
         ],
         "refused": dict(credited.refused),
         "met_after_start_frac": dict(credited.met),
@@ -362,9 +355,8 @@ def recredit_run(
 ) -> tuple[Group, Path]:
     """Tables, and the folder that was written.
 
-    Args:
-        truth: the file of `turnwise truth`, which the estimators are held against.
-        reporter: hears of the processes that compute gradients at the checkpoint.
+    The estimators are held against `truth`, the file of `turnwise truth`. `reporter` hears of the processes
+    that compute gradients at the checkpoint.
     """
     run = open_run(path)
     loaded = run.job_of_stored(overrides)
@@ -387,7 +379,7 @@ def recredit_run(
         raise AdvantageError(f"{path}: no estimator can be computed anew. {told}")
     cosines = None
     if checkpoint is not None:
-        advantages = _advantages(credited) if file is None else _of_measured(credited, file)
+        advantages = _of_measured(credited, file)
         policies = credit.policies
         played = [
             CreditedEpisode(item.rollout_id, policies.segments_by(item), (), policy=policies.policy_by(item))
@@ -410,10 +402,7 @@ def recredit_run(
 def _truth_of(
     path: Path, run: RunDirectory, iterations: Sequence[int], training: TrainingTable, gamma: float
 ) -> TruthFile:
-    """
-    Raises:
-        RunDirectoryError: see `TruthFile.read`; another iteration is measured, or other rewards.
-    """
+    """Raises RunDirectoryError as `TruthFile.read`, and for another iteration or other rewards."""
     file = TruthFile.read(path, run)
     setting = file.setting
     if iterations and set(iterations) != {setting.iteration}:
@@ -442,8 +431,16 @@ def _refuse_other_policy(file: TruthFile, run: RunDirectory, checkpoint: Path) -
         )
 
 
-def _of_measured(credited: Recredited, file: TruthFile) -> dict[str, list[OfEpisode]]:
-    """Advantages of the measured decisions, the truth's too; all others have none."""
+def _of_measured(credited: Recredited, file: TruthFile | None) -> dict[str, list[OfEpisode]]:
+    """By estimator, advantages in the order of the rollouts, of tokens where it has those.
+
+    With a truth, of the measured decisions alone, the truth's too; all others have none.
+    """
+    if file is None:
+        return {
+            name: [credit.token_advantages or credit.advantages_T for credit in credits]
+            for name, credits in credited.credits.items()
+        }
 
     def masked(rollout_id: str, credit: Credit) -> OfEpisode:
         kept_T = [(rollout_id, turn + 1) in file.truths for turn in range(len(credit.advantages_T))]
@@ -461,13 +458,5 @@ def _of_measured(credited: Recredited, file: TruthFile) -> dict[str, list[OfEpis
         name: [
             masked(item.rollout_id, credit) for item, credit in zip(credited.rollouts, credits, strict=True)
         ]
-        for name, credits in credited.credits.items()
-    }
-
-
-def _advantages(credited: Recredited) -> dict[str, list[OfEpisode]]:
-    """By estimator, in the order of the rollouts: of their tokens where the estimator has those."""
-    return {
-        name: [credit.token_advantages or credit.advantages_T for credit in credits]
         for name, credits in credited.credits.items()
     }

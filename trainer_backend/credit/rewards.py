@@ -56,14 +56,10 @@ class Rewards:
     ) -> Earned:
         """r_t of a finished rollout.
 
-        Args:
-            scored: by rollout id, what policy and reference say of its tokens; read where the job has
-                `training.kl_reward_coef`.
-            decisions_done: how many its episode had before it was played on from there; they are off the
-                horizon.
-
-        Raises:
-            RewardError: see `reward_vector`, `refuse_lost_reward`; log-probs that it needs are not there.
+        `scored` is by rollout id what policy and reference say of its tokens; read where the job has
+        `training.kl_reward_coef`. The horizon is less by `decisions_done`, those that the episode had before
+        it was played on from there. Raises RewardError as `reward_vector` and `refuse_lost_reward`, or where
+        log-probs that it needs are not there.
         """
         episode, name, horizon = rollout.trajectory, rollout.rollout_id, None
         assert episode is not None, "only finished rollouts earned anything"
@@ -126,9 +122,8 @@ class Policies:
     def policy_by(self, rollout: Rollout) -> str:
         """ACTOR, or the name of the fixed policy that sampled the rollout, by its trajectory's model.
 
-        Raises:
-            SegmentError: the job has no such policy. Taken for the actor's own, its samples would be trained
-                on without weights, and nobody would notice.
+        Raises SegmentError where the job has no such policy: taken for the actor's own, its samples would be
+        trained on without weights, unnoticed.
         """
         model = None if rollout.trajectory is None else rollout.trajectory.model
         policy = policy_in(self.job_name, model)
@@ -146,9 +141,7 @@ class Policies:
 
         Samples of a fixed policy are scored at the actor's temperature: the policy that is trained is
         softmax(logits / rollout.temperature), at whichever temperature a rollout was sampled (DESIGN.md 4.9).
-
-        Raises:
-            SegmentError: see `policy_by` and `segments_of`.
+        Raises SegmentError as `policy_by` and `segments_of`.
         """
         if rollout.trajectory is None:
             return []
@@ -159,10 +152,7 @@ class Policies:
         """The prompt after the last decision of an episode that a limit cut short, where there is one.
 
         One more token stands after it, which belongs to no decision and is never trained: a critic reads the
-        value of a state where the next token is predicted.
-
-        Raises:
-            SegmentError: see `segments_by`.
+        value of a state where the next token is predicted. Raises SegmentError as `segments_by`.
         """
         episode = rollout.trajectory
         if episode is None or episode.final_view is None:

@@ -28,21 +28,14 @@ _TITLES = ("correlation", "95 %", "unbiased", "noiseless", "rank", "sign", "expl
 
 
 class TruthScores:
-    """Estimators and the truth, over the measured decisions.
+    """Estimators and the truth, over the measured decisions, of which `file` has at least one.
 
-    Args:
-        file: at least one decision is measured.
-        advantages: by estimator, the advantages of each rollout; what the truth has measured is among them.
-        groups: the group of each rollout.
-
-    Attributes:
-        advantages: by estimator, of the measured decisions.
-        true: of them.
-        unbiased: by estimator, what an unbiased one with the same std would score. None for one with a bias
-            of its own (`EstimatorPlug.bias`): it divides by a std, or counts a decision more or less than
-            once, so that its std is no noise in reward units.
-        cosines: by estimator, of its gradient and the truth's, both of the measured decisions alone; empty
-            where no checkpoint was given.
+    `advantages` are by estimator, given of each rollout, and kept of the measured decisions, as `true` is;
+    `groups` are those of the rollouts. `unbiased` is, by estimator, what an unbiased one with the same std
+    would score. None for one with a bias of its own (`EstimatorPlug.bias`): it divides by a std, or counts a
+    decision more or less than once, so that its std is no noise in reward units. `cosines` are, by estimator,
+    of its gradient and the truth's, both of the measured decisions alone; empty where no checkpoint was
+    given.
     """
 
     def __init__(
@@ -84,13 +77,7 @@ class TruthScores:
 
     def tables(self) -> Group:
         """A row an estimator, the nearest first; then where each lies beside the truth."""
-        return Group(
-            noise_lines(self.setting, self.noise),
-            "",
-            self._scores(),
-            "",
-            _biases(self.scores),
-        )
+        return Group(noise_lines(self.setting, self.noise), "", self._scores(), "", _biases(self.scores))
 
     def _scores(self) -> Table:
         table = _table("against the truth", self.scores, (*_TITLES, *(("gradient",) if self.cosines else ())))

@@ -15,13 +15,10 @@ _THINGS = ("shells", "stamps", "marbles", "plums", "coins", "beads", "nails", "c
 
 
 def sums(rows: int, *, steps: int, seed: int, largest: int = 20) -> Iterator[dict[str, str]]:
-    """Yield rows of one to `steps` steps each, without repeated questions.
+    """Yield rows of one to `steps` additions, subtractions and multiplications, without repeated questions.
 
-    Args:
-        rows: number of rows.
-        steps: the most additions, subtractions and multiplications of a row.
-        seed: random seed; the first rows do not depend on the number of rows.
-        largest: the largest number in a question; multipliers are 2 or 3.
+    The first rows do not depend on the number of rows. `largest` is the largest number in a question;
+    multipliers are 2 or 3.
     """
     random, questions = Random(seed), set[str]()
     for _ in range(rows):

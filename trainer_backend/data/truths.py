@@ -40,17 +40,11 @@ def number_interactions(file: Path | None) -> frozenset[str | None]:
 
 
 def refuse_unmatchable(table: DataTable, rows: Iterable[Row], numbers: Collection[str | None]) -> None:
-    """Refuse rows whose ground truth no answer can equal.
+    """Refuse rows of a table, by their places, whose ground truth no answer can equal.
 
-    An interaction may need a number. About a document every accepted answer needs a word or a number, as the
-    task app refuses the row for one that has neither.
-
-    Args:
-        rows: of `table`.
-        numbers: the names of the interactions that need a number; None is that of rows that name none.
-
-    Raises:
-        DataError: with the places of the rows.
+    An interaction may need a number: `numbers` names those that do, None that of rows that name none. About a
+    document every accepted answer needs a word or a number, as the task app refuses the row for one that has
+    neither.
     """
     needs = ((row, _unmet_need(row, table, numbers)) for row in rows)
     unmet = [(row, need) for row, need in needs if need is not None]
@@ -71,10 +65,8 @@ def refuse_unmatchable(table: DataTable, rows: Iterable[Row], numbers: Collectio
 def note_missing(table: DataTable, split: str, rows: Sequence[Row], *, has_reward: bool) -> list[str]:
     """Warn of rows without a ground truth in a split where others have one.
 
-    `split` is its name; `has_reward` says whether the job has a reward function.
-
-    Raises:
-        DataError: an interaction or reward function gets the ground truth of such rows.
+    `split` is its name; `has_reward` says whether the job has a reward function. Raises DataError where an
+    interaction or reward function gets the ground truth of such rows.
     """
     missing = [row for row in rows if row.ground_truth is None]
     if not missing or len(missing) == len(rows):

@@ -186,7 +186,9 @@ async def evaluate(
     places = {}
     if data is not None and job.data is not None:
         places = {row.id: row.where for row in data.evaluation}
-        if record is not None and (found := str(find_differences(record, job.data, data))):
+        if record is not None and (
+            found := "; ".join(filter(None, find_differences(record, job.data, data)))
+        ):
             setting["since the run began"] = found
     return evaluation_result(_name(player), batch, setting, row_places=places)
 

@@ -22,8 +22,6 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The address of one task app."""
-
     url: str
     """The URL for connections."""
     name: str = ""

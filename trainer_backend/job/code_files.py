@@ -27,8 +27,7 @@ _CLASS_NAME = re.compile(r"\w+(\.\w+)+")
 def with_known_files(loaded: LoadedJob) -> LoadedJob:
     """The job of a run whose task apps are to start: with the digests of their files, as the run began.
 
-    Raises:
-        JobError: a file has changed since then, or cannot be read.
+    JobError: a file has changed since then, or cannot be read.
     """
     for key, value, files in _task_files(loaded.config):
         try:
@@ -39,11 +38,7 @@ def with_known_files(loaded: LoadedJob) -> LoadedJob:
 
 
 def with_files_of_now(job: JobConfig) -> JobConfig:
-    """The job with the digests of the files as they are.
-
-    Raises:
-        JobError: a file cannot be read.
-    """
+    """The job with the digests of the files as they are; JobError: a file cannot be read."""
     for key, _, files in _task_files(job):
         table, _, name = DIGESTS[key].partition(".")
         section = getattr(job, table).model_copy(update={name: tuple(digests_of(files, option=key))})

@@ -53,7 +53,6 @@ A run stores absolute paths. `job.runs_dir` always starts at the working directo
 
 
 def configuration_markdown() -> str:
-    """Return the whole page."""
     return "\n".join(_lines()) + "\n"
 
 

@@ -9,6 +9,7 @@ Sources: verl 0.9 (`ppo_trainer.yaml`), TRL 1.16 (`GRPOConfig`, `ModelConfig`), 
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 from shared_schemas.rewards import WIRE_NAMES
 from trainer_backend.job.rollout_table import SAMPLING_KEYS
@@ -235,17 +236,12 @@ NEEDLESS = {
 _OURS = {name: ours for names in SYSTEMS.values() for name, ours in names.items()}
 
 
-def find_our_key(dotted: str) -> str | None:
-    """Return our key, with what differs, of the longest end of a key that another system has."""
-    return _at_longest_end(dotted, _OURS)
-
-
-def find_why_needless(dotted: str) -> str | None:
-    """Return why the longest end of a key, which another system has, needs none here."""
-    return _at_longest_end(dotted, NEEDLESS)
-
-
 def _at_longest_end(dotted: str, names: Mapping[str, str]) -> str | None:
     parts = dotted.split(".")
     ends = (".".join(parts[start:]) for start in range(len(parts)))
     return next((names[end] for end in ends if end in names), None)
+
+
+# Of the longest end of a key that another system has: our key, with what differs; why it needs none here.
+find_our_key = partial(_at_longest_end, names=_OURS)
+find_why_needless = partial(_at_longest_end, names=NEEDLESS)

@@ -10,6 +10,7 @@ import copy
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -45,19 +46,11 @@ ALTERNATIVES = (
 _OVERRIDE = re.compile(r"\w+(\.\w+)+=|\w+=(\{\}|\[\])$")
 # Keys with a path, or a list of paths, that must exist before a run.
 PATHS = (
-    "model.path",
-    "inference.vllm_python",
-    "rollout_only.model_path",
-    "services.task_plugins",
-    "services.verifiers_python",
-    "services.textarena_python",
-    "services.reasoning_gym_python",
-    "services.mcp_servers",
-    "job.trainer_plugins",
-    "data.path",
-    "data.evaluation_path",
+    "model.path", "inference.vllm_python", "rollout_only.model_path", "services.task_plugins",
+    "services.verifiers_python", "services.textarena_python", "services.reasoning_gym_python",
+    "services.mcp_servers", "job.trainer_plugins", "data.path", "data.evaluation_path",
     "multi_turn.interaction_config_path",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +97,6 @@ class Places:
         return ranks[0] > ranks[1]
 
     def without(self, keys: Collection[str]) -> "Places":
-        """Return the origins of the other keys."""
         rest = {key: place for key, place in self.owners.items() if not any(_is_in(key, one) for one in keys)}
         return replace(self, owners=rest)
 
@@ -133,20 +125,20 @@ def read_layers(paths: Sequence[Path], *, anchors_paths: bool = True) -> list[La
     """Read each file as a layer. Relative paths begin at the file's folder if `anchors_paths`."""
     if not paths:
         raise JobError("a job needs at least one TOML file")
-    documents = [_read(path) for path in paths]
+    documents = []
+    for path in paths:
+        try:
+            documents.append(tomli.loads(_text(path)))
+        except tomli.TOMLDecodeError as error:
+            raise JobError(f"{path}: not valid TOML: {error}") from error
     if not any(_home_of(document, ("job", "name")) for document in documents):
-        _name_by_file(documents[0], paths[0])
+        table = documents[0].setdefault("job", {})
+        if isinstance(table, dict) and JOB_NAME.fullmatch(paths[0].stem):  # so that my.toml makes runs/my
+            table["name"] = paths[0].stem[:LONGEST_NAME]
     if anchors_paths:
         for document, path in zip(documents, paths, strict=True):
             anchor(document, path.parent)
     return [Layer(str(path), document) for path, document in zip(paths, documents, strict=True)]
-
-
-def _name_by_file(tables: dict[str, Any], path: Path) -> None:
-    """Give a job without a name that of its first file, so that my.toml makes runs/my."""
-    table = tables.setdefault("job", {})
-    if isinstance(table, dict) and JOB_NAME.fullmatch(path.stem):
-        table["name"] = path.stem[:LONGEST_NAME]
 
 
 def merge(
@@ -169,20 +161,23 @@ def merge(
         document = _lay_over(document, layer.tables)
     for override in overrides:
         keys, value = _read_override(document, override, tables)
-        home = _home_of(document, keys)
-        if value == {} and (_is_known(keys, tables) or _holds_a_value(home, keys)):
+        dotted, home = ".".join(keys), _home_of(document, keys)
+        # A file gives it, and it is a table that no job has, or a value.
+        is_given = home is not None and (len(keys) == 1 or not isinstance(home[keys[-1]], dict))
+        if value == {} and (is_given or _is_known(keys, tables)):
             if len(keys) == 1 and not any(keys[0] in layer.tables for layer in files):
                 idle.append(
                     f"--set {keys[0]}={{}} removes a table, and no file has [{keys[0]}]; to have it with its "
                     "defaults, set one of its keys"
                 )
-            document = without(document, _same_as(".".join(keys)))
+            same = next((places for places in _SWITCHES if dotted in places), ())
+            document = without(document, {dotted, *same, DIGESTS.get(dotted, dotted)})
             continue
         if home is not None:
             del home[keys[-1]]
         for key in reversed(keys):
             value = {key: value}
-        layers.append(Layer(f"--set {'.'.join(keys)}=…", value))
+        layers.append(Layer(f"--set {dotted}=…", value))
         document = _lay_over(document, value)
     # With one layer every key has the same place.
     paths = _paths(document) if len(layers) > 1 else ()
@@ -202,19 +197,7 @@ def _is_known(keys: Sequence[str], tables: Mapping[str, FieldInfo]) -> bool:
     return len(keys) == 1 or keys[1] in table_model(tables[keys[0]]).model_fields
 
 
-def _holds_a_value(home: Mapping[str, Any] | None, keys: Sequence[str]) -> bool:
-    """Return whether a file gives it, and it is a table that no job has, or a value."""
-    return home is not None and (len(keys) == 1 or not isinstance(home[keys[-1]], dict))
-
-
-def _same_as(dotted: str) -> Iterator[str]:
-    """Yield what goes with a key: the same switch in other places, the digests of its files."""
-    yield from next((places for places in _SWITCHES if dotted in places), (dotted,))
-    yield from (digests for files, digests in DIGESTS.items() if files == dotted)
-
-
 def without(document: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """Return the document without some values."""
     rest = copy.deepcopy(dict(document))
     for key in keys:
         path = key.split(".")
@@ -226,16 +209,12 @@ def without(document: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
 
 def _lay_over(document: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
     """Return a merged document, without alternatives to keys of the layer, and digests of its files."""
-    for alternatives in ALTERNATIVES:
-        paths = [dotted.split(".") for dotted in alternatives]
-        present = [path for path in paths if _home_of(layer, path) is not None]
-        for path in paths if present else ():
-            home = None if path in present else _home_of(document, path)
-            if home is not None:
-                del home[path[-1]]
     # Naming files accepts them as they are. Digests alone remove nothing: a printed job has empty ones.
-    named = [digests for files, digests in DIGESTS.items() if _home_of(layer, files.split("."))]
-    return _merge_tables(without(document, named), layer)
+    gone = [digests for files, digests in DIGESTS.items() if _home_of(layer, files.split("."))]
+    for alternatives in ALTERNATIVES:
+        others = [dotted for dotted in alternatives if not _home_of(layer, dotted.split("."))]
+        gone += others if len(others) < len(alternatives) else []
+    return _merge_tables(without(document, gone), layer)
 
 
 def _merge_tables(below: Any, above: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
@@ -270,7 +249,9 @@ def _read_override(
     """Split `table.key=value` into keys and value; a name that is no table's is for the schema to refuse."""
     dotted, equals, text = override.partition("=")  # errors omit the value, which may be a secret key
     keys = dotted.strip().split(".")
-    value = _read_value(text)
+    value: Any = text
+    with suppress(tomli.TOMLDecodeError):  # anything that is no value of TOML is a string
+        value = tomli.loads(f"value = {text}")["value"]
     is_list = keys[0] in tables and tables[keys[0]].default == ()
     if len(keys) == 1 and is_list and value == []:
         value = {}
@@ -290,14 +271,6 @@ def _read_override(
             kind = "several tables, of which --set names none" if several else "a value, not a table"
             raise JobError(f"--set {dotted!r}: {key} is {kind}")
     return keys, value
-
-
-def _read_value(text: str) -> Any:
-    """Read a value of TOML; anything else is a string."""
-    try:
-        return tomli.loads(f"value = {text}")["value"]
-    except tomli.TOMLDecodeError:
-        return text
 
 
 def anchor(document: Mapping[str, Any], folder: Path) -> None:
@@ -332,13 +305,6 @@ def _home_of(document: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]
 def _is_in(key: str, table: str) -> bool:
     """Return whether `key` is `table` or a key in it."""
     return f"{key}.".startswith(f"{table}.")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomli.loads(_text(path))
-    except tomli.TOMLDecodeError as error:
-        raise JobError(f"{path}: not valid TOML: {error}") from error
 
 
 def _text(path: Path) -> str:

@@ -117,7 +117,12 @@ def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -
         bool(config.job.trainer_plugins)
         or any(name not in BUILT_IN[key] for key, name in _names_in(config, BUILT_IN))
     )
-    unknown = [] if is_foreign else [*_unknown_plugs(config, places)]
+    unknown = []
+    for key, name in () if is_foreign else _names_in(config, BOARDS):
+        try:
+            refuse_unknown(key, name)
+        except JobError as error:
+            unknown.append(f"{places.of(key)}: {error}")
     knows_plugs = not (is_foreign or unknown)
     homes = {name: getattr(config, name) for name in READ_BY.values()} if knows_plugs else {}
     own = [*find_unread_tables(homes)] if knows_plugs else []
@@ -206,10 +211,9 @@ def _nulls_in_lists(
 def _with_plugins(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
     """Load the operator's plug-ins, whose names the job may then give, and note their digests.
 
-    Raises:
-        JobError: a file cannot be loaded, or is no longer what the run began with; then none has run.
+    JobError: a file cannot be loaded, or is no longer what the run began with; then none has run.
     """
-    job = _table_of(tables, "job", places)
+    job = table_of(tables, "job", places)
     files, known = job.get("trainer_plugins"), job.get("trainer_plugins_sha256", [])
     files = [files] if isinstance(files, str) else files
     files = [] if files is None else files
@@ -229,14 +233,6 @@ def _with_plugins(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
 
 def _are_texts(value: Any) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def _unknown_plugs(config: JobConfig, places: Places) -> Iterator[str]:
-    for key, name in _names_in(config, BOARDS):
-        try:
-            refuse_unknown(key, name)
-        except JobError as error:
-            yield f"{places.of(key)}: {error}"
 
 
 def _names_in(config: JobConfig, boards: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -266,10 +262,10 @@ def _place_of(finding: Finding, places: Places) -> str:
 def _gather_reward_switches(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
     """Move the step-reward switches from their three published homes into [training] (DESIGN.md 4.15)."""
     result = dict(tables)
-    training = _table_of(result, "training", places)
-    rewards = _table_of(training, "rewards", places, inside="training.")
+    training = table_of(result, "training", places)
+    rewards = table_of(training, "rewards", places, inside="training.")
     training.pop("rewards", None)
-    rollout = _table_of(result, "rollout", places)
+    rollout = table_of(result, "rollout", places)
     homes = dict(zip(REWARD_HOMES, (training, rewards, rollout), strict=True))
     unknown = sorted(rewards.keys() - set(REWARD_KEYS))
     if unknown:
@@ -300,10 +296,8 @@ def _with_values_of_papers(tables: Mapping[str, Any], places: Places) -> dict[st
     """Fill in the values of the chosen estimator's and loss's papers for keys that the job omits.
 
     So the resolved job shows every effective value. Validation reports wrong tables and names later. A value
-    is not filled in where the job says that its switch is off.
-
-    Raises:
-        JobError: two papers have different values for a key that the job omits.
+    is not filled in where the job says that its switch is off. JobError: two papers have different values for
+    a key that the job omits.
     """
     result, algorithm = dict(tables), tables.get("algorithm")
     filled: dict[str, tuple[str, float | str]] = {}
@@ -346,7 +340,7 @@ def _with_own_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _table_of(tables: Mapping[str, Any], name: str, places: Places, *, inside: str = "") -> dict[str, Any]:
+def table_of(tables: Mapping[str, Any], name: str, places: Places, *, inside: str = "") -> dict[str, Any]:
     """Return a copy of a table; empty if it is absent."""
     table = tables.get(name, {})
     if not isinstance(table, dict):
@@ -367,7 +361,8 @@ def _findings(error: ValidationError, document: Mapping[str, Any]) -> Iterator[t
         keys = [path]
         if item["type"] == "extra_forbidden" and isinstance(item["input"], dict):
             inside = [*_keys_in(path, item["input"])]
-            keys = inside if any(_is_elsewhere(key) for key in inside) else keys
+            is_elsewhere = any(_other_names(key) or find_why_needless(".".join(key)) for key in inside)
+            keys = inside if is_elsewhere else keys
         yield from ((item, key) for key in keys)
 
 
@@ -378,11 +373,6 @@ def _keys_in(path: list[str], table: Mapping[str, Any]) -> Iterator[list[str]]:
         return
     for key, value in table.items():
         yield from _keys_in([*path, key], value) if isinstance(value, dict) else [[*path, key]]
-
-
-def _is_elsewhere(path: Sequence[str]) -> bool:
-    """Return whether another system has this key."""
-    return bool(_other_names(path)) or find_why_needless(".".join(path)) is not None
 
 
 def _other_names(path: Sequence[str]) -> list[str]:

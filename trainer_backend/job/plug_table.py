@@ -98,18 +98,13 @@ def find_unread_tables(tables: Mapping[str, Table | None]) -> Iterator[tuple[str
                 yield board, f"{home}.{name}", f"[{home}.{name}] is not read by {choices}"
 
 
-def own_keys(kind: type[Table], table: type[Table]) -> list[str]:
-    """The keys of a plug that the job's table lacks."""
-    return [key for key in kind.model_fields if key not in table.model_fields]
-
-
 def own_tables(table: type[BaseModel]) -> Iterator[tuple[str, type[Table], list[str]]]:
     """Each plug that `[TABLE.NAME]` may stand for, with its class of keys and those that stand there."""
     if not issubclass(table, PlugTable):
         return
     for board in table.boards:
         for name, plug in OPEN_BOARDS[board].items():
-            if own := own_keys(plug.keys, table):
+            if own := [key for key in plug.keys.model_fields if key not in table.model_fields]:
                 yield name, plug.keys, own
 
 

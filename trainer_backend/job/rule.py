@@ -137,9 +137,6 @@ class Term:
     """What was found, if not the first key and its value."""
     needs: Need = "toml"
 
-    def is_met(self, case: Case) -> bool:
-        return self.test(case) is not self.is_negated
-
     def __str__(self) -> str:
         name = self.keys[0] if "." in self.keys[0] else f"[{self.keys[0]}]"
         values = f" = {' or '.join(map(show_value, self.values))}" if self.values else ""
@@ -171,7 +168,7 @@ def never(*terms: Term, why: str, kind: Kind = "refusal") -> Rule[JobConfig]:
     def broken(config: JobConfig) -> list[Case]:
         policies = config.rollout_only if _SOURCE.issuperset(keys) else config.fixed_policies
         cases = [Case(config, policy) for policy in policies] if is_of_policies else [Case(config)]
-        return [case for case in cases if all(term.is_met(case) for term in terms)]
+        return [case for case in cases if all(term.test(case) is not term.is_negated for term in terms)]
 
     def tell(config: JobConfig) -> Iterator[str]:
         reason = fill(why, config)

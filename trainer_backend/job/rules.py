@@ -65,10 +65,8 @@ def _is_cut(config: JobConfig, policy: RolloutOnlyTable) -> bool:
 def _alphas(config: JobConfig, *, backwards: bool = False) -> dict[int, float]:
     """Return the share of the actor in each iteration; in a very long job, in those that tell most.
 
-    A schedule that looks back is asked for the first one alone, one that breaks a rule for none.
-
-    Raises:
-        JobError: the schedule fails, or answers with something else.
+    A schedule that looks back is asked for the first one alone, one that breaks a rule for none. JobError: it
+    fails, or answers with something else.
     """
     table, iterations = config.rollout_allocation_schedule, config.training.iterations
     if table is None or any(_missing(config)) or any(_wrong_bounds(config)):

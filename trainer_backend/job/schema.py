@@ -92,11 +92,6 @@ class JobConfig(Table):
     retention: RetentionTable = RetentionTable()
 
     @property
-    def evaluation_temperature(self) -> float:
-        """The temperature of evaluations; 0 is greedy."""
-        return self.evaluation.temperature_beside(self.rollout)
-
-    @property
     def weights_by_folder(self) -> bool:
         """Whether new weights reach the engine as a folder, and not within the process's memory."""
         backend = self.weight_transfer.backend

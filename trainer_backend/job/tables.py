@@ -123,13 +123,11 @@ class ServicesTable(Table):
     @property
     def task_app_variables(self) -> dict[str, str]:
         """The environment variables of the task app that the job starts, for the keys that are given."""
-        variables = {}
-        for name in TASK_APP_SETTINGS:
-            value = getattr(self, name)
-            if value:
-                text = ",".join(value) if isinstance(value, tuple) else str(value)
-                variables[f"TURNWISE_{name.upper()}"] = text
-        return variables
+        given = {name: value for name in TASK_APP_SETTINGS if (value := getattr(self, name))}
+        return {
+            f"TURNWISE_{name.upper()}": ",".join(value) if isinstance(value, tuple) else str(value)
+            for name, value in given.items()
+        }
 
 
 class ClusterTable(Table):
@@ -218,6 +216,5 @@ class WeightTransferTable(Table):
 
 
 def table_model(field: FieldInfo) -> type[BaseModel]:
-    """Return the model class of a field of JobConfig."""
     options = (field.annotation, *get_args(field.annotation))
     return next(item for item in options if isinstance(item, type) and issubclass(item, BaseModel))

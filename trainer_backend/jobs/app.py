@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from operator import attrgetter
 from typing import Any
@@ -24,10 +23,10 @@ from service_kit.problems import (
     problem_responses,
 )
 from service_kit.release import version
-from shared_schemas.base import did_you_mean
 from trainer_backend.errors import ApiError, TrainerError
 from trainer_backend.jobs import events, launcher, login, routes, run_routes
 from trainer_backend.jobs.login import LOGIN
+from trainer_backend.jobs.posted import describe_fault
 from trainer_backend.jobs.service import Service
 from trainer_backend.jobs.slots import wait_for_threads
 
@@ -38,9 +37,6 @@ OPEN_PATHS = frozenset({"/health", LOGIN})
 # The error statuses of routes.
 ERRORS = (400, 401, 403, 404, 408, 409, 413, 415, 422, 500, 503)
 _STREAM = "/jobs/{job_id}/events"
-# Threads for requests: more than asyncio's default on a small machine, since a hanging database holds one per
-# request.
-_THREADS = 24
 
 
 class TrainerApp(FastAPI):
@@ -73,25 +69,21 @@ def create_app(service: Service, *, pages: Sequence[APIRouter] = ()) -> TrainerA
     app.add_exception_handler(TrainerError, _problem)
     app.add_exception_handler(RequestValidationError, _validation)
     describe(app, open_paths=OPEN_PATHS)
-    app.front = _with_guards(app.front, service)
-    return app
-
-
-def _with_guards(app: ASGIApp, service: Service) -> ASGIApp:
-    """Wrap the app in its guards; the last wrapper sees a request first."""
     settings, keys = service.settings, service.keys
     door = SessionDoor(
         keys, service.sessions.match, open_paths=OPEN_PATHS, open_below=["/static/"], login=LOGIN
     )
-    app = Gate(
-        app,
+    # The last wrapper sees a request first.
+    front: ASGIApp = Gate(
+        app.front,
         door=door,
         max_body_bytes=settings.max_body_bytes,
         max_body_s=settings.max_body_s,
         unreadable=ApiError,
     )
-    app = ServerErrorMiddleware(app, handler=internal_error_response)
-    return RequestObserver(app, requests=service.requests, keys=keys, streams=[_STREAM])
+    front = ServerErrorMiddleware(front, handler=internal_error_response)
+    app.front = RequestObserver(front, requests=service.requests, keys=keys, streams=[_STREAM])
+    return app
 
 
 async def _problem(request: Request, error: Exception) -> Response:
@@ -107,14 +99,9 @@ async def _validation(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
     first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
-    place, *path = (str(part) for part in first["loc"])
-    name = ".".join(path) or place
-    if first["type"] == "extra_forbidden":
-        allowed = first.get("ctx", {}).get("known", ())
-        detail = f"{name[:80]!r} is not known here{did_you_mean(path[-1][:80], allowed) if allowed else ''}"
-    else:
-        detail = f"{name}: {first['msg']}"
-    return problem_response(ApiError(detail, where=f"{place} {name}" if path else place))
+    place, *path = map(str, first["loc"])
+    detail = describe_fault(first, path or [place], first.get("ctx", {}).get("known", ()))
+    return problem_response(ApiError(detail, where=f"{place} {'.'.join(path)}".rstrip()))
 
 
 @asynccontextmanager
@@ -124,13 +111,12 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     At the end, wait for every thread that uses the store.
     """
     service: Service = app.state.service
-    supervisor, loop = service.supervisor, asyncio.get_running_loop()
-    threads = [ThreadPoolExecutor(_THREADS, "trainer"), *service.watcher.threads]
+    supervisor = service.supervisor
+    threads = [service.line.thread, *service.watcher.threads]
     tasks = [asyncio.ensure_future(service.watcher.run()), asyncio.ensure_future(service.sweeper.run())]
     if supervisor is not None:
         threads += supervisor.threads
         tasks.append(asyncio.ensure_future(supervisor.run()))
-    loop.set_default_executor(threads[0])
     try:
         yield
     finally:
@@ -143,5 +129,4 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
                 with suppress(asyncio.CancelledError):
                     await task
         finally:
-            loop.set_default_executor(ThreadPoolExecutor())
             await wait_for_threads(threads, at_most_s=service.settings.store_s)

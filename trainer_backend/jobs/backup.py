@@ -5,7 +5,6 @@ the store holds is read from these again. The jobs are read first: a run that is
 and a job that is newer than its run would name what is not there.
 """
 
-import errno
 import json
 import os
 import shutil
@@ -21,7 +20,7 @@ from uuid import uuid4
 from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.jobs.data_dir import SERVICE, DataDir, open_data_dir
 from trainer_backend.rundir import lock
-from trainer_backend.rundir.files import write_errors
+from trainer_backend.rundir.files import NO_LINKS, write_errors
 from trainer_backend.rundir.layout import OWNERS_ALONE
 from trainer_backend.store.database import open_store
 from trainer_backend.store.jobs import put_rows, read_rows
@@ -32,8 +31,6 @@ _LEFT_OUT = frozenset({lock.FILE})
 _OF_FILES = 0o600
 # The folder of a backup's links, and how old one is that no backup writes any more.
 _LINKS, _LEFT_S = "backup-", 86_400.0
-# Of a disk without links.
-_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
 
 
 def back_up(data_dir: Path, database_url: str, archive: IO[bytes]) -> tuple[int, int]:
@@ -120,17 +117,13 @@ def _link(source: Path, target: Path) -> None:
             elif entry.name in _LEFT_OUT or entry.name.endswith(".tmp"):
                 continue  # of the moment
             elif entry.is_file(follow_symlinks=False):
-                _link_file(Path(entry.path), target / entry.name)
-
-
-def _link_file(source: Path, target: Path) -> None:
-    with suppress(FileNotFoundError):  # retention deleted it
-        try:
-            os.link(source, target)
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            shutil.copy2(source, target)
+                with suppress(FileNotFoundError):  # retention deleted it
+                    try:
+                        os.link(entry.path, target / entry.name)
+                    except OSError as error:
+                        if error.errno not in NO_LINKS:
+                            raise
+                        shutil.copy2(entry.path, target / entry.name)
 
 
 def _add(tar: tarfile.TarFile, name: str, content: IO[bytes], size: int, modified_s: float) -> None:

@@ -40,8 +40,6 @@ _TRASH = "deleted-"
 
 @dataclass(frozen=True, slots=True)
 class DataDir:
-    """The data directory."""
-
     path: Path
     """Absolute, without links, so that comparisons of paths are safe."""
     home: str
@@ -89,18 +87,7 @@ class DataDir:
             path for path in paths if not (path.is_relative_to(ours) or (path / FORGOTTEN).exists())
         )
 
-    def forget(self, path: Path) -> None:
-        """Mark a run so that `runs` skips it; its files stay."""
-        with write_errors(path):
-            (path / FORGOTTEN).touch()
-
-    def move_aside(self, path: Path) -> Path:
-        """Move a run directory to the trash and return its new path."""
-        with write_errors(path):
-            return path.rename(self.path / SERVICE / f"{_TRASH}{uuid4().hex}")
-
     def aside(self) -> list[Path]:
-        """List the folders in the trash."""
         return sorted((self.path / SERVICE).glob(f"{_TRASH}*"))
 
     def is_outside(self, path: Path) -> bool:
@@ -218,11 +205,13 @@ def forget_job(store: Store, data: DataDir, job: Job, *, files: bool) -> None:
     if (trainer := holder(path)) is not None:
         raise JobConflict(f"job {job.id} is being trained by {trainer}; stop it first, then delete it")
     with run_lock(path):  # so that no other process trains in it and the sweeper does not delete it yet
-        data.forget(path)  # first: otherwise the watcher would find the run again
+        with write_errors(path):
+            (path / FORGOTTEN).touch()  # first: otherwise the watcher would find the run again
         if not files:
             jobs.remove(store, job.id)
             return
-        aside = data.move_aside(path)
+        with write_errors(path):
+            aside = path.rename(data.path / SERVICE / f"{_TRASH}{uuid4().hex}")
         try:
             jobs.remove(store, job.id)
         except BaseException:

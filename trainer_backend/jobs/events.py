@@ -23,8 +23,7 @@ from starlette.responses import StreamingResponse
 from shared_schemas.base import Body
 from trainer_backend.errors import ApiError, TooManyStreams
 from trainer_backend.jobs.run_routes import Piece, read_piece
-from trainer_backend.jobs.service import Service, find_job, service_of
-from trainer_backend.jobs.views import job_view
+from trainer_backend.jobs.service import Service, find_job, job_view, service_of
 from trainer_backend.rundir.state import LOG_FILE
 from trainer_backend.store import jobs, reads
 from trainer_backend.store.database import StoreUnavailable, UnknownJob
@@ -49,7 +48,6 @@ class Place:
 
     @classmethod
     def read(cls, text: str) -> "Place":
-        """Parse an event id."""
         row, _, byte = text.partition(".")
         if not all(part.isdecimal() and len(part) <= _MOST_DIGITS for part in (row, byte)):
             raise ApiError(f"{text[:40]!r} is no event id of this service", where="header Last-Event-ID")
@@ -96,7 +94,7 @@ async def _stream(service: Service, job_id: str, place: Place) -> AsyncIterator[
         while not service.news.closed:
             count = service.news.count(job_id)  # first, so that news during the read are not missed
             try:
-                job, events, place, more = await service.ask(_look, service, job_id, place)
+                job, events, place, more = await service.line.ask(_look, service, job_id, place)
             except UnknownJob:
                 yield _event("end", {"state": "deleted"})
                 return

@@ -31,65 +31,43 @@ def page(service: Service, *, version: str, accept: str) -> Response:
     """Return all metrics in the text format of the request's Accept header. Call it on a thread."""
     counts: Mapping[str, int] | None = None
     rows: list[tuple[Job, Mapping[str, Mapping[str, Any]]]] = []
+    store, home = service.store, service.data.home
     with suppress(StoreUnavailable):
-        counts, recent = _read_jobs(service)
-        rows = [(job, _last_rows(service, job)) for job in recent]
+        counts = jobs.counts(store, home)
+        running = jobs.find(store, states=ACTIVE, home=home, limit=_MOST_JOBS).items
+        ended = jobs.find(store, states=ENDED, home=home, limit=_MOST_JOBS).items
+        since = store.clock() - _SHOWN_FOR
+        for job in (*running, *(job for job in ended if job.ended is not None and job.ended >= since)):
+            with suppress(UnknownJob, RunDirectoryError):  # deleted meanwhile, or its disk does not answer
+                lines = reads.last_lines(store, [job.id], _KINDS)[job.id]
+                rows.append((job, {kind: line.whole for kind, line in lines.items()}))
 
     def everything() -> Iterator[Metric]:
         about = {"version": version, "home": service.data.home}
         yield InfoMetricFamily(_PREFIX, "Which trainer this is.", about)
-        yield from _now(service, counts)
-        yield from _so_far(service)
+        yield _gauge("store_up", "1 while the database answers.", float(counts is not None))
+        if counts is not None:
+            family = GaugeMetricFamily(f"{_PREFIX}_jobs", "Jobs in each state.", labels=["state"])
+            for state in get_args(JobState):
+                family.add_metric([state], counts.get(state, 0))
+            yield family
+        slots = service.supervisor.slots.values() if service.supervisor is not None else ()
+        yield _gauge("processes", "Processes of jobs that run.", sum(s.process is not None for s in slots))
+        yield _gauge("event_streams", "Event streams that are open.", service.streams)
+        yield from service.watcher.registry.collect()
+        yield service.requests.reply_family(f"{_PREFIX}_http_requests")
+        text = "Seconds until answers ended; streams left out."
+        seconds = CounterMetricFamily(f"{_PREFIX}_http_request_seconds", text, labels=["route"])
+        for route, histogram in service.requests.latency.items():
+            seconds.add_metric([route], histogram.sum_s)
+        yield seconds
         yield from _of_runs(rows)
 
     return metrics_response(everything, accept=accept)
 
 
-def _read_jobs(service: Service) -> tuple[Mapping[str, int], list[Job]]:
-    """Return how many jobs have each state, and the jobs that run or have just ended."""
-    store, home = service.store, service.data.home
-    counts = jobs.counts(store, home)
-    running = jobs.find(store, states=ACTIVE, home=home, limit=_MOST_JOBS).items
-    ended = jobs.find(store, states=ENDED, home=home, limit=_MOST_JOBS).items
-    since = store.clock() - _SHOWN_FOR
-    return counts, [*running, *(job for job in ended if job.ended is not None and job.ended >= since)]
-
-
-def _last_rows(service: Service, job: Job) -> dict[str, Mapping[str, Any]]:
-    """Return the last row of each kind."""
-    try:
-        lines = reads.last_lines(service.store, [job.id], _KINDS)[job.id]
-    except (UnknownJob, RunDirectoryError):  # deleted meanwhile, or its disk does not answer
-        return {}
-    return {kind: line.whole for kind, line in lines.items()}
-
-
-def _now(service: Service, counts: Mapping[str, int] | None) -> Iterator[Metric]:
-    yield _gauge("store_up", "1 while the database answers.", float(counts is not None))
-    if counts is not None:
-        family = GaugeMetricFamily(f"{_PREFIX}_jobs", "Jobs in each state.", labels=["state"])
-        for state in get_args(JobState):
-            family.add_metric([state], counts.get(state, 0))
-        yield family
-    slots = service.supervisor.slots.values() if service.supervisor is not None else ()
-    running = sum(slot.process is not None for slot in slots)
-    yield _gauge("processes", "Processes of jobs that run.", running)
-    yield _gauge("event_streams", "Event streams that are open.", service.streams)
-
-
 def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(f"{_PREFIX}_{name}", text, value)
-
-
-def _so_far(service: Service) -> Iterator[Metric]:
-    yield from service.watcher.registry.collect()
-    yield service.requests.reply_family(f"{_PREFIX}_http_requests")
-    seconds = CounterMetricFamily(
-        f"{_PREFIX}_http_request_seconds", "Seconds until answers ended; streams left out.", labels=["route"]
-    )
-    for route, histogram in service.requests.latency.items():
-        seconds.add_metric([route], histogram.sum_s)
-    yield seconds
 
 
 def _of_runs(jobs: Iterable[tuple[Job, Mapping[str, Mapping[str, Any]]]]) -> Iterator[Metric]:

@@ -19,11 +19,10 @@ from trainer_backend.job.foreign_keys import NEW_NAMES
 from trainer_backend.job.tables import HUB_NAME
 from trainer_backend.jobs.posted import copy_table, document_of, refuse_unwritable
 from trainer_backend.jobs.routes import CreateQuery, IdempotencyKey, Resolved
-from trainer_backend.jobs.service import Service, find_job, service_of
+from trainer_backend.jobs.service import find_job, job_view, service_of
 from trainer_backend.jobs.submission import Submission, digest_of, resolution, submit
 from trainer_backend.jobs.task_app_trial import Verified, Verify, try_at_task_apps, verify
-from trainer_backend.jobs.views import job_view
-from trainer_backend.store.rows import Job, JobView
+from trainer_backend.store.rows import JobView
 
 # Published keys of other backends, by table. They are ignored, and the reply names them.
 NOT_READ = {
@@ -32,16 +31,10 @@ NOT_READ = {
     "model": ("trainer_mode", "label"),
     "rollout": ("batches_per_step", "ops"),
     "training": (
-        "batch_size",
-        "max_turns",
-        "gradient_accumulation_steps",
-        "max_accumulated_minibatch",
-        "log_interval",
-        "weight_sync_interval",
-        "weight_sync",
-        "async_semaphore_max",
+        "batch_size", "max_turns", "gradient_accumulation_steps", "max_accumulated_minibatch",
+        "log_interval", "weight_sync_interval", "weight_sync", "async_semaphore_max",
     ),
-}
+}  # fmt: skip
 # Published keys for the model and its origin.
 _MODEL_NAMES = ("base", "source")
 _OURS = ("preset", "path", "name")
@@ -50,15 +43,10 @@ _OURS = ("preset", "path", "name")
 def translate(
     config: dict[str, Any], *, task_url: str | None, model: str | None
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Translate a launcher's tables into ours.
+    """Translate the tables of a launcher's TOML into ours; return a sentence for each ignored key too.
 
-    Args:
-        config: the tables of the launcher's TOML.
-        task_url: `data.endpoint_base_url`; it wins, since the launcher has tried it.
-        model: `data.model` or `data.base_model`.
-
-    Returns:
-        The tables of our job, and a sentence for each ignored key.
+    `task_url` is `data.endpoint_base_url`, which wins, since the launcher has tried it; `model` is
+    `data.model` or `data.base_model`.
     """
     refuse_unwritable(config)
     tables: dict[str, Any] = deepcopy(config)
@@ -152,8 +140,6 @@ def _count_iterations(tables: dict[str, Any]) -> None:
 
 router = APIRouter(tags=["launchers"])
 
-_JSON = "application/json"
-
 
 class LauncherData(OpenBody):
     """A launcher's job; `config` is the whole TOML, as tables or as text."""
@@ -217,12 +203,14 @@ async def create_rl_job(
     if query.dry_run:
         resolved = await resolution(service, submission)
         warnings = (*warnings, *resolved.warnings, *await try_at_task_apps(resolved.toml))
-        return Response(Resolved(toml=resolved.toml, warnings=warnings).model_dump_json(), media_type=_JSON)
+        answer = Resolved(toml=resolved.toml, warnings=warnings)
+        return Response(answer.model_dump_json(), media_type="application/json")
     job, is_new, doubts = await submit(service, submission, idempotency_key, try_at_task_apps)
     if not is_new:
         response.status_code = 200
         response.headers["Idempotency-Replayed"] = "true"
-    return LauncherReply(**await _view(service, job), warnings=(*warnings, *doubts))
+    view, all_told = await service.line.ask(job_view, job), (*warnings, *doubts)
+    return LauncherReply(**dict(view), job_id=job.id, status=job.state, warnings=all_told)
 
 
 @router.get("/api/rl/jobs/{job_id}", include_in_schema=False)
@@ -230,7 +218,8 @@ async def create_rl_job(
 async def show_rl_job(request: Request, job_id: str) -> LauncherView:
     """Show one job as in GET /jobs/{job_id}, with the field names of launchers."""
     service = service_of(request)
-    return LauncherView(**await _view(service, await find_job(service, job_id)))
+    view = await service.line.ask(job_view, await find_job(service, job_id))
+    return LauncherView(**dict(view), job_id=view.id, status=view.state)
 
 
 @router.post("/api/rl/verify_task_app", include_in_schema=False)
@@ -238,8 +227,3 @@ async def show_rl_job(request: Request, job_id: str) -> LauncherView:
 async def verify_task_app(request: Request, body: Verify) -> Verified:
     """Check that a task app answers this service and accepts its key. Only allowed task apps are asked."""
     return await verify(body.endpoint_base_url, service_of(request).settings)
-
-
-async def _view(service: Service, job: Job) -> dict[str, Any]:
-    view = await service.ask(job_view, job)
-    return {**dict(view), "job_id": job.id, "status": job.state}

@@ -6,9 +6,10 @@ operator's keys to another host, or listen on an address of choice. Errors never
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,8 +21,8 @@ from shared_schemas.json_text import NUL, read_json
 from shared_schemas.plain_text import decode_text
 from trainer_backend.collect.endpoints import hosts_of_fixed_policies, hosts_to_call
 from trainer_backend.errors import ApiError, JobError, TrainerError, UnknownMediaType
-from trainer_backend.job.layers import anchor
-from trainer_backend.job.load import LoadedJob, dump_job, join_findings, parse_job
+from trainer_backend.job.layers import Places, anchor
+from trainer_backend.job.load import LoadedJob, dump_job, join_findings, parse_job, table_of
 from trainer_backend.job.mixture_table import RolloutOnlyTable
 from trainer_backend.job.rollout_table import WarmupTable
 from trainer_backend.job.schema import JobConfig, JobTable
@@ -31,6 +32,7 @@ from trainer_backend.rundir.new_job import refuse_missing_parts
 from trainer_backend.sinks import SinksTable
 
 WHERE = "the posted job"
+copy_table = partial(table_of, places=Places([WHERE]))
 # Paths that lead to code: allowed in the operator's folders, but not in folders that runs write.
 CODE_PATHS = frozenset({"services.task_plugins", "multi_turn.interaction_config_path"})
 _WANDB_KEY, _SPACE_KEY = "WANDB_API_KEY", "HF_TOKEN"
@@ -86,10 +88,8 @@ def validate_job(
 ) -> tuple[LoadedJob, dict[str, str]]:
     """Validate a posted document, after filling in the operator's addresses where it names none.
 
-    A relative path is looked up in the allowed roots in order, then in the service's working directory.
-
-    Returns:
-        The job, and its tags: those in [tags], replaced by those of the request, `tags`.
+    A relative path is looked up in the allowed roots in order, then in the service's working directory. With
+    the job come its tags: those in [tags], replaced by those of the request, `tags`.
     """
     refuse_unwritable(document)
     own = {name: dict(value) if isinstance(value, Mapping) else value for name, value in document.items()}
@@ -295,14 +295,6 @@ def _roots(key: str, bounds: Bounds) -> tuple[Path, ...]:
     return bounds.roots if key in CODE_PATHS else (*bounds.roots, bounds.data_dir)
 
 
-def copy_table(document: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a copy of a table; empty if it is absent."""
-    table = document.get(name, {})
-    if not isinstance(table, Mapping):
-        raise JobError(f"{WHERE}: {name} is {type(table).__name__}, but it is a table; write [{name}]")
-    return dict(table)
-
-
 def _few(tags: Any) -> Any:
     if isinstance(tags, Mapping) and len(tags) > _MOST_TAGS:
         raise ValueError(f"{len(tags)} tags; at most {_MOST_TAGS}")
@@ -366,8 +358,6 @@ class Checked(Body):
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """A valid job, ready to be stored."""
-
     name: str
     toml: str
     """The job with every default filled in."""
@@ -379,12 +369,9 @@ class Resolution:
 def resolve(
     content: bytes | Mapping[str, Any], media_type: str, tags: Mapping[str, Any], bounds: Bounds
 ) -> Resolution:
-    """Parse and validate a posted job.
+    """Parse and validate a posted job: a body with its Content-Type header, or the tables of a job.
 
-    Args:
-        content: the body of a request, or the tables of a job.
-        media_type: the body's Content-Type header, or nothing.
-        tags: replace those of the job with the same name.
+    `tags` replace those of the job with the same name.
     """
     if isinstance(content, bytes):
         content, own_tags = _read(content, media_type.partition(";")[0].strip().lower())
@@ -481,8 +468,12 @@ def _read(body: bytes, media_type: str) -> tuple[dict[str, Any], Mapping[str, An
     if media_type == _JSON:
         try:
             job = PostedJob.model_validate(read_json(body))
+        except ValidationError as error:
+            finding = error.errors(include_url=False)[0]
+            told = describe_fault(finding, finding["loc"], PostedJob.model_fields)
+            raise ApiError(told, where="body") from error
         except ValueError as error:
-            raise ApiError(_message(error), where="body") from error
+            raise ApiError(str(error), where="body") from error
         tables = job.config if job.toml is None else document_of(text_of(job.toml.encode()))
         return tables or {}, job.tags
     if media_type not in _TOML and not media_type.startswith("text/"):
@@ -498,13 +489,10 @@ def _read(body: bytes, media_type: str) -> tuple[dict[str, Any], Mapping[str, An
         raise JobError(error.detail, hint="curl -d drops line ends; send --data-binary @job.toml.") from error
 
 
-def _message(error: ValueError) -> str:
-    """Name the wrong key of a JSON body."""
-    if not isinstance(error, ValidationError):
-        return str(error)
-    finding = error.errors(include_url=False)[0]
-    name = ".".join(map(str, finding["loc"]))[:80]
+def describe_fault(finding: Mapping[str, Any], path: Sequence[object], known: Collection[str]) -> str:
+    """Say what one of pydantic's errors is about, and what is wrong there."""
+    name = ".".join(map(str, path))[:80]
     if finding["type"] == "extra_forbidden":
-        return f"{name!r} is not known here{did_you_mean(name, PostedJob.model_fields)}"
+        return f"{name!r} is not known here{did_you_mean(str(path[-1]), known) if known else ''}"
     message = finding["msg"].removeprefix("Value error, ")
     return f"{name}: {message}" if name else message

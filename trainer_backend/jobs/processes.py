@@ -31,13 +31,10 @@ Command = Callable[[Path], Sequence[str]]
 
 
 def job_command(run_dir: Path) -> Sequence[str]:
-    """Return the command line of a job's process."""
     return (sys.executable, "-m", "trainer_backend.terminal.job_process", str(run_dir))
 
 
 class JobProcess(Child):
-    """The process of a job."""
-
     is_stopping = False  # whether a signal to stop was sent
     late = False  # whether it had to be killed after that
     log_start = 0  # the bytes of process.log that earlier processes of the job wrote

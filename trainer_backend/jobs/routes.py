@@ -11,10 +11,9 @@ from shared_schemas.base import Body
 from trainer_backend.jobs.data_dir import forget_job
 from trainer_backend.jobs.exposition import page
 from trainer_backend.jobs.posted import Checked, PostedJob, check
-from trainer_backend.jobs.service import Service, find_job, refuse_foreign, service_of
+from trainer_backend.jobs.service import Service, find_job, job_view, refuse_foreign, service_of
 from trainer_backend.jobs.states import Verb
 from trainer_backend.jobs.submission import Submission, apply_verb, digest_of, resolution, submit
-from trainer_backend.jobs.views import JobList, job_view
 from trainer_backend.store import jobs
 from trainer_backend.store.rows import JobState, JobView
 
@@ -42,6 +41,13 @@ class Resolved(Body):
 
     toml: str
     warnings: tuple[str, ...]
+
+
+class JobList(Body):
+    """A page of jobs, newest first. Send `next_cursor` with the next request; null: this page is the last."""
+
+    jobs: tuple[JobView, ...]
+    next_cursor: str | None
 
 
 class CreateQuery(Body):
@@ -93,7 +99,7 @@ async def create_job(
         response.status_code = 200
         response.headers["Idempotency-Replayed"] = "true"
     response.headers["Location"] = f"/jobs/{job.id}"
-    view = await service.ask(job_view, job)
+    view = await service.line.ask(job_view, job)
     return Created(**dict(view), warnings=warnings)
 
 
@@ -108,10 +114,10 @@ async def check_job(request: Request) -> Checked:
 async def list_jobs(request: Request, query: Annotated[ListQuery, Query()]) -> JobList:
     """List jobs, newest first, including runs of `turnwise train` (`origin` cli)."""
     service = service_of(request)
-    page = await service.ask(
+    page = await service.line.ask(
         jobs.find, service.store, states=query.state, cursor=query.cursor, limit=query.limit
     )
-    views = await service.ask(lambda: tuple(map(job_view, page.items)))
+    views = await service.line.ask(lambda: tuple(map(job_view, page.items)))
     return JobList(jobs=views, next_cursor=page.cursor)
 
 
@@ -119,7 +125,7 @@ async def list_jobs(request: Request, query: Annotated[ListQuery, Query()]) -> J
 async def show_job(request: Request, job_id: str) -> JobView:
     """Show one job by its id, by at least 6 leading characters of the id, or by a unique name."""
     service = service_of(request)
-    return await service.ask(job_view, await find_job(service, job_id))
+    return await service.line.ask(job_view, await find_job(service, job_id))
 
 
 @router.get(
@@ -140,7 +146,7 @@ async def delete_job(request: Request, job_id: str, query: Annotated[DeleteQuery
     job = await find_job(service, job_id)
     refuse_foreign(service, job)
     try:
-        await service.ask(forget_job, service.store, service.data, job, files=query.files)
+        await service.line.ask(forget_job, service.store, service.data, job, files=query.files)
     finally:  # even if the request timed out: the deletion may have started
         service.sweeper.wake()
     service.changed(job.id)
@@ -169,7 +175,7 @@ async def cancel_job(request: Request, job_id: str) -> JobView:
 
 async def _apply(service: Service, verb: Verb, job_id: str) -> JobView:
     job = await apply_verb(service, verb, await find_job(service, job_id))
-    return await service.ask(job_view, job)
+    return await service.line.ask(job_view, job)
 
 
 info_router = APIRouter(tags=["service"])
@@ -257,4 +263,4 @@ async def show_metrics(request: Request) -> Response:
     """Return the service's counts and the last numbers of running jobs in Prometheus' text format."""
     service = service_of(request)
     accept = request.headers.get("accept", "")
-    return await service.ask(page, service, version=request.app.version, accept=accept)
+    return await service.line.ask(page, service, version=request.app.version, accept=accept)

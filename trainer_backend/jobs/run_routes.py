@@ -15,20 +15,11 @@ from trainer_backend.jobs.service import find_job, service_of
 from trainer_backend.rundir.files import object_of
 from trainer_backend.rundir.state import LOG_FILE, LogLine, line_of
 from trainer_backend.store import reads
-from trainer_backend.store.rows import Job
+from trainer_backend.store.rows import Curve, Job
 
 router = APIRouter(tags=["runs"])
 
 _FILES = {"run": LOG_FILE, "process": PROCESS_LOG}  # the others are named as their part
-
-
-class Curve(Body):
-    """A metric over iterations; a long curve is reduced to means of intervals with their bounds."""
-
-    iterations: tuple[int, ...]
-    values: tuple[float, ...]
-    low: tuple[float, ...]
-    high: tuple[float, ...]
 
 
 class Metrics(Body):
@@ -76,22 +67,18 @@ async def show_job_metrics(request: Request, job_id: str, query: Annotated[Metri
     """Read curves of a run by metric name; docs/metrics.md describes each."""
     service = service_of(request)
     job = await find_job(service, job_id)
-    names = query.names or await service.ask(reads.metric_names, service.store, job.id, query.kind)
-    curves = await service.ask(
+    names = query.names or await service.line.ask(reads.metric_names, service.store, job.id, query.kind)
+    curves = await service.line.ask(
         reads.series, service.store, [job.id], names, kind=query.kind, points=query.points
     )
-    series = {
-        name: Curve(iterations=curve.iterations_N, values=curve.values_N, low=curve.low_N, high=curve.high_N)
-        for name, curve in curves[job.id].items()
-    }
-    return Metrics(job_id=job.id, kind=query.kind, series=series)
+    return Metrics(job_id=job.id, kind=query.kind, series=curves[job.id])
 
 
 @router.get("/jobs/{job_id}/log")
 async def show_job_log(request: Request, job_id: str, query: Annotated[LogQuery, Query()]) -> Log:
     """Read lines of a run's logs; of a long log the last megabyte."""
     service = service_of(request)
-    return await service.ask(_log, await find_job(service, job_id), query)
+    return await service.line.ask(_log, await find_job(service, job_id), query)
 
 
 def _log(job: Job, query: LogQuery) -> Log:

@@ -19,6 +19,7 @@ from trainer_backend.jobs.processes import Command, job_command
 from trainer_backend.jobs.service import Service
 from trainer_backend.jobs.sessions import LoginSessions
 from trainer_backend.jobs.settings import Settings
+from trainer_backend.jobs.slots import Line
 from trainer_backend.jobs.supervisor import Supervisor
 from trainer_backend.jobs.watcher import News, Watcher
 from trainer_backend.operator_plugins import load_packages, load_plugins
@@ -28,6 +29,8 @@ log = structlog.get_logger("trainer")
 
 # Time for a thread to end.
 _LAST_S = 1.0
+# More than asyncio's default on a small machine, since a hanging database holds one per request.
+_THREADS = 24
 
 
 def serve_trainer(settings: Settings, say: Callable[[str], None], *, command: Command = job_command) -> None:
@@ -83,8 +86,11 @@ def open_service(
             if settings.jobs:
                 supervisor = Supervisor(store, data, news, watcher, settings, command=command)
             key = settings.api_key
+            line = Line("trainer", store.shown, settings.store_s, threads=_THREADS)
             keys = Keys([] if key is None else [key], variable=TRAINER_KEY), LoginSessions(key)
-            yield Service(settings, store, data, news, watcher, Sweeper(data), checks, supervisor, *keys)
+            yield Service(
+                settings, store, data, news, watcher, Sweeper(data), checks, supervisor, line, *keys
+            )
         finally:
             store.close()
 

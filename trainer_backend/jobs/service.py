@@ -1,10 +1,8 @@
 """The object that all routes share, and the search for the job that a request names."""
 
-import asyncio
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import ParamSpec, TypeVar
+from pathlib import Path
 
 from fastapi import Request
 
@@ -16,21 +14,17 @@ from trainer_backend.jobs.check_process import CheckProcess
 from trainer_backend.jobs.data_dir import DataDir, Sweeper
 from trainer_backend.jobs.sessions import LoginSessions
 from trainer_backend.jobs.settings import Settings
-from trainer_backend.jobs.slots import late
+from trainer_backend.jobs.slots import Line
 from trainer_backend.jobs.supervisor import Supervisor
 from trainer_backend.jobs.watcher import News, Watcher
+from trainer_backend.rundir.state import FINAL, read_state
 from trainer_backend.store import jobs
 from trainer_backend.store.database import JobConflict, Store, UnknownJob
-from trainer_backend.store.rows import Job
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
+from trainer_backend.store.rows import ACTIVE, Job, JobView, Progress, iterations_of
 
 
 @dataclass(slots=True)
 class Service:
-    """The parts of a running service."""
-
     settings: Settings
     store: Store
     data: DataDir
@@ -41,6 +35,8 @@ class Service:
     """The process that parses clients' input."""
     supervisor: Supervisor | None
     """None if the service runs no jobs (--no-jobs)."""
+    line: Line
+    """The threads of requests."""
     keys: Keys
     sessions: LoginSessions
     guesses: Guesses = field(default_factory=Guesses)
@@ -48,16 +44,6 @@ class Service:
     """Statistics of the replies."""
     streams: int = 0
     """Number of open event streams."""
-
-    async def ask(
-        self, call: Callable[Arguments, Result], *arguments: Arguments.args, **keywords: Arguments.kwargs
-    ) -> Result:
-        """Call the store or the disk on a thread, with a deadline."""
-        try:
-            async with asyncio.timeout(self.settings.store_s):
-                return await asyncio.to_thread(call, *arguments, **keywords)
-        except TimeoutError as error:
-            raise late(self.store.shown, self.settings.store_s) from error
 
     def changed(self, job_id: str) -> None:
         """Wake the supervisor and the open pages after a change of a job's row."""
@@ -67,10 +53,19 @@ class Service:
 
 
 def service_of(request: Request) -> Service:
-    """Return the application's service."""
     service = request.app.state.service
     assert isinstance(service, Service)
     return service
+
+
+def job_view(job: Job) -> JobView:
+    """Build the view of a job. It reads the run directory: call it on a thread."""
+    state, progress = read_state(Path(job.run_dir)) if job.run_dir is not None else None, None
+    if state is not None:
+        same = {name: getattr(state, name) for name in ("iteration", "stage", "done", "total", "since")}
+        stage_state = state.state if job.state in ACTIVE or state.state in FINAL else "gone"
+        progress = Progress(state=stage_state, iterations=iterations_of(job.config), **same)
+    return JobView(**{name: getattr(job, name) for name in JobView.model_fields} | {"progress": progress})
 
 
 _SHORTEST = 6
@@ -82,8 +77,8 @@ _MOST_NAMED = 8
 async def find_job(service: Service, name: str) -> Job:
     """Find a job by its id, the beginning of its id, or a name that only one job has."""
     with suppress(UnknownJob):
-        return await service.ask(jobs.get, service.store, name)
-    rows = (await service.ask(jobs.find, service.store, limit=_MOST_SEARCHED)).items
+        return await service.line.ask(jobs.get, service.store, name)
+    rows = (await service.line.ask(jobs.find, service.store, limit=_MOST_SEARCHED)).items
     matches = [job for job in rows if job.name == name]
     if len(name) >= _SHORTEST:
         matches += [job for job in rows if job.id.startswith(name) and job.name != name]

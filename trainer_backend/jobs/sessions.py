@@ -16,11 +16,7 @@ _CONTENT = b"session"
 
 
 class LoginSessions:
-    """Gives and checks the cookies of one key; a new key ends them all.
-
-    Args:
-        clock: seconds since the epoch.
-    """
+    """Gives and checks the cookies of one key; a new key ends them all. `clock` tells seconds since 1970."""
 
     def __init__(self, key: SecretStr | None, *, clock: Callable[[], float] = time.time) -> None:
         self._signer = None if key is None else _Signer(key.get_secret_value(), clock)

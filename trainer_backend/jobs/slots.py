@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ParamSpec, TypeVar
@@ -57,34 +58,35 @@ Result = TypeVar("Result")
 
 
 class Line:
-    """Runs calls that may hang in a database or network disk, one at a time, each with a deadline.
+    """Runs calls that may hang in a database or network disk, each with a deadline.
 
     A stuck thread cannot be ended. So each caller has a Line with one thread of its own: its next call waits
     for the stuck one, within the same deadline, and takes no thread from other callers.
 
     Args:
         shown: the store's address for messages.
-        answer_s: the deadline; while the previous call still runs, it covers both.
+        answer_s: the deadline; while an earlier call still holds the thread, it covers both.
+        threads: more than one where calls do not wait for each other.
     """
 
-    def __init__(self, name: str, shown: str, answer_s: float) -> None:
-        self.thread = ThreadPoolExecutor(1, name)
+    def __init__(self, name: str, shown: str, answer_s: float, *, threads: int = 1) -> None:
+        self.thread = ThreadPoolExecutor(threads, name)
         self._shown, self._answer_s = shown, answer_s
 
     async def ask(
         self, call: Callable[Arguments, Result], *arguments: Arguments.args, **named: Arguments.kwargs
     ) -> Result:
         """Return the call's result. A call that misses the deadline continues, but its result is lost."""
-        loop = asyncio.get_running_loop()
+        loop, logged = asyncio.get_running_loop(), copy_context()  # logs of a request tell its id
         try:
             async with asyncio.timeout(self._answer_s):
-                return await loop.run_in_executor(self.thread, partial(call, *arguments, **named))
+                return await loop.run_in_executor(
+                    self.thread, partial(logged.run, partial(call, *arguments, **named))
+                )
         except TimeoutError as error:
-            raise late(self._shown, self._answer_s) from error
-
-
-def late(shown: str, answer_s: float) -> StoreUnavailable:
-    return StoreUnavailable(f"the store {shown} did not answer within {answer_s:g} s")
+            raise StoreUnavailable(
+                f"the store {self._shown} did not answer within {self._answer_s:g} s"
+            ) from error
 
 
 async def wait_for_threads(threads: Iterable[ThreadPoolExecutor], *, at_most_s: float) -> None:

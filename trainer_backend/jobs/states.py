@@ -29,8 +29,6 @@ MOST_FAULTS = 2
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a process ended."""
-
     exit_code: int
     """Exit code; negative: the signal that killed it."""
     state: RunState | None = None
@@ -174,11 +172,8 @@ def changes_for(verb: Verb, job: Job, now: datetime) -> Changes | None:
 def changes_for_external(job: Job, status: RunStatus, *, start: datetime, end: datetime) -> Changes | None:
     """Return the changes for the row of a run that another process trains; None: the row is current.
 
-    The state follows from the run's lock and the last state that its process wrote.
-
-    Args:
-        start: when the run was made, which may be long before this service has found it.
-        end: when it ended, if it has; this may be long before that too.
+    The state follows from the run's lock and the last state that its process wrote. `start` is when the run
+    was made and `end` when it ended, if it has; both may be long before this service has found it.
     """
     state, code, detail = state_of_run(status)
     if (job.state, job.code, job.detail) == (state, code, detail) and job.started is not None:

@@ -10,7 +10,7 @@ import structlog
 
 from shared_schemas.plain_text import read_text
 from trainer_backend.errors import QueueFull, RunsNoJobs, TrainerError
-from trainer_backend.jobs.posted import Resolution, check, may_name, resolve
+from trainer_backend.jobs.posted import Checked, Finding, Resolution, check, may_name, resolve
 from trainer_backend.jobs.service import Service, find_job, refuse_foreign
 from trainer_backend.jobs.states import Verb, changes_for
 from trainer_backend.pages import page
@@ -59,11 +59,10 @@ async def submit(
     """
     if service.supervisor is None:
         raise RunsNoJobs(
-            "this service only shows runs (--no-jobs)",
-            hint="Start one that runs jobs: turnwise trainer.",
+            "this service only shows runs (--no-jobs)", hint="Start one that runs jobs: turnwise trainer."
         )
     if key is not None:
-        earlier = await service.ask(
+        earlier = await service.line.ask(
             jobs.job_of_request, service.store, service.data.home, key, submission.digest
         )
         if earlier is not None:
@@ -74,7 +73,7 @@ async def submit(
     resolved = await resolution(service, submission)
     # The trial takes seconds; the count below includes jobs posted meanwhile.
     trial_warnings = () if trial is None else await trial(resolved.toml)
-    queued = (await service.ask(jobs.counts, service.store, service.data.home)).get("queued", 0)
+    queued = (await service.line.ask(jobs.counts, service.store, service.data.home)).get("queued", 0)
     if queued >= service.settings.max_queued:
         raise QueueFull(f"{queued} jobs wait for their turn, the most that this service takes")
     new = Job(
@@ -86,7 +85,7 @@ async def submit(
         idempotency_key=key,
         body_hash=submission.digest if key is not None else None,
     )
-    job, is_new = await service.ask(jobs.create, service.store, new)
+    job, is_new = await service.line.ask(jobs.create, service.store, new)
     service.changed(job.id)
     return job, is_new, (*resolved.warnings, *trial_warnings)
 
@@ -95,7 +94,7 @@ async def apply_verb(service: Service, verb: Verb, job: Job) -> Job:
     """Write a verb into a job's row and return the row; the supervisor acts on it."""
     refuse_foreign(service, job)
     now = service.store.clock()
-    row = await service.ask(
+    row = await service.line.ask(
         jobs.change, service.store, job.id, lambda current: changes_for(verb, current, now)
     )
     service.changed(job.id)
@@ -111,14 +110,12 @@ class JobsForPages:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def check(self, text: str) -> page.Findings:
+    async def check(self, text: str) -> Checked:
         bounds = self._service.settings.bounds
         try:
-            checked = await self._service.checks.ask(check, _bytes_of(text), bounds)
+            return await self._service.checks.ask(check, _bytes_of(text), bounds)
         except TrainerError as error:
-            return page.Findings(errors=(page.Finding(str(error)),))
-        findings = tuple(page.Finding(finding.text, finding.line) for finding in checked.findings)
-        return page.Findings(warnings=findings) if checked.ok else page.Findings(errors=findings)
+            return Checked(ok=False, findings=(Finding(severity="error", text=str(error), line=None),))
 
     async def submit(self, text: str, form: str) -> Job:
         body = _bytes_of(text)

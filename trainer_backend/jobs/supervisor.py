@@ -198,7 +198,6 @@ class Supervisor:
             await self._change(row.id, lambda job: {"state": "queued"} if job.state == "running" else None)
 
     async def _start(self, row: Job, slot: Slot) -> None:
-        """Start the process of a running job."""
         self.slots[row.id] = slot
         try:
             run = await self._line.ask(self._data.run_of, row)

@@ -51,7 +51,6 @@ class News:
         return self._counts[job_id]
 
     def tell(self, job_id: str) -> None:
-        """Announce news of a job."""
         self._counts[job_id] += 1
         self._wake()
 
@@ -176,8 +175,7 @@ class Watcher:
     def look(self, *, everything: bool) -> list[str]:
         """Look once and return the ids of jobs with news. Call it on a thread.
 
-        Args:
-            everything: also look at inactive and new runs, and again at unreadable ones.
+        `everything` includes inactive and new runs, and unreadable ones again.
         """
         rows = self._rows(everything=everything)
         if everything:

@@ -22,8 +22,6 @@ PACKAGE = "turnwise"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a process was placed."""
-
     host: str | None = None
     """The address that it listens on; None: it is beside this process, and listens on the loopback or an
     inherited socket."""

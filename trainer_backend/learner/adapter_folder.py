@@ -65,12 +65,9 @@ def write_for_transformers(folder: Path, own: Path, base: Path) -> None:
 
         B_n A_n - B_0 A_0 = [B_n, -B_0] [A_n; A_0]
 
-    Where there was no warm-up, B_0 is 0, and the adapters are written as they are.
-
-    Args:
-        own: the folder of the adapters, as `Adapter.save` wrote it.
-        base: the checkpoint with the plain model; its path is written down whole, since transformers would
-            read a relative one from its working folder.
+    Where there was no warm-up, B_0 is 0, and the adapters are written as they are. `own` is their folder, by
+    `Adapter.save`. The path of `base` is written down whole: transformers would read a relative one from its
+    working folder.
     """
     stored, before = load_file(own / WEIGHTS), load_file(base / FOLDER / WEIGHTS)
     settings = json.loads((own / SETTINGS).read_text(encoding="utf-8"))

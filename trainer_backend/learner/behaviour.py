@@ -23,7 +23,6 @@ from trainer_backend.core.columns import Row
 from trainer_backend.core.mixture_history import COUNTED, metric_of
 from trainer_backend.core.objective import Objective
 from trainer_backend.core.policies import ACTOR
-from trainer_backend.core.segments import Segment
 from trainer_backend.errors import NonFiniteLoss, SamplerMismatch, place
 from trainer_backend.job.mixture_table import RolloutOnlyTable
 from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
@@ -88,7 +87,7 @@ def weighed(
         reference = () if draft.reference is None else draft.reference
         rows = {"learner": own, "sampler": draft.segment.logprobs, "reference": reference}
         for whose, values in rows.items():
-            _refuse_non_finite(draft.segment, values, f"the {whose}'s log-prob")
+            draft.segment.refuse_non_finite(values, f"the {whose}'s log-prob", NonFiniteLoss)
     weights: dict[int, NDArray[Any]] = {}
     logs: dict[str, NDArray[Any]] = {}
     token_means: dict[str, float] = {}
@@ -173,15 +172,6 @@ def _column(rows: Sequence[Row]) -> Tensor:
     return torch.from_numpy(np.concatenate(rows)).float()
 
 
-def _refuse_non_finite(segment: Segment, values: Row, what: str) -> None:
-    """Name the token whose log-prob is not finite."""
-    finite_N = np.isfinite(values)
-    if not finite_N.all():
-        n = int(finite_N.argmin())
-        turn, token = int(segment.decision[n]) + 1, int(segment.sampled_positions[n])
-        raise NonFiniteLoss(f"{what} is {values[n]}", where=place(segment.rollout_id, turn, token))
-
-
 # The actor's are logged as `loss/…` too; here they are under its name, beside the fixed policies'.
 _OF_THE_LOSS = ("clip_low_share", "clip_high_share", "ratio_mean", "entropy")
 
@@ -190,11 +180,9 @@ def mismatch(scored: Sequence[Scored], policy_version: int | None, *, limit: flo
     """How far the sampler's log-probs are from the learner's own: the token-in, token-out check.
 
     Of what `policy_version` sampled (None: of all of the actor's): another policy's samples are far away, and
-    an older version's may be.
-
-    Returns:
-        mismatch/logprob_max and mismatch/logprob_mean (nats), and mismatch/checked_share where older versions
-        may have sampled too. Empty, or that share alone, where there is nothing to check.
+    an older version's may be. Gives mismatch/logprob_max and mismatch/logprob_mean (nats), and
+    mismatch/checked_share where older versions may have sampled too. Empty, or that share alone, where there
+    is nothing to check.
     """
     of_actor = [item for item in scored if item.policy == ACTOR]
     sampled = sum(len(item.proximal) for item in of_actor)

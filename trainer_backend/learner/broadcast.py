@@ -31,14 +31,10 @@ _GRACE_S = 1.0
 class WeightSender:
     """Sends one version of the policy to the servers that ask for it, any number of times.
 
-    Args:
-        host: the address of this machine at which the servers reach it.
-        backend: "nccl", or "gloo" for tensors in main memory.
-        timeout_s: a member of a group that takes longer for one tensor is lost.
-
-    Attributes:
-        address: host and port where servers ask.
-        answer_s: a worker that waits, and takes longer to answer a call, is dead or stands still.
+    They reach this machine at the address `host`, and ask at `address`, host and port. `backend` is "nccl",
+    or "gloo" for tensors in main memory. A member of a group that takes longer than `timeout_s` for one
+    tensor is lost; a worker that waits, and takes longer than `answer_s` to answer a call, is dead or stands
+    still.
     """
 
     answer_s = 5.0
@@ -59,14 +55,12 @@ class WeightSender:
         self._names = map("group_{}".format, count())
 
     def ready(self, expected: int, since: float) -> int:
-        """How many servers `send` will send the weights to; 0 as long as others are waited for.
+        """How many servers `send` will send the weights to, `expected` at most; 0 as long as others are
+        waited for.
 
-        The first one is waited for, then the others as long again. A server that died or stands still since
-        it has asked is left out. It takes a tenth of a second where there is nobody.
-
-        Args:
-            expected: nobody is waited for beyond this many.
-            since: the time, by the monotonic clock, since when servers are waited for.
+        The first one is waited for, since the time `since` of the monotonic clock, then the others as long
+        again. A server that died or stands still since it has asked is left out. Where there is none it takes
+        a tenth of a second.
         """
         end = time.monotonic() + _TURN_S
         while (now := time.monotonic()) < end:
@@ -81,17 +75,13 @@ class WeightSender:
         return 0
 
     def send(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
-        """Send weights to the servers that `ready` has counted, each tensor as it comes.
+        """Send weights to the servers that `ready` has counted, each tensor as it comes; return how many
+        loaded all.
 
-        All of `tensors` are taken whatever happens: another rank may take part in making each of them. One
-        is alive at a time, beside its copy in the precision and memory that is sent.
-
-        Args:
-            tensors: by their names in a Hugging Face checkpoint, each on the device of the group's backend.
-
-        Returns:
-            How many servers have loaded all of it. Where one has failed amid it, none has, and those that are
-            left ask again.
+        `tensors` have their names in a Hugging Face checkpoint, and are on the device of the group's backend.
+        All are taken whatever happens: another rank may take part in making each of them. One is alive at a
+        time, beside its copy in the precision and memory that is sent. Where a server fails amid it, none has
+        loaded all of it, and those that are left ask again.
         """
         members, self._called = self._called, []
         name, size = next(self._names), len(members) + 1

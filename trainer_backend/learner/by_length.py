@@ -98,7 +98,7 @@ def _longest_first(bounds: SegmentBounds) -> list[tuple[int, int]]:
 
 
 def _side_by_side(groups: Sequence[Tensor]) -> Groups:
-    """Args: groups: each [2, segments], the first token of each segment and the one after its last."""
+    """Of groups, each [2, segments]: the first token of each segment and the one after its last."""
     tokens, is_real, shapes = [], [], []
     for first_G, end_G in groups:
         longest = int((end_G - first_G).max())

@@ -40,8 +40,7 @@ def through(module: nn.Module, function: Callable[..., Result], *arguments: Any)
 def mesh_of(ranks: Ranks, replicas: int, device: str) -> DeviceMesh:
     """How the ranks lie: `replicas` groups that hold all weights each. All ranks ask for it first together.
 
-    Raises:
-        JobError: they cannot be cut into so many equal groups.
+    Raises JobError where they cannot be cut into so many equal groups.
     """
     if ranks.count % replicas:
         raise JobError(
@@ -59,8 +58,7 @@ def mesh_of(ranks: Ranks, replicas: int, device: str) -> DeviceMesh:
 def shard(model: PreTrainedModel, ranks: Ranks, table: LearnerTable, device: torch.device) -> None:
     """Share the model's weights out to the ranks, in place; the device gets this rank's share alone.
 
-    Args:
-        model: the same on every rank, in main memory; small weights are left whole (`_apart`).
+    The model is the same on every rank, in main memory; small weights are left whole (`_apart`).
     """
     mesh = mesh_of(ranks, table.data_parallel_replicate_degree, device.type)
     apart = _apart(model)

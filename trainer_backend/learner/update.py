@@ -242,16 +242,13 @@ class PolicyUpdate:
     ) -> dict[str, float]:
         """The gradient of a step, left on the parameters, and its metrics.
 
-        Once the pieces so far are beyond the drift limit, so is the step: no piece takes anything away. The
-        others then have a forward pass alone, for the metrics, and the gradient is not to be used.
+        Once the pieces so far are beyond the drift limit, the most of DRIFT with which a step is taken
+        (nats), so is the step: no piece takes anything away. The others then have a forward pass alone, for
+        the metrics, and the gradient is not to be used.
 
-        Args:
-            step: some of what `weighed` gave, or drafts for `first`.
-            episodes: by rollout id.
-            steps: how many the pass is cut into.
-            is_first: whether the weights are those that gave the proximal log-probs.
-            first: scores this step by its own forward passes; None: it is scored.
-            drift_limit: the most of DRIFT with which the step is taken (nats).
+        `step` is some of what `weighed` gave, or drafts that `first` scores by the step's own forward passes;
+        `episodes` are by rollout id. The pass is cut into `steps`, and `is_first` says whether the weights
+        are those that gave the proximal log-probs.
         """
         width = row_width([item.segment for item in step], self._table.row_tokens)
         batch = self._terms.trusted(self._batch(step, episodes, self._token_weights(step, steps), width))

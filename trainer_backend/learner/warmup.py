@@ -132,7 +132,11 @@ def _rendered(
     Many at a time take a third of the time that they would take one by one.
     """
     conversations = [[message.model_dump(exclude_none=True) for message in seen] for _, seen in imitated]
-    texts, answers = renderer.answer_texts(conversations, [_answer(step) for step, _ in imitated], tools)
+    said = [
+        {"role": "assistant", "content": words} | ({"tool_calls": calls} if calls else {})
+        for calls, words in (_target(step) for step, _ in imitated)
+    ]
+    texts, answers = renderer.answer_texts(conversations, said, tools)
     targets = [answer for answer in answers if answer is not None]
     if len(targets) < len(answers):
         raise JobTeachesNothing(
@@ -140,11 +144,6 @@ def _rendered(
             "cut out of a rendered conversation"
         )
     return renderer.encode_all(texts), renderer.encode_all(targets)
-
-
-def _answer(step: StepData) -> dict[str, Any]:
-    calls, words = _target(step)
-    return {"role": "assistant", "content": words} | ({"tool_calls": calls} if calls else {})
 
 
 def _segment(name: str, t: int, prompt: Sequence[int], target: Sequence[int]) -> Segment:

@@ -256,13 +256,10 @@ def rms_norm(
     sums_TW: Tensor,
     out: torch.dtype,
 ) -> Tensor:
-    """[T, W] norm of states plus what is added to them, rounded once.
+    """[T, W] norm of states, float32, plus what is added to them, of any type; rounded once, to the type
+    `out`.
 
-    Args:
-        states_TW: float32.
-        added_TW: of any type; None adds nothing.
-        sums_TW: float32, where the sum is written; may be the states. Not written where nothing is added.
-        out: type of the result.
+    The sum is written to `sums_TW`, float32, which may be the states; not where nothing is added (None).
     """
     rows, width = states_TW.shape
     out_TW = torch.empty((rows, width), dtype=out, device=states_TW.device)
@@ -316,11 +313,10 @@ def rotary(
 ) -> Tensor:
     """[T, S, D] heads, each normed if `weights` are given, and rotated to its token's position.
 
-    Args:
-        heads_TSD: heads of a token are adjacent; tokens may have any stride.
-        weights: of the norms of the first `queries` heads and of the others, float32 [D].
-        cos_LD, sin_LD: float32, of all positions; both halves alike, but for the sign of the first half.
-        positions_T: int64; None: token t has row t of the tables.
+    Heads of a token are adjacent; tokens may have any stride. `weights` are of the norms of the first
+    `queries` heads and of the others, float32 [D]. The tables `cos_LD` and `sin_LD` are float32, of all
+    positions; both halves alike, but for the sign of the first half. Where `positions_T`, int64, is None,
+    token t has row t of the tables.
     """
     tokens, heads, dim = heads_TSD.shape
     out_TSD = torch.empty((tokens, heads, dim), dtype=out, device=heads_TSD.device)

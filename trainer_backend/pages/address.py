@@ -63,8 +63,7 @@ def link_list(
 ) -> dict[str, Any]:
     """Return a list's order, and the addresses of its present, first and next page and of other orders.
 
-    Args:
-        cursor: of the next page, if there is one.
+    `cursor` is that of the next page, if there is one.
     """
 
     def address(**changes: object) -> str:

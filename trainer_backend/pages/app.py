@@ -6,7 +6,7 @@ from functools import cache
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from trainer_backend.pages import episode, jobs, rollouts, run, runs
+from trainer_backend.pages import episode, jobs, run, runs
 from trainer_backend.pages.page import HEADERS, STATIC, version
 
 _FOR_GOOD = "public, max-age=31536000, immutable"
@@ -26,7 +26,7 @@ def _files() -> dict[str, tuple[bytes, str]]:
 
 
 router = APIRouter(include_in_schema=False)
-for part in (runs, run, rollouts, episode, jobs):
+for part in (runs, run, episode, jobs):
     router.include_router(part.router)
 
 

@@ -1,7 +1,6 @@
 """`write_comparison`: the dashboard's page of runs laid over one another, saved as one HTML file."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -24,18 +23,6 @@ _TASK = (
 _ROWS = ("data.path", "data.split", "data.evaluation_", "data.held_out_")
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The last evaluation of a run minus that of the first run, world by world."""
-
-    outcome: Interval | None
-    """The mean difference; None if no world was played by both."""
-    doubt: tuple[str, ...]
-    """The keys that differ and make the same world another task."""
-    mismatch: tuple[str, ...] = ()
-    """Why rows that both played cannot be compared."""
-
-
 def read_sides(paths: Sequence[Path]) -> list[Story]:
     """Read the runs in these folders, and name each by the shortest end of its path that is unique."""
     folders = [path.resolve() for path in paths]
@@ -56,27 +43,31 @@ def name_outcomes(sides: Sequence[Story]) -> list[str]:
     return list(dict.fromkeys(side.outcome for side in sides if side.last_episodes is not None))
 
 
-def differences_to_first(sides: Sequence[Story]) -> list[Difference | None]:
-    """Return the difference of every run to the first one; None for the first itself."""
-    first = sides[0]
-    return [None if side is first else _difference(first, side) for side in sides]
-
-
-def _difference(first: Story, other: Story) -> Difference:
+def _difference(first: Story, other: Story) -> Interval | None:
+    """The last evaluation of a run minus that of the first, by world; None if no world was played by both."""
     before, after = (
         (side.rollouts_file(f"evaluation_{side.last['iteration']}") if side.last else None)
         for side in (first, other)
     )
     other_rows = find_other_rows(first.data, other.data) if first.data and other.data else frozenset()
-    outcome = paired_difference(before, after, without=other_rows) if before and after else None
+    return paired_difference(before, after, without=other_rows) if before and after else None
+
+
+def _doubt(first: Story, other: Story) -> Iterator[str]:
+    """Say what makes the same world another task, and why rows that both played cannot be compared."""
     # Rows whose ids follow from their content are the same in any file and any split.
     by_content = all(side.data is not None and not side.data.by_position for side in (first, other))
     task = _TASK if by_content else (*_TASK, *_ROWS)
-    doubt = [key for key, _ in setting_differences([first, other]) if key.startswith(task)]
-    if first.job.evaluation_temperature != other.job.evaluation_temperature:
-        doubt.append("evaluation.temperature")
-    mismatch = describe_mismatch(first.data, other.data) if first.data and other.data else ()
-    return Difference(outcome, tuple(doubt), tuple(mismatch))
+    keys = [key for key, _ in setting_differences([first, other]) if key.startswith(task)]
+    if len({side.job.evaluation.temperature_beside(side.job.rollout) for side in (first, other)}) > 1:
+        keys.append("evaluation.temperature")
+    if keys:
+        yield (
+            f"{', '.join(keys)} differ, so the same world is another task, and the difference is not the "
+            "policy's alone"
+        )
+    if first.data and other.data:
+        yield from describe_mismatch(first.data, other.data)
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -124,14 +115,14 @@ def summary_rows(sides: Sequence[Story]) -> list[Sequence[str]]:
     """Return a row per run: its progress, its last evaluation, and the difference to the first run."""
     has_score = _have_score(sides)
     return [
-        _summary(side, difference, has_score=has_score)
-        for side, difference in zip(sides, differences_to_first(sides), strict=True)
+        _summary(side, _difference(sides[0], side) if at else None, has_score=has_score)
+        for at, side in enumerate(sides)
     ]
 
 
 def doubts(sides: Sequence[Story]) -> list[str]:
     """Return a sentence for each reason to doubt that the policies cause the differences."""
-    first = sides[0].name
+    first = sides[0]
     iterations = {side.last["iteration"] for side in sides if side.last is not None}
     uneven = "the last evaluations are after different numbers of iterations"
     measures = name_outcomes(sides)
@@ -143,15 +134,9 @@ def doubts(sides: Sequence[Story]) -> list[str]:
     sentences += [
         f"{side.name}: {leak}" for side in sides if side.data and (leak := side.data.describe_leaks())
     ]
-    for side, difference in zip(sides, differences_to_first(sides), strict=True):
-        if difference is None:
-            continue
-        if difference.doubt:
-            sentences.append(
-                f"{side.name} against {first}: {', '.join(difference.doubt)} differ, so the same world is "
-                "another task, and the difference is not the policy's alone"
-            )
-        sentences += [f"{side.name} against {first}: {reason}" for reason in difference.mismatch]
+    sentences += [
+        f"{side.name} against {first.name}: {why}" for side in sides[1:] for why in _doubt(first, side)
+    ]
     return [*sentences, *_seed_sentences([side for side in sides if side.last is not None])]
 
 
@@ -168,29 +153,22 @@ def _seed_sentences(sides: Sequence[Story]) -> list[str]:
     ]
 
 
-def _summary(side: Story, difference: Difference | None, *, has_score: bool) -> Sequence[str]:
+def _summary(side: Story, outcome: Interval | None, *, has_score: bool) -> Sequence[str]:
     done = f"{len(side.iterations)} of {side.job.training.iterations}"
     row = side.last
     if row is None:
         return (side.name, done, *[_NONE] * (5 if has_score else 4))
-    outcome = difference.outcome if difference else None
     score = row.get("eval/crafter_score")
     return (
         side.name,
         done,
         str(row["iteration"]),
-        _interval_text(outcome_interval(row), "{:.2f}"),
+        outcome_interval(row).word(before=""),
         *([_NONE if score is None else f"{score:.1f} %"] if has_score else []),
-        _interval_text(outcome, "{:+.2f}") if outcome else _NONE,
+        outcome.word("{:+.2f}", "") if outcome else _NONE,
         str(outcome.count if outcome else row["eval/episodes"]),
     )
 
 
 def _have_score(sides: Sequence[Story]) -> bool:
     return any(side.last is not None and "eval/crafter_score" in side.last for side in sides)
-
-
-def _interval_text(mean: Interval, form: str) -> str:
-    if mean.low is None or mean.high is None:
-        return form.format(mean.mean)
-    return f"{form.format(mean.mean)} ({form.format(mean.low)} to {form.format(mean.high)})"

@@ -117,9 +117,3 @@ def time_taken(job: Job) -> str:
 def folder_of(job: Job) -> str:
     """The name of the run directory, or the job's id before there is one."""
     return (job.run_dir or job.id).rstrip("/").rpartition("/")[2]
-
-
-def end_of(path: str) -> str:
-    """The last three parts of a path; the parts before them are alike in most paths."""
-    parts = path.split("/")
-    return path if len(parts) <= 4 else "…/" + "/".join(parts[-3:])

@@ -50,9 +50,7 @@ def signed(value: float | None, form: Form = "number") -> str:
 
 def interval(mean: Interval, sign: str = "") -> str:
     """A mean with its 95 % interval, if it has one; with `sign` "+" every number has a sign."""
-    if mean.low is None or mean.high is None:
-        return f"{mean.mean:{sign}.2f}"
-    return f"{mean.mean:{sign}.2f} (95 %: {mean.low:{sign}.2f} to {mean.high:{sign}.2f})"
+    return mean.word(f"{{:{sign}.2f}}", "95 %: ")
 
 
 def duration(seconds: float | None) -> str:

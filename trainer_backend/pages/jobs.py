@@ -9,12 +9,11 @@ from fastapi import Form, Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from trainer_backend.errors import TrainerError
+from trainer_backend.jobs.posted import Checked, Finding
 from trainer_backend.pages.facts import to_begin_from
 from trainer_backend.pages.page import (
     Action,
     Dashboard,
-    Finding,
-    Findings,
     Jobs,
     ReadOnly,
     dashboard_of,
@@ -63,7 +62,8 @@ async def submit(request: Request, toml: Toml = "", form: FormId = "") -> Respon
     except TrainerError as error:
         if isinstance(error, ReadOnly):
             raise
-        return _show_form(request, toml, findings=Findings((Finding(str(error)),)), status=error.status)
+        refused = Checked(ok=False, findings=(Finding(severity="error", text=str(error), line=None),))
+        return _show_form(request, toml, findings=refused, status=error.status)
     return RedirectResponse(f"/runs/{job.id}", status_code=303)
 
 
@@ -88,7 +88,7 @@ def _show_form(
     *,
     like: str = "",
     start: Sequence[tuple[str, str]] = (),
-    findings: Findings | None = None,
+    findings: Checked | None = None,
     status: int = 200,
 ) -> Response:
     starts = [*start, *((name, name) for name, _ in dashboard_of(request).examples)]

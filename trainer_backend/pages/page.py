@@ -19,6 +19,7 @@ from markupsafe import Markup
 from starlette.responses import HTMLResponse
 
 from trainer_backend.errors import TrainerError
+from trainer_backend.jobs.posted import Checked
 from trainer_backend.pages import figures
 from trainer_backend.pages.series import table
 from trainer_backend.pages.stored import Frames
@@ -28,44 +29,20 @@ from trainer_backend.store.rows import Job
 Action = Literal["pause", "resume", "cancel"]
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """An error or a warning about a job's text; `line` counts from 1, None if it is unknown."""
-
-    text: str
-    line: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Findings:
-    """The errors and warnings about a job's text; a job without errors can start."""
-
-    errors: tuple[Finding, ...] = ()
-    warnings: tuple[Finding, ...] = ()
-
-
 class Jobs(Protocol):
     """The actions of pages on jobs; the jobs API implements them, so both follow the same rules."""
 
-    async def check(self, text: str) -> Findings: ...
+    async def check(self, text: str) -> Checked: ...
 
     async def submit(self, text: str, form: str) -> Job:
-        """Begin the job of a form's text.
+        """Begin the job of a form's text; the same text from a form of the same id is the same job.
 
-        Args:
-            form: id of the form; the same text from the same form is the same job.
-
-        Raises:
-            TrainerError: the job is refused.
+        It raises a TrainerError where the job is refused.
         """
         ...
 
     async def control(self, job_id: str, action: Action) -> Job:
-        """Pause, resume or cancel a job.
-
-        Raises:
-            JobConflict: the job's state does not allow the action.
-        """
+        """Pause, resume or cancel a job; JobConflict: its state does not allow that."""
         ...
 
 
@@ -74,12 +51,9 @@ class Dashboard:
     """The objects that pages read from."""
 
     store: Store
-    jobs: Jobs | None
-    """None in a service that only shows runs."""
-    clock: Callable[[], datetime]
-    """The date and time in UTC."""
-    examples: tuple[tuple[str, str], ...] = ()
-    """Names and texts of jobs to fill the form with."""
+    jobs: Jobs | None  # None in a service that only shows runs
+    clock: Callable[[], datetime]  # the date and time in UTC
+    examples: tuple[tuple[str, str], ...] = ()  # names and texts of jobs to fill the form with
     frames: Frames = field(default_factory=Frames)
 
 
@@ -123,10 +97,8 @@ def takes_part(request: Request) -> bool:
 def saved_page(template: str, drawn: Mapping[str, Any], **values: Any) -> bytes:
     """Render a template as one HTML file that needs no other file, no service and no network.
 
-    It contains styles, scripts and the values of charts, and its policy allows no other script.
-
-    Args:
-        drawn: `charts`, and what run_data.chart_data returns with them.
+    It contains styles, scripts and the values of charts, `drawn` as run_data.chart_data returns them, and its
+    policy allows no other script.
     """
     style, uplot, drawing = _assets()
     policy = (
@@ -166,11 +138,6 @@ def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def static_address(name: str) -> str:
-    """The address of a static file, with the digest of all of them: browsers may cache it for ever."""
-    return f"/static/{version()}/{name}"
-
-
 @cache
 def version() -> str:
     """A digest of all static files."""
@@ -191,8 +158,10 @@ def _environment() -> Environment:
         loader=FileSystemLoader(ROOT / "templates"),
     )
     environment.filters |= {
-        "static": static_address, "ago": figures.ago, "number": figures.number, "short": figures.short_id,
-        "signed": figures.signed, "size": figures.size, "spaced": figures.spaced,
+        # With the digest of all of them, browsers may cache a static file for ever.
+        "static": lambda name: f"/static/{version()}/{name}",
+        "ago": figures.ago, "number": figures.number, "short": figures.short_id, "signed": figures.signed,
+        "size": figures.size, "spaced": figures.spaced,
     }  # fmt: skip
     environment.globals["rollout_address"] = figures.rollout_address
     return environment

@@ -22,12 +22,10 @@ Section = Literal[
 class Line:
     """One metric of a panel. Metrics of the same name with `_low` and `_high` are its band."""
 
-    metric: str
-    """Its name; may contain a `*`."""
+    metric: str  # may contain a `*`
     label: str = ""
     """Its name in the legend; absent: the text in place of the `*`."""
     kind: Kind = "iteration"
-    """The kind of row that has it."""
     band: tuple[str, str] | None = None
     """Metrics of its bounds, if they have other names."""
     needs: str | None = None
@@ -47,24 +45,16 @@ class Line:
 class Panel:
     """A chart; its fields but `lines` are keys of the chart too (series.make_chart)."""
 
-    key: str
-    """Its name in addresses."""
+    key: str  # in addresses
     section: Section
-    """Its part of the page."""
     title: str
-    note: str
-    """A sentence with the unit."""
+    note: str  # a sentence with the unit
     lines: tuple[Line, ...]
     form: Form = "number"
-    """The format of its values."""
-    stacked: bool = False
-    """Its lines are parts of a whole."""
+    stacked: bool = False  # its lines are parts of a whole
     wide: bool = False
-    """It is wider than other panels."""
-    unit: str = "iteration"
-    """The name of the horizontal axis."""
-    scatter: bool = False
-    """It draws points without a line between them."""
+    unit: str = "iteration"  # of the horizontal axis
+    scatter: bool = False  # points without a line between them
 
 
 _ACHIEVEMENTS = "episode/unique_achievements"  # only of an environment with achievements

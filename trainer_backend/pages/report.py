@@ -1,13 +1,14 @@
 """The report of a run: one HTML file of charts, figures and a filmstrip, made from the run's files alone."""
 
 import base64
-import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from shared_schemas.rollouts import Rollout
+from trainer_backend.collect.losses import sum_losses
 from trainer_backend.collect.metrics import count_worlds, outcome_interval, outcome_meaning, outcome_name
 from trainer_backend.collect.sources import row_of
 from trainer_backend.core.mixture_history import COUNTED, OUTCOME, mean_over, past_of
@@ -24,13 +25,14 @@ from trainer_backend.pages.panels import Panel
 from trainer_backend.pages.run import View
 from trainer_backend.pages.run_data import chart_data, group_by_section, panels_for, points_for, run_data
 from trainer_backend.pages.run_view import head_of
-from trainer_backend.pages.series import Chart, add_up_axes, make_chart, make_curve, read_curves
+from trainer_backend.pages.series import Chart, add_up_axes, make_chart, make_curve
 from trainer_backend.pages.stored import FrameSource, played_frames, why_undrawn
 from trainer_backend.pages.story import EVALUATE_S, Row, Story, read_story
-from trainer_backend.rundir.files import write_errors
+from trainer_backend.rundir.files import replacement, write_errors
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import finished_rows, read_rollout
 from trainer_backend.rundir.state import read_state
+from trainer_backend.store.metrics import MetricsFile, thin_together
 
 _CLIP = 700
 
@@ -38,9 +40,8 @@ _CLIP = 700
 def filmstrip(story: Story, frames: FrameSource) -> dict[str, Any] | None:
     """Return the best episode of the best evaluation; None before an evaluation has stored one.
 
-    Returns:
-        `headline`: its world, its outcome and its end; `lines`: its decisions, each with the text of its
-        prompt; `shots`: its pictures; `missing`: the reason if it has none.
+    `headline` tells its world, its outcome and its end, `lines` its decisions, each with the text of its
+    prompt, and `missing` why there are no `shots`, its pictures.
     """
     best = story.best_evaluation
     path = story.rollouts_file(f"evaluation_{best['iteration']}") if best else None
@@ -84,50 +85,42 @@ Line = tuple[str, str]
 
 
 def write_report(directory: RunDirectory, *, frames: FrameSource = played_frames) -> Path:
-    """Write report/report.html of a run, also of one that goes on, and return its path.
+    """Write report/report.html of a run, also of one that still trains, and return its path.
 
-    It blocks, so it needs a thread without an event loop.
-
-    Args:
-        frames: draws the filmstrip; by default a task app.
+    It blocks, so it needs a thread without an event loop. `frames` draws the filmstrip.
 
     Raises:
         JobError: job.toml of the run cannot be read.
         RunDirectoryError: a file of the run cannot be read, or the report cannot be written.
     """
     story = read_story(directory)
-    return save(directory.report / "report.html", _page(directory, story, frames))
-
-
-def save(path: Path, html: bytes) -> Path:
-    """Write a page, whole or not at all, and make its folder."""
-    with write_errors(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(".tmp")
-        aside.write_bytes(html)
-        os.replace(aside, path)
-    return path
-
-
-def _page(directory: RunDirectory, story: Story, frames: FrameSource) -> bytes:
     job = story.job_row()
     leaks = "" if story.data is None else story.data.describe_leaks()
     drawn, data = saved_data([story], turn_charts(story))
-    return saved_page(
+    html = saved_page(
         "run",
         drawn,
         **data,
         lines=(),
         head=head_of(
-            job, read_state(directory.path), iteration=len(story.iterations), rate_s=None, place="",
-            now=job.created, can_control=False, losses=story.losses,
+            job, read_state(directory.path), rate_s=None, place="", now=job.created, can_control=False
         ),
         figures=[*figure_lines(story), *([("not held out", leaks)] if leaks else [])],
         film=filmstrip(story, frames),
         differs=chosen_keys(job),
         toml=job.config,
         saved_at=job.created,
-    )  # fmt: skip
+    )
+    return save(directory.report / "report.html", html)
+
+
+def save(path: Path, html: bytes) -> Path:
+    """Write a page, whole or not at all, and make its folder."""
+    with write_errors(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with replacement(path, durable=False) as aside:
+        aside.write_bytes(html)
+    return path
 
 
 def saved_data(
@@ -135,11 +128,13 @@ def saved_data(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what a saved page of runs draws, as chart_data does, and what else it shows, as run_data does.
 
-    Args:
-        charts: others, drawn in their sections.
+    Other `charts` are drawn in their sections.
     """
     points = points_for(len(stories))
-    curves = [read_curves(story.directory.metrics_file, points=points) for story in stories]
+    files = [MetricsFile(story.directory.metrics_file) for story in stories]
+    for file in files:
+        file.read()
+    curves = [thin_together({key: file.points(*key) for key in file.curves}, points) for file in files]
     runs = [story.as_run(own) for story, own in zip(stories, curves, strict=True)]
     metrics = {key for own in curves for key in own}
     panels, rest = panels_for(runs, metrics)
@@ -207,25 +202,30 @@ _STAGES = (
     ("time/publish_s", "RL: publish"),
 )
 _SHARE, _ANY_REWARD = "rollout/policy_choice", "decision/batch_nonzero"
+_FAILURE = "rollout/failure/"
 
 
 def figure_lines(story: Story) -> list[Line]:
     """Return the name and value of each figure that the run has."""
     meaning = outcome_meaning(story.last_episodes)
+    failures = Counter[str]()  # over all stages; retried rollouts count too
+    for name, value in chain.from_iterable(row.items() for row in story.rows):
+        if name.startswith(_FAILURE):
+            failures[name.removeprefix(_FAILURE)] += int(value)
     return [
         *([(story.outcome, meaning)] if meaning else []),
         *_held_out(story),
         *_training(story),
         *_warmup(story),
         *_time(story),
-        *((f"failed: {code}", str(count)) for code, count in sorted(story.failures.items())),
-        ("rollouts lost for good", story.losses.count),
+        *((f"failed: {code}", str(count)) for code, count in sorted(failures.items())),
+        ("rollouts lost for good", sum_losses(story.sums).count),
     ]
 
 
 def stage_totals(story: Story) -> list[tuple[str, float]]:
     """Return the seconds of each stage over the whole run, without stages of 0 s."""
-    warmups = [row for row in (story.teacher, story.warmup) if row is not None]
+    warmups = [row for kind in ("teacher", "warmup") for row in story.rows_of(kind)[:1]]
     totals = [
         ("warm-up: collect", sum(row.get("time/collect_s", 0.0) for row in warmups)),
         ("warm-up: learn", sum(row.get("time/warmup_s", 0.0) for row in warmups)),
@@ -249,13 +249,13 @@ def _held_out(story: Story) -> list[Line]:
         lines.append((f"last minus first, {story.unit} by {story.unit}", value))
     if others := describe_others(story.evaluations):
         lines.append(("not comparable", others))
-    job = story.job
+    job, temperature = story.job, story.job.evaluation.temperature_beside(story.job.rollout)
     if job.data is None:
         worlds = evaluation_worlds(job.evaluation.instances, job.evaluation.seeds)
         value = f"{len(worlds)}, seeds {min(worlds)} to {max(worlds)}"
     else:
         value = f"at most {job.evaluation.instances}: {job.data.held_out}"
-    return [*lines, (f"held-out {story.unit}s", f"{value}, temperature {job.evaluation_temperature:g}")]
+    return [*lines, (f"held-out {story.unit}s", f"{value}, temperature {temperature:g}")]
 
 
 def _training(story: Story) -> list[Line]:
@@ -285,9 +285,9 @@ def _episodes_of(rows: Sequence[Row], policy: str, outcome: str) -> str:
 
 
 def _warmup(story: Story) -> list[Line]:
-    row = story.teacher
-    if row is None:
+    if not (rows := story.rows_of("teacher")):
         return []
+    row = rows[0]
     outcome = outcome_interval(row)
     policy = story.job.warmup.policy_name if story.job.warmup else "a teacher"
     value = f"{interval(outcome)} {outcome_name(row)}, {outcome.count} episodes"

@@ -1,18 +1,29 @@
-"""Pages of one run: its charts, alone or with other runs, its job and its log."""
+"""Pages of one run: its charts, alone or with other runs, its rollouts, its job and its log."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast, get_args
 from urllib.parse import urlencode
 
 from fastapi import Depends, Query, Request
+from starlette.datastructures import QueryParams
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from trainer_backend.collect.losses import FAILED, FINISHED, sum_losses
+from trainer_backend.collect.losses import FAILED
+from trainer_backend.pages.address import describe_order, link_list, read_filter, read_order
 from trainer_backend.pages.facts import chosen_keys, folder_of
-from trainer_backend.pages.page import HEADERS, BadAddress, dashboard_of, frame, page, page_router
+from trainer_backend.pages.page import (
+    HEADERS,
+    BadAddress,
+    dashboard_of,
+    frame,
+    list_page,
+    page,
+    page_router,
+    takes_part,
+)
 from trainer_backend.pages.panels import Panel
 from trainer_backend.pages.run_data import (
     KINDS,
@@ -23,19 +34,22 @@ from trainer_backend.pages.run_data import (
     points_for,
     run_data,
 )
-from trainer_backend.pages.run_view import RATES, head_of, seconds_an_iteration
+from trainer_backend.pages.run_view import RATES, head_of, list_losses, seconds_an_iteration
 from trainer_backend.pages.series import AXIS_METRICS, EVERY_POINT, add_up_axes, table
 from trainer_backend.pages.timeline import SHOWN
 from trainer_backend.rundir.state import LOG_FILE, LogLine, read_log, read_state
-from trainer_backend.store import jobs, reads
+from trainer_backend.store import jobs, reads, reads_rollouts
 from trainer_backend.store.database import Store
-from trainer_backend.store.rows import ENDED, Job, Series
+from trainer_backend.store.reads_rollouts import RolloutFilter, RolloutSort
+from trainer_backend.store.rows import ENDED, Curve, Job
 
 router = page_router()
 
 TABS = (("", "Charts"), ("rollouts", "Rollouts"), ("config", "Job"), ("log", "Log"))
 MOST_RUNS = 12  # colours and dashes tell 36 apart, and readers fewer
 _LOG_LINES = 500
+_SORTS = get_args(RolloutSort)
+_PAGE = 50  # rollouts
 _RATE_POINTS = 60
 _FIRST_LINES = 12  # shown in place of charts, as long as there are none
 _MOST_EVALUATIONS = 10_000
@@ -47,14 +61,12 @@ class View:
     """What the address of a page says of its runs and charts; static/charts.js keeps it there."""
 
     others: Annotated[tuple[str, ...], Query(alias="with")] = ()
-    x: Literal["", "steps", "tokens", "hours"] = ""
-    """The horizontal axis; empty: iterations."""
+    x: Literal["", "steps", "tokens", "hours"] = ""  # the horizontal axis; empty: iterations
     smooth: Annotated[float, Query(ge=0, le=0.99)] = 0.0
     """Weight of the past in an exponential moving average."""
     log: bool = False
     seeds: Literal["", "apart"] = ""
-    pin: str = ""
-    """The run that a comparison measures the others by."""
+    pin: str = ""  # the run that a comparison measures the others by
 
     def query(self, others: Sequence[str]) -> str:
         """The query string of an address with this view and these other runs."""
@@ -73,12 +85,12 @@ def run_frame(request: Request, job_id: str, tab: str) -> dict[str, Any]:
     job = jobs.get(store, job_id)
     # Read the place first: rows that arrive during the other reads are then still sent as news.
     place = _place(store, job)
-    (summary,) = reads.summaries(store, [job], (), sums=(*FAILED, *FINISHED))
+    (job,) = reads.refresh(store, [job])
     times = reads.series(store, [job_id], _STAGES)[job_id] if job.state == "running" else {}
     state = read_state(Path(job.run_dir)) if job.run_dir else None
     head = head_of(
-        job, state, iteration=summary.iteration, rate_s=seconds_an_iteration(times), place=place,
-        now=dashboard.clock(), can_control=dashboard.jobs is not None, losses=sum_losses(summary.sums),
+        job, state, rate_s=seconds_an_iteration(times), place=place, now=dashboard.clock(),
+        can_control=dashboard.jobs is not None,
     )  # fmt: skip
     return {"head": head, "tabs": TABS, "tab": tab, **frame(request, "runs")}
 
@@ -151,6 +163,38 @@ def log(request: Request, job_id: str) -> Response:
     return page("log", lines=lines, skipped=skipped, **run_frame(request, job_id, "log"))
 
 
+@router.get("/runs/{job_id}/rollouts", response_class=HTMLResponse)
+def rollouts(request: Request, job_id: str) -> Response:
+    """Show the list of rollouts, as the address filters and sorts it."""
+    store = dashboard_of(request).store
+    values = list_rollouts(store, job_id, request.query_params)
+    # A list that is filtered or followed needs no values to filter by.
+    facets = None if takes_part(request) else reads_rollouts.facets(store, job_id)
+    return list_page("rollouts", facets=facets, **values, **run_frame(request, job_id, "rollouts"))
+
+
+def list_rollouts(store: Store, job_id: str, params: QueryParams) -> dict[str, Any]:
+    """Return a page of the rollouts that an address asks for; of lost ones also why each stage lost some."""
+    where, (sort, down) = read_filter(RolloutFilter, params), read_order(params, _SORTS, "newest")
+    rows = reads_rollouts.rollouts(
+        store, job_id, where, sort=cast(RolloutSort, sort), descending=down,
+        cursor=params.get("cursor") or None, limit=_PAGE,
+    )  # fmt: skip
+    total, whole = reads_rollouts.count_rollouts(store, job_id, where)
+    counted = f"{total:,}" if whole else f"more than {total:,}"
+    links = link_list(
+        f"/runs/{job_id}/rollouts", params, sort=sort, down=down, sorts=_SORTS, cursor=rows.cursor
+    )
+    lossy = reads.lines_above_zero(store, job_id, FAILED, limit=MOST_LOSSES) if where.lost else ()
+    return {
+        "rows": rows.items,
+        "caption": f"{len(rows.items)} of {counted} rollouts, {describe_order(sort, down, 'newest')}",
+        "chosen": where, "filtered": where != RolloutFilter(), "sorts": _SORTS,
+        "losses": list_losses([line.whole for line in lossy]),
+        **links,
+    }  # fmt: skip
+
+
 def _log_of(job: Job, last: int) -> tuple[list[LogLine], int]:
     return read_log(Path(job.run_dir), last=last) if job.run_dir else ([], 0)
 
@@ -180,7 +224,7 @@ def _whole_run(store: Store, job: Job) -> Run:
         )
         for line in lines
     }
-    checkpoints = reads.checkpoints(store, job.id)
+    checkpoints = reads.checkpoints(job)
     return Run(
         job, job.name, [lines[number].whole for number in sorted(lines)],
         reads.series(store, [job.id], [f"{RATES}*"], kind="evaluation", points=_RATE_POINTS)[job.id],
@@ -197,7 +241,7 @@ def _values(
 ) -> dict[str, Any]:
     """Read the values of panels, with a query for each kind of rows, and those of the axes."""
     ids = [run.job.id for run in runs]
-    curves: list[dict[tuple[str, str], Series]] = [{} for _ in ids]
+    curves: list[dict[tuple[str, str], Curve]] = [{} for _ in ids]
     for kind in KINDS:
         lines = [line for panel in panels for line in panel.lines if line.kind == kind]
         names = sorted({name for line in lines for name in line.metrics})
@@ -210,10 +254,10 @@ def _values(
     return chart_data(runs, curves, [add_up_axes(_by_iteration(own)) for own in axes], panels)
 
 
-def _by_iteration(series: Mapping[str, Series]) -> dict[int, dict[str, float]]:
+def _by_iteration(series: Mapping[str, Curve]) -> dict[int, dict[str, float]]:
     rows: dict[int, dict[str, float]] = {}
     for name, one in series.items():
-        for at, value in zip(one.iterations_N, one.values_N, strict=True):
+        for at, value in zip(one.iterations, one.values, strict=True):
             rows.setdefault(at, {})[name] = value
     return rows
 

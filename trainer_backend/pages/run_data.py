@@ -25,16 +25,10 @@ from trainer_backend.pages.panels import (
     restrict,
     split_by_line,
 )
-from trainer_backend.pages.run_view import (
-    FIGURES,
-    evaluation_table,
-    key_figures,
-    list_losses,
-    success_rates,
-)
+from trainer_backend.pages.run_view import FIGURES, evaluation_table, key_figures, list_losses, success_rates
 from trainer_backend.pages.series import Axes, Curves, chart_of, place_on_axes
 from trainer_backend.pages.timeline import SHOWN, timeline_of
-from trainer_backend.store.rows import CheckpointRow, Job, Series
+from trainer_backend.store.rows import CheckpointRow, Curve, Job
 
 KINDS = get_args(Kind)
 MOST_LOSSES = 50  # stages that the page lists
@@ -46,15 +40,13 @@ class Run:
     """A run to show."""
 
     job: Job
-    name: str
-    """No other run of the page has it."""
+    name: str  # no other run of the page has it
     rows: Sequence[Mapping[str, Any]]
     """Rows of metrics, the oldest first: all, or the first and the last iterations, the evaluations, and the
     stages that lost rollouts. Of several runs the last of each kind is enough."""
-    rates: Mapping[str, Series] = field(default_factory=dict)
+    rates: Mapping[str, Curve] = field(default_factory=dict)
     """Curves of success rates over the evaluations, by metric."""
-    best: int | None = None
-    """The iteration of the best checkpoint."""
+    best: int | None = None  # the iteration of the best checkpoint
     checkpoints: Sequence[CheckpointRow] = ()
 
 
@@ -64,11 +56,7 @@ def points_for(runs: int) -> int:
 
 
 def panels_for(runs: Sequence[Run], metrics: Iterable[tuple[str, str]]) -> tuple[list[Panel], list[Panel]]:
-    """Return the panels for these metrics, and generated panels for metrics that no panel names.
-
-    Args:
-        metrics: (kind, metric) pairs that any of the runs has.
-    """
+    """Return the panels for the (kind, metric) pairs of any run, and generated ones for those of no panel."""
     pairs = sorted(pair for pair in metrics if pair[0] in KINDS)
     panels = merge_outcome(restrict(PANELS, pairs), name_outcome(runs))
     return panels if len(runs) == 1 else split_by_line(panels), rest_of(pairs)
@@ -87,9 +75,8 @@ def run_data(
     """Return what the page shows but for its charts' values: panels by section, and figures and tables of one
     run, or the names, last figures and different keys of several.
 
-    Args:
-        apart: runs of one setting with different seeds are not shown as one.
-        pin: the id or the name of the run to which the last figures of the others are compared.
+    `apart`: runs of one setting with different seeds are not shown as one. `pin` is the id or the name of the
+    run to which the last figures of the others are compared.
     """
     panels, rest = panels_for(runs, metrics)
     data = {"sections": group_by_section([*map(vars, panels)]), "rest": rest}
@@ -136,9 +123,7 @@ def chart_data(
 ) -> dict[str, Any]:
     """Return what static/charts.js draws: charts that have values, the runs, groups of seeds, and the axes.
 
-    Args:
-        curves: of each run, thinned to `points_for` points.
-        axes: of each run.
+    `curves`, thinned to `points_for` points, and `axes` are those of each run.
     """
     named = [(run.name, its) for run, its in zip(runs, curves, strict=True)]
     charts = [chart for chart in (chart_of(panel, named) for panel in panels) if chart is not None]
@@ -173,9 +158,8 @@ def name_groups(runs: Sequence[Run]) -> list[dict[str, Any]]:
 def last_values(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]], pin: str) -> dict[str, Any]:
     """Return the last figures of runs, or means over seeds, and their differences to those of the pinned run.
 
-    Returns:
-        `figures`: the names; `rows`: each group, whether it is `pinned`, and its `cells`: a value, of several
-        seeds the lowest and highest in `reach`, and the `difference`; texts, empty if absent.
+    Each of `rows` has a group, whether it is `pinned`, and its `cells`: a value, of several seeds the lowest
+    and highest in `reach`, and the `difference`; texts, empty if absent.
     """
     kinds = [{row["kind"]: row for row in run.rows} for run in runs]
     last = [{**rows.get("iteration", {}), **rows.get("evaluation", {})} for rows in kinds]

@@ -2,17 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from statistics import fmean
 from typing import Any, get_args
 
-from trainer_backend.collect.losses import NAMES_BEFORE_RL, NO_LOSSES, Losses, losses_in
+from trainer_backend.collect.losses import NAMES_BEFORE_RL, losses_in, sum_losses
 from trainer_backend.collect.metrics import count_worlds, outcome_interval, outcome_name
 from trainer_backend.core.intervals import wilson_interval
-from trainer_backend.pages.facts import end_of, time_taken
+from trainer_backend.pages.facts import time_taken
 from trainer_backend.pages.figures import NONE, ago, interval, number, roughly, spaced
 from trainer_backend.pages.panels import Form
 from trainer_backend.pages.series import spark_of
 from trainer_backend.rundir.state import ProcessRole, RunState
-from trainer_backend.store.rows import ACTIVE, Job, Series, iterations_of, tables_of
+from trainer_backend.store.rows import ACTIVE, Curve, Job, iterations_of, tables_of
 
 Row = Mapping[str, Any]
 Figure = tuple[str, str, str]
@@ -26,36 +27,22 @@ _ACTIONS = {
 
 
 def head_of(
-    job: Job,
-    state: RunState | None,
-    *,
-    iteration: int,
-    rate_s: float | None,
-    place: str,
-    now: datetime,
-    can_control: bool,
-    losses: Losses = NO_LOSSES,
+    job: Job, state: RunState | None, *, rate_s: float | None, place: str, now: datetime, can_control: bool
 ) -> dict[str, Any]:
     """Make the head of a job's pages from its row and, if there is one, the state in its run directory.
 
-    Args:
-        iteration: the last one that has ended.
-        rate_s: seconds that a recent iteration took, or None.
-        place: the id of the last event that the page shows.
-        losses: of all stages.
-
-    Returns:
-        What head_part.html.jinja shows. `live`: the run may still change; `progress`: its stage, in words;
-        `actions`: the verbs that are allowed now; `processes`: those of a live run, by role; `notes`: what
-        its last start does, or did, more slowly than it could.
+    A recent iteration took `rate_s` seconds; `place` is the id of the last event that the page shows. In the
+    head, `live` says that the run may still change, `progress` its stage in words, `actions` the verbs that
+    are allowed now, `processes` those of a live run by role, and `notes` what its last start does, or did,
+    more slowly than it could.
     """
     total, live = iterations_of(job.config) or 0, job.state in ACTIVE or job.state == "queued"
-    done = max(iteration, state.iteration if state is not None and live else 0)
+    done = max(job.iteration, state.iteration if state is not None and live else 0)
     return {
         "id": job.id, "name": job.name, "state": job.state, "live": live, "place": place, "done": done,
         "total": total, "progress": _progress(job, state, done, total, rate_s),
         "actions": _ACTIONS.get(job.state, ()) if can_control and job.origin != "cli" else (),
-        "facts": _facts(job, state, now, losses), "code": job.code or "", "detail": job.detail or "",
+        "facts": _facts(job, state, now), "code": job.code or "", "detail": job.detail or "",
         "processes": sorted(state.processes, key=lambda one: get_args(ProcessRole).index(one.role))
         if state is not None and job.state in ACTIVE
         else [],
@@ -63,10 +50,9 @@ def head_of(
     }  # fmt: skip
 
 
-def seconds_an_iteration(times: Mapping[str, Series]) -> float | None:
+def seconds_an_iteration(times: Mapping[str, Curve]) -> float | None:
     """The seconds of all stages together, mean over the last iterations; None before the first."""
-    last = [series.values_N[-5:] for series in times.values() if series.values_N]
-    return sum(sum(values) / len(values) for values in last) if last else None
+    return sum(fmean(curve.values[-5:]) for curve in times.values()) if times else None
 
 
 def _progress(job: Job, state: RunState | None, done: int, total: int, rate_s: float | None) -> str:
@@ -80,12 +66,16 @@ def _progress(job: Job, state: RunState | None, done: int, total: int, rate_s: f
     return " · ".join(parts)
 
 
-def _facts(job: Job, state: RunState | None, now: datetime, losses: Losses) -> list[tuple[str, str]]:
+def _facts(job: Job, state: RunState | None, now: datetime) -> list[tuple[str, str]]:
+    losses = sum_losses(job.numbers.get("sums", {}))
     tables = tables_of(job.config)
     model, rollout = tables.get("model", {}), tables.get("rollout", {})
+    path = str(model.get("path") or model.get("preset") or model.get("name") or "")
+    parts = path.split("/")
     facts = [
         ("environment", rollout.get("env_name", "")),
-        ("model", end_of(str(model.get("path") or model.get("preset") or model.get("name") or ""))),
+        # The parts of a path before the last three are alike in most paths.
+        ("model", path if len(parts) <= 4 else "…/" + "/".join(parts[-3:])),
         ("advantage", tables.get("algorithm", {}).get("advantage", "")),
         ("begun", ago(job.started, now) if job.started else ""),
         ("took", time_taken(job)),
@@ -112,12 +102,7 @@ FIGURES: tuple[tuple[str, str, Form, str, str], ...] = (
 
 
 def key_figures(iterations: Sequence[Row], evaluations: Sequence[Row], outcome: str) -> list[Figure]:
-    """Return (name, value, what to compare it with) of each key figure that the rows have values for.
-
-    Args:
-        iterations, evaluations: rows of metrics, the oldest first.
-        outcome: the environment's name for it.
-    """
+    """Return (name, value, what to compare it with) of each key figure; rows are given the oldest first."""
     figures = []
     for name, metric, form, unit, note in FIGURES:
         held_out = metric.startswith("eval/")
@@ -189,15 +174,11 @@ def evaluation_table(rows: Sequence[Row], best: int | None) -> Sequence[Sequence
     ]
 
 
-def success_rates(evaluations: Sequence[Row], curves: Mapping[str, Series]) -> dict[str, Any]:
+def success_rates(evaluations: Sequence[Row], curves: Mapping[str, Curve]) -> dict[str, Any]:
     """Return the rates of the last evaluation and the first, the highest first; empty without any.
 
-    Args:
-        curves: the rates over the evaluations, by metric (`RATES` and the achievement's name).
-
-    Returns:
-        `before` and `after`: the names of the two evaluations, the first empty if there is but one; `rows`:
-        each achievement, as text, on a scale of 100, and as a curve over the evaluations.
+    `before` and `after` name the two evaluations, the first empty if there is but one; `rows` have each
+    achievement as text, on a scale of 100, and as a curve: `curves` by `RATES` and the achievement's name.
     """
     if not evaluations or not evaluations[-1].get("eval/success_rates"):
         return {}
@@ -217,9 +198,7 @@ def success_rates(evaluations: Sequence[Row], curves: Mapping[str, Series]) -> d
     }
 
 
-def _rate(
-    name: str, before: float | None, rate: float, episodes: int, curve: Series | None
-) -> dict[str, Any]:
+def _rate(name: str, before: float | None, rate: float, episodes: int, curve: Curve | None) -> dict[str, Any]:
     bounds = wilson_interval(round(rate * episodes), episodes)
     low, high = (rate if bound is None else bound for bound in (bounds.low, bounds.high))
     return {
@@ -231,5 +210,5 @@ def _rate(
         "last": round(100 * rate, 1),
         "low": round(100 * low, 1),
         "high": round(100 * high, 1),
-        "spark": spark_of(curve, "success rate", "percent", between=(0.0, 1.0)),
+        "spark": spark_of(curve.values if curve else (), "success rate", "percent", between=(0.0, 1.0)),
     }

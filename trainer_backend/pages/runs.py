@@ -8,7 +8,7 @@ from fastapi import Query, Request
 from starlette.datastructures import QueryParams
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
-from trainer_backend.collect.losses import FAILED, FINISHED, sum_losses
+from trainer_backend.collect.losses import sum_losses
 from trainer_backend.pages.address import change_query, describe_order, link_list, read_order
 from trainer_backend.pages.facts import differing_keys, folder_of, time_taken
 from trainer_backend.pages.figures import clip, number
@@ -27,19 +27,8 @@ from trainer_backend.pages.series import spark_of
 from trainer_backend.store import jobs, reads
 from trainer_backend.store.database import Store, UnknownJob
 from trainer_backend.store.metrics import numbers_of
-from trainer_backend.store.rows import (
-    ACTIVE,
-    ENDED,
-    EVALUATION,
-    LISTED,
-    OUTCOME,
-    JobState,
-    RunFilter,
-    RunSort,
-    RunSummary,
-    iterations_of,
-    tables_of,
-)
+from trainer_backend.store.reads import RunFilter, RunSort
+from trainer_backend.store.rows import ACTIVE, ENDED, Job, JobState, iterations_of, tables_of
 
 router = page_router()
 
@@ -65,16 +54,16 @@ def runs(request: Request) -> Response:
 def list_runs(store: Store, params: QueryParams) -> dict[str, Any]:
     """Return a page of the runs that an address asks for, and those that it names as chosen."""
     where, (sort, down) = _read_filter(params), read_order(params, _SORTS, "created")
-    rows = reads.run_summaries(
+    rows = reads.runs(
         store, where, sort=cast(RunSort, sort), descending=down, cursor=params.get("cursor") or None
     )
     chosen = []
     for job_id in _limit(params.getlist("run")):
         with suppress(UnknownJob):  # deleted since
             chosen.append(jobs.get(store, job_id))
-    ids, shown = [job.id for job in chosen], {row.job.id for row in rows.items}
+    ids, shown = [job.id for job in chosen], {job.id for job in rows.items}
     return {
-        "lines": [_describe(row) for row in rows.items],
+        "lines": [_describe(job) for job in rows.items],
         "where": where, "group": params.get("state", "").strip(),
         "filtered": where != RunFilter(), "sorts": _SORTS,
         "caption": describe_order(sort, down, "created"),
@@ -89,12 +78,9 @@ def count_values(store: Store, where: RunFilter) -> dict[str, Any]:
     """Return the values by which the list can be filtered with their numbers of runs; tags by their key."""
     facets = reads.run_facets(store)
     tags: dict[str, dict[str, int]] = {key: {} for key in where.tags}
-    for tag, count in facets.tags.items():
+    for tag, count in facets["tags"].items():
         tags.setdefault(tag.partition("=")[0], {})[tag] = count
-    return {
-        "states": facets.states, "environments": facets.environments, "models": facets.models,
-        "tags": dict(sorted(tags.items())),
-    }  # fmt: skip
+    return facets | {"tags": dict(sorted(tags.items()))}
 
 
 def _read_filter(params: QueryParams) -> RunFilter:
@@ -124,8 +110,10 @@ def _query(job_ids: Sequence[str]) -> str:
     return "&".join(f"run={job_id}" for job_id in job_ids)
 
 
-def _describe(summary: RunSummary) -> dict[str, Any]:
-    job, held_out, losses = summary.job, summary.evaluated, sum_losses(summary.sums)
+def _describe(job: Job) -> dict[str, Any]:
+    """Return a run's line in the list; a job without a sync has no `numbers` yet."""
+    held_out, losses = job.numbers.get("evaluated", {}), sum_losses(job.numbers.get("sums", {}))
+    _, outcomes = job.numbers.get("spark") or ((), ())
     return {
         "id": job.id, "name": job.name, "state": job.state, "live": job.state in ACTIVE,
         "where": f"{folder_of(job)}{'' if job.origin == 'api' else ' · turnwise train'}",
@@ -133,11 +121,11 @@ def _describe(summary: RunSummary) -> dict[str, Any]:
         "environment": job.environment, "model": job.model,
         "advantage": str(tables_of(job.config).get("algorithm", {}).get("advantage", "")),
         "detail": clip(job.detail or "", _TEXT),
-        "done": summary.iteration, "total": iterations_of(job.config) or 0,
-        "outcome": number(summary.latest.get(OUTCOME)),
-        "spark": spark_of(summary.spark, "training outcome"),
-        "held_out": number(held_out.get(EVALUATION)), "bounds": bounds_of(held_out),
-        "started": job.started, "took": time_taken(job), "finished": summary.finished,
+        "done": job.iteration, "total": iterations_of(job.config) or 0,
+        "outcome": number(job.outcome),
+        "spark": spark_of(outcomes, "training outcome"),
+        "held_out": number(job.evaluation), "bounds": bounds_of(held_out),
+        "started": job.started, "took": time_taken(job), "finished": job.finished,
         "lost": losses.count if losses.lost else "",
     }  # fmt: skip
 
@@ -148,8 +136,6 @@ def compare(run: list[str] = Chosen) -> Response:
     if not run:
         raise BadAddress("no run is chosen; tick two or more in the list")
     first, *others = run
-    if len(run) > MOST_RUNS:
-        raise BadAddress(f"{len(run)} runs are chosen; at most {MOST_RUNS} can be told apart")
     return RedirectResponse(
         f"/runs/{first}?" + "&".join(f"with={other}" for other in others), status_code=303
     )
@@ -169,7 +155,6 @@ def compare_numbers(store: Store, job_ids: Sequence[str]) -> dict[str, Any]:
     if not ids:
         raise BadAddress("no run is chosen; tick two or more in the list")
     rows = [jobs.get(store, job_id) for job_id in ids]
-    summaries = reads.summaries(store, rows, LISTED, sums=(*FAILED, *FINISHED))
     lines = reads.last_lines(store, ids, tuple(_KINDS))
     tables = []
     for kind, title in _KINDS.items():
@@ -182,7 +167,7 @@ def compare_numbers(store: Store, job_ids: Sequence[str]) -> dict[str, Any]:
                 "title": title, "places": places,
                 "rows": [(name, [number(row.get(name)) for row in found]) for name in names],
             })  # fmt: skip
-    columns = zip(names_of(rows), map(_describe, summaries), strict=True)
+    columns = zip(names_of(rows), map(_describe, reads.refresh(store, rows)), strict=True)
     return {
         "runs": [
             one | {"name": name, "without": _query([other for other in ids if other != one["id"]])}

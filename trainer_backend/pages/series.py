@@ -10,16 +10,14 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from trainer_backend.pages.figures import number
 from trainer_backend.pages.panels import Form, Line, Panel
-from trainer_backend.store.metrics import MetricsFile, thin_together
-from trainer_backend.store.rows import Series
+from trainer_backend.store.rows import Curve
 
 Key = tuple[str, str]  # (kind, metric)
-Curves = Mapping[Key, Series]
+Curves = Mapping[Key, Curve]
 Chart = dict[str, Any]
 Spark = dict[str, str]
 Axes = Mapping[str, Mapping[int, float]]  # by axis, its value after each iteration
@@ -35,7 +33,7 @@ def chart_of(panel: Panel, runs: Sequence[tuple[str, Curves]]) -> Chart | None:
         for place, line in enumerate(panel.lines)
         if (line.kind, line.metric) in curves
     ]
-    x_N = sorted({at for *_, line, curves in lines for at in curves[line.kind, line.metric].iterations_N})
+    x_N = sorted({at for *_, line, curves in lines for at in curves[line.kind, line.metric].iterations})
     if not x_N:
         return None
     alone = len(runs) == 1
@@ -45,7 +43,7 @@ def chart_of(panel: Panel, runs: Sequence[tuple[str, Curves]]) -> Chart | None:
         [
             make_curve(
                 line.label if alone else name,
-                _values_at(x_N, (own := curves[line.kind, line.metric]).iterations_N, own.values_N),
+                _values_at(x_N, (own := curves[line.kind, line.metric]).iterations, own.values),
                 run=run,
                 line=place,
                 dots=line.kind != "iteration",
@@ -72,10 +70,10 @@ def _band(line: Line, curves: Curves, *, alone: bool) -> Sequence[tuple[Sequence
     """The line's band; of a thinned line without a band, the extremes between its points."""
     bounds = [curves[line.kind, name] for name in line.bounds if (line.kind, name) in curves]
     if len(bounds) == 2:
-        return [(bound.iterations_N, bound.values_N) for bound in bounds]
+        return [(bound.iterations, bound.values) for bound in bounds]
     own = curves[line.kind, line.metric]
-    thinned = alone and own.low_N != own.high_N  # the bands of several runs would hide each other
-    return [(own.iterations_N, own.low_N), (own.iterations_N, own.high_N)] if thinned else ()
+    thinned = alone and own.low != own.high  # the bands of several runs would hide each other
+    return [(own.iterations, own.low), (own.iterations, own.high)] if thinned else ()
 
 
 def _values_at(x_N: Sequence[float], iterations: Sequence[int], values: Sequence[float]) -> Values:
@@ -90,13 +88,6 @@ def _rounded(values: Values) -> list[float | None]:
     largest = max(map(abs, filter(None, values)), default=0.0)
     digits = 8 - math.ceil(math.log10(largest)) if largest and math.isfinite(largest) else 0
     return [None if value is None else round(value, digits) for value in values]
-
-
-def read_curves(path: Path, *, points: int) -> Curves:
-    """Read the curves of a run from its metrics.jsonl, as the store gives them to the service's pages."""
-    file = MetricsFile(path)
-    file.read()
-    return thin_together({key: file.points(*key) for key in file.curves}, points)
 
 
 # Metrics of an iteration that the horizontal axes are made of.
@@ -114,13 +105,10 @@ AXES = {
 def add_up_axes(rows: Mapping[int, Mapping[str, Any]]) -> Axes:
     """Return the axes that a run has but for the iteration itself.
 
-    Args:
-        rows: AXIS_METRICS of every iteration, as far as it has them.
-
-    Returns:
-        steps: env steps of the episodes of the iterations so far; tokens: sampled while these were collected.
-        hours: from the first rollout of a start to the end of learning, pauses between starts left out;
-        evaluations during a start and the wait for a slow task app are in it, the warm-up is not.
+    `rows` are AXIS_METRICS of every iteration, as far as it has them. Steps are env steps of the episodes of
+    the iterations so far, tokens those sampled while these were collected. Hours are from the first rollout
+    of a start to the end of learning, pauses between starts left out; evaluations during a start and the wait
+    for a slow task app are in it, the warm-up is not.
     """
     each = {
         "steps": {
@@ -154,9 +142,6 @@ def place_on_axes(axes: Sequence[Axes], charts: Iterable[Chart]) -> dict[str, An
     """Return the iterations that charts draw, and where each run lies there on each axis that all runs have.
 
     Before the first iteration an axis is 0, and between two iterations it has the value of the earlier one.
-
-    Returns:
-        `at`: the iterations; `axes`: by axis its `name`, and `x`, for each run its values there.
     """
     at = sorted({x for chart in charts if chart["unit"] == "iteration" for x in chart["x"]})
     shared = [axis for axis in AXES if axes and all(axis in own for own in axes)]
@@ -190,17 +175,14 @@ WIDTH, HEIGHT = 100.0, 24.0
 
 
 def spark_of(
-    series: Series | None, what: str, form: Form = "number", *, between: tuple[float, float] | None = None
+    values: Sequence[float], what: str, form: Form = "number", *, between: tuple[float, float] | None = None
 ) -> Spark:
-    """Draw a series of two points or more as a small curve, in SVG and in words; else both are empty.
+    """Draw two values or more, named `what`, as a small curve, in SVG and in words; else both are empty.
 
-    Args:
-        what: the name of its values.
-        between: values at the bottom and the top; by default the least and the greatest of the series.
+    `between`: the values at the bottom and the top; by default the least and the greatest.
     """
-    if series is None or len(series.values_N) < 2:
+    if len(values) < 2:
         return {"points": "", "words": ""}
-    values = series.values_N
     low, high = between or (min(values), max(values))
     reach, step = high - low or 1.0, WIDTH / (len(values) - 1)
     points = " ".join(

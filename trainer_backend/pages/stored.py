@@ -35,10 +35,7 @@ def played_frames(
     """Draw the frames after the given turns on the task apps of [services], or a child process.
 
     A replay asks no policy and no interaction, so a child has none. It blocks, so it needs a thread without
-    an event loop.
-
-    Raises:
-        NoPictures: there never are any; any other TrainerError may go away.
+    an event loop. NoPictures means that there never are any; any other TrainerError may pass.
     """
 
     async def frames() -> dict[int, bytes]:
@@ -116,9 +113,8 @@ def _draws_none(env_name: str) -> str:
 class Frames:
     """The frames of episodes: draws one episode at a time, and caches the last ones.
 
-    Args:
-        source: draws the turns of an episode; by default a task app that is started for it.
-        may_run: whether a file of task_plugins that a job names may be run to draw its episodes.
+    `source` draws the turns of an episode, by default a task app that is started for it. `may_run` says
+    whether a file of task_plugins that a job names may be run to draw its episodes.
     """
 
     def __init__(

@@ -1,15 +1,13 @@
 """The files of a run, sorted for the report, for comparisons and for the terminal."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from trainer_backend.collect.losses import FAILED, FINISHED, Losses, sum_losses
+from trainer_backend.collect.losses import FAILED, FINISHED
 from trainer_backend.collect.metrics import outcome_name
 from trainer_backend.evaluation.best import find_best, read_outcomes
 from trainer_backend.job.load import dump_job
@@ -37,9 +35,7 @@ class Story:
     name: str
     """The job's, or in a comparison the end of the path that no other run has."""
     job: JobConfig
-    """The resolved job."""
-    rows: Sequence[Row]
-    """Rows of metrics.jsonl, oldest first."""
+    rows: Sequence[Row]  # of metrics.jsonl, oldest first
 
     @cached_property
     def data(self) -> DataRecord | None:
@@ -53,7 +49,7 @@ class Story:
 
     @property
     def iterations(self) -> list[Row]:
-        return self._rows_of("iteration")
+        return self.rows_of("iteration")
 
     @property
     def by_actor(self) -> list[Row]:
@@ -62,7 +58,7 @@ class Story:
 
     @property
     def evaluations(self) -> list[Row]:
-        return self._rows_of("evaluation")
+        return self.rows_of("evaluation")
 
     @property
     def best_evaluation(self) -> Row | None:
@@ -105,28 +101,9 @@ class Story:
         return outcome_name(self.last_episodes)
 
     @property
-    def teacher(self) -> Row | None:
-        """The row of the episodes that the warm-up imitates."""
-        return next(iter(self._rows_of("teacher")), None)
-
-    @property
-    def warmup(self) -> Row | None:
-        """The row of the supervised steps."""
-        return next(iter(self._rows_of("warmup")), None)
-
-    @property
-    def failures(self) -> Counter[str]:
-        """The number of failures by code, over all stages; retried rollouts count too."""
-        prefix, counts = "rollout/failure/", Counter[str]()
-        for name, value in chain.from_iterable(row.items() for row in self.rows):
-            if name.startswith(prefix):
-                counts[name.removeprefix(prefix)] += int(value)
-        return counts
-
-    @property
-    def losses(self) -> Losses:
-        """What all stages lost, without the causes."""
-        return sum_losses({name: self.total(name) for name in (*FAILED, *FINISHED)})
+    def sums(self) -> dict[str, float]:
+        """The numbers of lost and finished rollouts of all stages."""
+        return {name: self.total(name) for name in (*FAILED, *FINISHED)}
 
     def total(self, name: str) -> float:
         """The sum of a metric over all rows."""
@@ -144,7 +121,7 @@ class Story:
         return Job(
             name=self.name, state=state, config=self.config, run_dir=str(directory.path),
             run_id=directory.run_id, origin="cli", home="", attempt=1, created=datetime.now(UTC), code=code,
-            detail=detail, version=0,
+            detail=detail, version=0, iteration=len(self.iterations), numbers={"sums": self.sums},
         )  # fmt: skip
 
     def as_run(self, curves: Curves) -> Run:
@@ -154,7 +131,7 @@ class Story:
         checkpoints = checkpoint_rows(self.directory.checkpoints)
         return Run(self.job_row(), self.name, self.rows, rates, best, checkpoints)
 
-    def _rows_of(self, kind: str) -> list[Row]:
+    def rows_of(self, kind: str) -> list[Row]:
         return [row for row in self.rows if row.get("kind") == kind]
 
 

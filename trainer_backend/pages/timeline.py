@@ -38,17 +38,12 @@ class _Span:
 def timeline_of(iterations: Sequence[Row], evaluations: Iterable[Row]) -> dict[str, Any]:
     """Draw the last `SHOWN` iterations of the newest start of a run.
 
-    Those of earlier starts are left out: between two starts may lie days.
+    Those of earlier starts are left out: between two starts may lie days. Rows are given the oldest first;
+    evaluations in the time of the iterations, and after it, are drawn. Where no row has times it is empty.
 
-    Args:
-        iterations: rows of metrics, the oldest first.
-        evaluations: likewise; those in the time of the iterations, and after it, are drawn.
-
-    Returns:
-        What timeline_part.html.jinja draws; empty where no row has times. `start`, `width`, `middle` and the
-        `at` of a tick are percents of the axis. `label` of a bar is empty where no page has room for it, and
-        `roomy` says whether a phone has. `table` has for each iteration, the newest first, when and how long
-        it was collected and learned from.
+    `start`, `width`, `middle` and the `at` of a tick are percents of the axis. `label` of a bar is empty
+    where no page has room for it, and `roomy` says whether a phone has. `table` has for each iteration, the
+    newest first, when and how long it was collected and learned from.
     """
     timed = [row for row in iterations if _span(row, "learn") and _span(row, "collect")]
     if not timed:

@@ -37,10 +37,8 @@ def segment_view(
     ones next to it, and the context around them. Of a folded run `folded` tokens are left out between
     `tokens` and `rest`. `before` and `after` count the other tokens, and name the decision that shows them.
 
-    Args:
-        index: the segment's place in the episode, from 0.
-        turn: a decision that the segment trains.
-        advantages: of the tokens of each decision of the episode, see `token_advantages`.
+    `index` is the segment's place in the episode, from 0, `turn` a decision that it trains, and `advantages`
+    those of the tokens of each decision (`token_advantages`).
     """
     runs = _cut(segment)
     turns = list(dict.fromkeys(sampled for sampled, _, _ in runs if sampled is not None))

@@ -89,9 +89,7 @@ def word_episodes(row: Row) -> str:
 
 def word_outcome(row: Row) -> str:
     """Describe the mean outcome of an evaluation, with its interval, and what else sums the episodes up."""
-    interval = outcome_interval(row)
-    bounds = f" (95 % {interval.low:.2f} to {interval.high:.2f})" if interval.low is not None else ""
-    return f"{interval.mean:.2f}{bounds} {outcome_name(row)}{_score_and_progress(row)}"
+    return f"{outcome_interval(row).word()} {outcome_name(row)}{_score_and_progress(row)}"
 
 
 def columns_for(row: Row) -> list[tuple[str, str, str]]:

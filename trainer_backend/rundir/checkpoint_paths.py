@@ -1,6 +1,5 @@
 """The checkpoint folders of a run, and which of them is the best. Paths only, without torch."""
 
-import errno
 import json
 import os
 import shutil
@@ -9,14 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.rundir.files import replace_text, write_errors
+from trainer_backend.rundir.files import NO_LINKS, replace_text, write_errors
 
 STATE_FILE = "state.json"
 # The checkpoint that RL started from: adapters are over its model, and a KL pulls towards it.
 STARTED_FROM = "iteration_0"
 BEST, _MARK = "best", "best.json"
-# Of a disk that knows no links.
-_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS})
 # The files that only a resume reads. They have a folder of their own, since servers load every safetensors
 # file beside config.json as weights of the model.
 TRAINING_FOLDER = "training_state"
@@ -104,7 +101,7 @@ def link_best(checkpoints: Path) -> None:
         try:
             os.symlink(best.name, aside)  # relative: a run may be moved
         except OSError as error:
-            if error.errno in _NO_LINKS:
+            if error.errno in NO_LINKS:
                 return
             raise
         if not link.is_symlink() and is_whole(link):  # a copy of the run that followed the link

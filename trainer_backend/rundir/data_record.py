@@ -37,8 +37,6 @@ class Earlier(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DataRecord:
-    """The rows of a run."""
-
     rows: tuple[RowIdentity, ...]
     """Those of its last start, training rows first."""
     by_position: bool
@@ -78,41 +76,27 @@ def _on_side(side: Side, rows: Sequence[RowIdentity]) -> list[RowIdentity]:
     return [row for row in rows if row.side == side]
 
 
-class Differences(NamedTuple):
-    """How rows of today differ from a record, as sentences; both together as a text."""
-
-    changes: str
-    """Empty if the rows are those of the record."""
-    leaks: str
-    """The text of `DataRecord.describe_leaks`."""
-
-    def __str__(self) -> str:
-        return "; ".join(filter(None, self))
-
-
 def accept_rows(
     record: DataRecord | None, table: DataTable | None, data: DataSet | None, *, accept_changes: bool = False
 ) -> DataSet | None:
     """Compare the rows of a run that continues with its record; `record_rows` takes both before it plays.
 
-    Args:
-        accept_changes: take the rows as they are; the notes of the data set then tell what changed.
-
-    Raises:
-        DataError: the rows are not those that the run began with.
+    A DataError says that they are not those that the run began with; with `accept_changes` they are taken as
+    they are, and the notes of the data set tell what changed.
     """
     if data is None or record is None or table is None:
         return data
-    found = find_differences(record, table, data)
-    if found.changes and not accept_changes:
+    changes, leaks = find_differences(record, table, data)
+    found = "; ".join(filter(None, (changes, leaks)))
+    if changes and not accept_changes:
         raise DataError(
             f"since the run began, {found}",
             where=str(table.path),
             hint="Restore the data, start a new run, or accept these rows: turnwise train --resume RUN "
             "--accept-data.",
         )
-    if found.changes or found.leaks:
-        begins = "data: accepted, although since the run began" if found.changes else "warning:"
+    if found:
+        begins = "data: accepted, although since the run began" if changes else "warning:"
         data = replace(data, notes=(*data.notes, f"{begins} {found}"))
     return data
 
@@ -127,13 +111,13 @@ def record_rows(run: RunDirectory, record: DataRecord | None, data: DataSet | No
         _write_record(run, record.followed_by(data.identities, iteration))
 
 
-def find_differences(record: DataRecord, table: DataTable, data: DataSet) -> Differences:
-    """Find how rows differ from those of the record.
+def find_differences(record: DataRecord, table: DataTable, data: DataSet) -> tuple[str, str]:
+    """Say what changed since the record, and which held-out rows leak; each is empty if there is nothing.
 
     The order counts where training follows it (data.shuffle = false).
     """
     changes = _changes(record.rows, data.identities, in_order=not table.shuffle)
-    return Differences("; ".join(changes), record.describe_leaks(data.identities))
+    return "; ".join(changes), record.describe_leaks(data.identities)
 
 
 def _changes(before: Sequence[RowIdentity], now: Sequence[RowIdentity], *, in_order: bool) -> Iterator[str]:
@@ -151,17 +135,14 @@ def _changes(before: Sequence[RowIdentity], now: Sequence[RowIdentity], *, in_or
     }
     for what, rows in kinds.items():
         if rows:
-            yield _count_by_side(rows, what)
+            sides = Counter(row.side for row in rows)
+            counts = " and ".join(f"{count} {side}" for side, count in sides.items())
+            are = "rows are" if len(rows) > 1 else "row is"
+            named = ", ".join(f"{row.id} ({row.where})" for row in rows[:_MOST_NAMED])
+            more = f" and {len(rows) - _MOST_NAMED} more" if len(rows) > _MOST_NAMED else ""
+            yield f"{counts} {are} {what}: {named}{more}"
     if in_order and not gone and not added and [*old] != [*new]:
         yield "the order of the rows changed, and data.shuffle is false"
-
-
-def _count_by_side(rows: Sequence[RowIdentity], what: str) -> str:
-    sides = Counter(row.side for row in rows)
-    counts = " and ".join(f"{count} {side}" for side, count in sides.items())
-    named = ", ".join(f"{row.id} ({row.where})" for row in rows[:_MOST_NAMED])
-    more = f" and {len(rows) - _MOST_NAMED} more" if len(rows) > _MOST_NAMED else ""
-    return f"{counts} row{'s' * (len(rows) > 1)} {'are' if len(rows) > 1 else 'is'} {what}: {named}{more}"
 
 
 def find_other_rows(first: DataRecord, other: DataRecord) -> set[str]:

@@ -1,5 +1,6 @@
 """Files of a run: JSON lines that grow at their end, and files that are replaced atomically."""
 
+import errno
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer_backend.errors import RunNotWritten
+
+# Of a disk that knows no links, hard or symbolic.
+NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS})
 
 
 def append_line(path: Path, row: Mapping[str, Any], *, durable: bool) -> None:
@@ -81,11 +85,9 @@ def object_of(line: bytes) -> dict[str, Any] | None:
 
 @contextmanager
 def replacement(path: Path, *also: type[Exception], durable: bool = True) -> Iterator[Path]:
-    """Yield a temporary path that replaces `path` at the end of the context.
+    """Yield a temporary path that replaces `path` at the end of the context; `also` as in `write_errors`.
 
-    Args:
-        also: as in `write_errors`.
-        durable: whether to flush it to disk. Otherwise a power cut may leave an empty file; a kill cannot.
+    Unless `durable`, which flushes it to disk, a power cut may leave an empty file; a kill cannot.
     """
     with write_errors(path, *also):
         aside = path.with_name(f".{path.name}.tmp")
@@ -98,7 +100,6 @@ def replacement(path: Path, *also: type[Exception], durable: bool = True) -> Ite
 
 
 def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """Replace a file by a text, see `replacement`."""
     with replacement(path, durable=durable) as aside:
         aside.write_text(text, encoding="utf-8")
 

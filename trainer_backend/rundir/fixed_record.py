@@ -3,7 +3,7 @@
 import fcntl
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.rundir.files import replace_text, write_errors
@@ -12,15 +12,12 @@ from trainer_backend.rundir.layout import FIXED_RECORD, RunDirectory
 
 @dataclass(frozen=True, slots=True)
 class FixedWeights:
-    """The folder that a fixed policy was loaded from, and its weights' `fingerprint`."""
+    """The folder that a fixed policy was loaded from, and its weights' `fingerprint`, which two models of one
+    name must have in common.
+    """
 
-    folder: str
+    folder: str = field(compare=False)
     sha256: str
-
-    @property
-    def identity(self) -> str:
-        """The part that two models of one name must have in common."""
-        return self.sha256
 
     def __str__(self) -> str:
         return f"the weights with sha256 {self.sha256}, of {self.folder}"
@@ -30,16 +27,11 @@ class FixedWeights:
 class RemoteModel:
     """The model name of a fixed policy at a foreign server, whose weights cannot be known, and the server.
 
-    The URL has no query.
+    The URL has no query. A server may move, so two models with one name are equal; a move is reported.
     """
 
     model: str
-    url: str
-
-    @property
-    def identity(self) -> str:
-        """The model's name. A server may move, so its URL is no part of it; a move is reported."""
-        return self.model
+    url: str = field(compare=False)
 
     def __str__(self) -> str:
         return f"the model {self.model!r} at {self.url}"
@@ -57,8 +49,11 @@ def begin_record(run: RunDirectory, models: Mapping[str, FixedModel]) -> None:
     if not models:
         path.unlink(missing_ok=True)
         return
-    text = json.dumps({name: asdict(model) for name, model in models.items()}, indent=2)
-    replace_text(path, text + "\n")
+    replace_text(path, _write(models))
+
+
+def _write(models: Mapping[str, FixedModel]) -> str:
+    return json.dumps({name: asdict(model) for name, model in models.items()}, indent=2) + "\n"
 
 
 def continue_record(run: RunDirectory, models: Mapping[str, FixedModel]) -> list[str]:
@@ -83,15 +78,15 @@ def _continue_record(run: RunDirectory, models: Mapping[str, FixedModel]) -> lis
     moves = []
     for name, model in models.items():
         before = record.get(name)
-        if before is not None and (type(before), before.identity) != (type(model), model.identity):
+        if before not in (None, model):
             raise JobError(
                 f"the run has samples of {before}, and now it names {model}",
                 where=f"[rollout_only] {name!r}",
                 hint="Name the first, give the new policy another name, or begin another run.",
             )
-        if isinstance(model, RemoteModel) and before not in (None, model):
+        if isinstance(model, RemoteModel) and isinstance(before, RemoteModel) and before.url != model.url:
             moves.append(f"fixed policy {name!r}: {model}; the run has samples of it at another URL")
-    if record != (merged := {**record, **models}):
+    if _write(record) != _write(merged := {**record, **models}):
         begin_record(run, merged)
     return moves
 

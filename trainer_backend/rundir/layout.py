@@ -53,8 +53,6 @@ class _Inside:
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The directory of one run."""
-
     path: Path
     run_id: str
     """The run's name at task apps; unlike the folder's name it is never used twice."""
@@ -255,7 +253,6 @@ def _free_folder(base: Path) -> Path:
 
 
 def open_run(path: Path) -> RunDirectory:
-    """Open an existing run directory."""
     try:
         facts = json.loads((path / "run.json").read_text(encoding="utf-8"))
     except FileNotFoundError as error:

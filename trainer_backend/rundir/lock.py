@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -92,14 +92,11 @@ def _lock_error(current: Holder, folder: Path) -> RunDirectoryError:
 
 
 def _acquire(descriptor: int) -> bool:
-    for number in range(_TRIES):
-        try:
+    for _ in range(_TRIES):
+        with suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if number + 1 < _TRIES:
-                time.sleep(_PAUSE_S)
-        else:
             return True
+        time.sleep(_PAUSE_S)
     return False
 
 

@@ -27,10 +27,8 @@ def load_new_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) ->
 
 
 def refuse_missing_parts(loaded: LoadedJob) -> None:
-    """
-    Raises:
-        JobError: a model folder, a file of interactions, plug-ins or MCP servers, a Python, or the library of
-            a sink is missing.
+    """Refuse a job that lacks a model folder, a file of interactions, plug-ins or MCP servers, a Python, or
+    the library of a sink.
     """
     config, places = loaded.config, loaded.places
     _refuse_no_model(config.model, config.fixed_policies, places)

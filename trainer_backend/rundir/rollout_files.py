@@ -84,7 +84,6 @@ class Credit:
     value_after: float | None = None
 
     def of(self, t: int) -> dict[str, Any]:
-        """Return the columns of decision t."""
         parts = {name: values[t] for name, values in self.parts.items()}
         columns: dict[str, Any] = {name: parts.pop(name) for name in _OWN_COLUMNS if name in parts}
         if parts:
@@ -193,7 +192,12 @@ def read_values(path: Path) -> dict[str, OfEpisode]:
 
     Rollouts and old files without them are absent.
     """
-    return {name: _values(decisions) for name, decisions in _decisions_with(path, "value")}
+    found: dict[str, OfEpisode] = {}
+    for name, decisions in _decisions_with(path, "value"):
+        found[name] = [decision["value"] for decision in decisions]
+        if all(decision["token_values"] is not None for decision in decisions):
+            found[name] = ByToken([decision["token_values"] for decision in decisions])
+    return found
 
 
 def read_values_after(path: Path) -> dict[str, float] | None:
@@ -212,12 +216,6 @@ def _decisions_with(path: Path, column: str) -> Iterator[tuple[str, list[dict[st
     for row in finished_rows(path, ["rollout_id", "decisions"]) if column in there else ():
         if all(decision[column] is not None for decision in row["decisions"]):
             yield row["rollout_id"], row["decisions"]
-
-
-def _values(decisions: Sequence[Mapping[str, Any]]) -> OfEpisode:
-    if all(decision["token_values"] is not None for decision in decisions):
-        return ByToken([decision["token_values"] for decision in decisions])
-    return [decision["value"] for decision in decisions]
 
 
 def read_token_scores(path: Path) -> dict[str, ScoredTokens]:

@@ -14,34 +14,13 @@ import pyarrow.parquet as pq
 from trainer_backend.errors import RunDirectoryError
 
 _ROLLOUT = (
-    "rollout_id",
-    "group_id",
-    "sibling",
-    "attempt",
-    "policy_name",
-    "model",
-    "status",
-    "seed",
-    "outcome_reward",
-    "unique_achievements",
-    "decision_count",
-    "env_steps",
-    "stop_reason",
-    "failure_code",
-)
+    "rollout_id", "group_id", "sibling", "attempt", "policy_name", "model", "status", "seed",
+    "outcome_reward", "unique_achievements", "decision_count", "env_steps", "stop_reason", "failure_code",
+)  # fmt: skip
 _OF_CREDIT = (
-    "turn",
-    "action",
-    "unique",
-    "unique_delta",
-    "ach_delta",
-    "env_reward",
-    "reward",
-    "return_to_go",
-    "advantage",
-    "state_key",
-    "invalid_reason",
-)
+    "turn", "action", "unique", "unique_delta", "ach_delta", "env_reward", "reward", "return_to_go",
+    "advantage", "state_key", "invalid_reason",
+)  # fmt: skip
 _CREDIT = [f"decisions.list.element.{name}" for name in _OF_CREDIT]
 _TURN, _REWARD = "decisions.list.element.turn", "decisions.list.element.reward"
 _NOT_WRITTEN: dict[str, Any] = {"return_to_go": None, "state_key": None}  # absent in the first versions
@@ -52,8 +31,6 @@ _STAGES = {"iteration": "train"}
 
 @dataclass(frozen=True, slots=True)
 class RolloutFile:
-    """A file of stored rollouts."""
-
     path: Path
     name: str
     """Relative to the run directory, such as rollouts/iteration_3.parquet."""

@@ -128,11 +128,7 @@ class Spool:
         self._held = []
 
     def release(self) -> None:
-        """Write what was held, and from now on each rollout at once.
-
-        Raises:
-            RunNotWritten: what is not written is still held.
-        """
+        """Write what was held, and then each rollout at once; RunNotWritten: the rest is still held."""
         while self._held:
             self._append(self._held[0])
             del self._held[0]
@@ -203,7 +199,12 @@ def plan_digest(requests: Iterable[RolloutRequest], gateway_urls: Sequence[str])
     """Return the digest by which spools of an earlier version name all their requests together. Pure."""
     digest = blake2b(digest_size=16)
     for request in requests:
-        digest.update(_text_of_request(request, gateway_urls))
+        # Without the parts that differ in every start.
+        wire = request.model_dump(mode="json", exclude={"run_id": True, "policy": {"inference_key"}})
+        wire["rollout_id"], config = plan_id(request.rollout_id), wire["policy"]["config"]
+        if config.get("inference_url") in gateway_urls:
+            del config["inference_url"]
+        digest.update(json.dumps(wire, sort_keys=True).encode())
     return digest.hexdigest()
 
 
@@ -223,12 +224,8 @@ def tidy_spools(
     """Remove spools that cannot be used when a run continues from the end of an iteration.
 
     Only that iteration's evaluation and the next iteration match the weights of the checkpoint, and with
-    `max_staleness` so many iterations beyond it, as far as their tokens are not of later weights.
-
-    Args:
-        folder: rollouts/ of the run.
-        iteration: -1: the run begins anew.
-        policy_version: of the checkpoint; None: no token can be of a later one.
+    `max_staleness` so many iterations beyond it, as far as their tokens are not of later weights than the
+    checkpoint's `policy_version` (None: no token can be). With iteration -1 the run begins again.
     """
     for path in sorted(folder.glob(f"*_*{SPOOL_ENDING}")):
         stage, number = stage_of(path)
@@ -296,17 +293,6 @@ def _name_aside(path: Path) -> Path:
 
 def _left(count: int, path: Path, aside: Path, why: str) -> str:
     return f"{count} rollouts of {path.name} were collected {why}; they are left in {aside.name}, unused"
-
-
-def _text_of_request(request: RolloutRequest, gateway_urls: Sequence[str]) -> bytes:
-    """Return a request as JSON, without the parts that differ in every start."""
-    wire = request.model_dump(mode="json", exclude={"run_id": True, "policy": {"inference_key"}})
-    wire["rollout_id"] = plan_id(request.rollout_id)
-    config = wire["policy"]["config"]
-    wire["policy"]["config"] = {
-        key: value for key, value in config.items() if not (key == "inference_url" and value in gateway_urls)
-    }
-    return json.dumps(wire, sort_keys=True).encode()
 
 
 def _with_ids_of(rollout: Rollout, request: RolloutRequest) -> Rollout:

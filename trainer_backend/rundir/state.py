@@ -91,7 +91,6 @@ class RunStatus:
 
 
 def read_status(folder: Path) -> RunStatus:
-    """Read the state of a run and the holder of its lock."""
     current = holder(folder)  # first: a process that ends in between has then written its last state
     return RunStatus(read_state(folder), current)
 
@@ -123,7 +122,6 @@ def describe_place(state: RunState | None) -> str:
 
 
 def write_state(folder: Path, state: RunState) -> None:
-    """Replace state.json."""
     # Written every second for observers: not worth a flush.
     replace_text(folder / STATE_FILE, json.dumps(asdict(state)), durable=False)
 
@@ -187,7 +185,6 @@ class LogLine:
 
 
 def append_log(folder: Path, text: str) -> None:
-    """Append a line with the current time to run.log."""
     append_line(folder / LOG_FILE, {"time": now(), "text": text}, durable=False)
 
 

@@ -82,10 +82,7 @@ class TruthFile:
 
     @classmethod
     def read(cls, path: Path, run: RunDirectory) -> Self:
-        """
-        Raises:
-            RunDirectoryError: there is no such file, it is no truth, or that of another run.
-        """
+        """Read the file of a run; RunDirectoryError: it is not there, is no truth, or that of another run."""
         file = cls._parse(path)
         if file is None:
             raise RunDirectoryError(f"{path}: no truth is measured; `turnwise truth {run.path}` measures it")
@@ -99,15 +96,19 @@ class TruthFile:
     def open(cls, path: Path, setting: TruthSetting) -> Self:
         """The file to go on with, or a new one, which is written with its first decision.
 
-        Raises:
-            RunDirectoryError: the file was measured with another setting.
+        RunDirectoryError: the file was measured with another setting.
         """
         file = cls._parse(path)
         if file is None:
             return cls(path, setting, [])
         known = setting if file.setting.digest else setting.model_copy(update={"digest": None})
         if file.setting != known:
-            difference = _difference(file.setting, known)
+            before, after = _flat(file.setting), _flat(known)
+            difference = ", ".join(
+                f"{name} = {before.get(name)!r} instead of {after.get(name)!r}"
+                for name in before | after
+                if before.get(name) != after.get(name)
+            )
             raise RunDirectoryError(f"{path} was measured with {difference}; --out names another file")
         return file
 
@@ -133,12 +134,6 @@ class TruthFile:
             return cls(path, TruthSetting.model_validate(first), truths)
         except (OSError, ValidationError) as error:
             raise RunDirectoryError(f"{path} is no file of `turnwise truth`") from error
-
-
-def _difference(stored: TruthSetting, asked: TruthSetting) -> str:
-    before, after = _flat(stored), _flat(asked)
-    others = [name for name in before | after if before.get(name) != after.get(name)]
-    return ", ".join(f"{name} = {before.get(name)!r} instead of {after.get(name)!r}" for name in others)
 
 
 def _flat(setting: TruthSetting) -> dict[str, Any]:

@@ -89,10 +89,8 @@ class Store:
     """An open store. Threads may share it; each call is a transaction of its own."""
 
     engine: Engine
-    shown: str
-    """The address without its password, for messages."""
-    clock: Callable[[], datetime] = utc_now
-    """The source of every stored time."""
+    shown: str  # the address without its password, for messages
+    clock: Callable[[], datetime] = utc_now  # the source of every stored time
     metrics: MetricsFiles = field(default_factory=MetricsFiles, compare=False)
 
     def read(self) -> AbstractContextManager[Connection]:
@@ -133,13 +131,13 @@ class Store:
 
 
 def open_store(url: str, *, clock: Callable[[], datetime] = utc_now) -> Store:
-    """Connect, and migrate the tables to this version.
-
-    Args:
-        url: sqlite:///FILE (created if missing) or postgresql://USER:PASSWORD@HOST/DATABASE.
+    """Connect to sqlite:///FILE (created if missing) or postgresql://USER:PASSWORD@HOST/DATABASE, and migrate
+    the tables to this version.
     """
     address = _address(url)
-    store = Store(_engine(address), _shown(address), clock)
+    # Neither the password nor the query, which may hold one too.
+    shown = address.set(drivername=address.drivername.partition("+")[0], query={})
+    store = Store(_engine(address), shown.render_as_string(hide_password=True), clock)
     try:
         with store.migration() as connection:
             migrate(connection, store.shown)
@@ -165,12 +163,6 @@ def _address(url: str) -> URL:
     if not address.database or address.database == ":memory:":
         raise StoreError("a store in memory would forget its jobs; write sqlite:///FILE")
     return address
-
-
-def _shown(address: URL) -> str:
-    """Return the address without its password and its query, which may hold one too."""
-    kind = address.drivername.partition("+")[0]
-    return address.set(drivername=kind, query={}).render_as_string(hide_password=True)
 
 
 def _engine(address: URL) -> Engine:
@@ -251,11 +243,9 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 def migrate(connection: Connection, shown: str, revision: str = "head", *, lock_s: float = _LOCK_S) -> None:
-    """Migrate the tables to `revision`, up or down, in the transaction of `connection`: wholly or not at all.
+    """Migrate the tables, up or down, in the transaction of a `Store.migration`: wholly or not at all.
 
     Args:
-        connection: a connection from `Store.migration`.
-        shown: the database's address for messages.
         revision: a version of migrations/versions, "head", or "base" (no tables).
         lock_s: how long to wait for others who use or migrate the tables of a PostgreSQL.
     """

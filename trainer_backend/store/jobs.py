@@ -18,15 +18,7 @@ from trainer_backend.store.database import (
     UnknownCursor,
     UnknownJob,
 )
-from trainer_backend.store.rows import (
-    ENDED,
-    Job,
-    JobState,
-    Origin,
-    Page,
-    Wanted,
-    named_in,
-)
+from trainer_backend.store.rows import ENDED, Job, JobState, Origin, Page, Wanted, named_in
 from trainer_backend.store.tables import JOBS, fits
 
 # Fields of a job that a new row is not given: the store counts, and progress comes from the run directory.
@@ -61,25 +53,21 @@ def create(store: Store, new: Job) -> tuple[Job, bool]:
     values = new.model_copy(update=given).model_dump(exclude=_NOT_GIVEN)
     try:
         with store.write() as connection:
-            if (earlier := _of_request(connection, new)) is not None:
+            if (earlier := _of_key(connection, new.home, new.idempotency_key, new.body_hash)) is not None:
                 return earlier, False
             connection.execute(insert(JOBS).values(values))
             return _one(connection, job_id), True
     except IntegrityError as error:  # another job has the directory, or a concurrent request won the key
         with store.read() as connection:
-            earlier = _of_request(connection, new)
+            earlier = _of_key(connection, new.home, new.idempotency_key, new.body_hash)
         if earlier is not None:
             return earlier, False
         raise JobConflict(f"another job has the run directory {new.run_dir}") from error
 
 
-def _of_request(connection: Connection, new: Job) -> Job | None:
-    if new.idempotency_key is None:
+def _of_key(connection: Connection, home: str, key: str | None, body_hash: str | None) -> Job | None:
+    if key is None:
         return None
-    return _of_key(connection, new.home, new.idempotency_key, new.body_hash)
-
-
-def _of_key(connection: Connection, home: str, key: str, body_hash: str | None) -> Job | None:
     query = select(JOBS).where(JOBS.c.home == home, JOBS.c.idempotency_key == key)
     row = connection.execute(query).first()
     if row is None:
@@ -167,8 +155,7 @@ def _compare_and_set(connection: Connection, job: Job, changes: Changes) -> Job:
 def change(store: Store, job_id: str, decide: Callable[[Job], Changes | None]) -> Job:
     """Read a job, decide, and change it in one transaction; return the job afterwards.
 
-    Args:
-        decide: returns the changes for the current job, or None for no change. If it raises, nothing changes.
+    `decide` returns the changes for the current job, or None for no change. If it raises, nothing changes.
     """
     with store.write() as connection:
         job = _one(connection, job_id, lock=True)
@@ -274,11 +261,8 @@ def read_rows(store: Store, home: str) -> list[dict[str, Any]]:
 def put_rows(store: Store, rows: Sequence[Mapping[str, Any]], home: str, *, finish: Callable[[], int]) -> int:
     """Put jobs into a store in their order, for a service; return what `finish` does.
 
-    Args:
-        finish: called before the rows are committed; if it raises, none is there.
-
-    Raises:
-        JobError: the store has one of them.
+    `finish` is called before the rows are committed; if it raises, none is there. A store that has one of
+    them raises a JobError.
     """
     with store.write() as connection:
         known = set(connection.scalars(select(JOBS.c.id)))

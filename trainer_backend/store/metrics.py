@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from trainer_backend.collect.losses import FAILED, FINISHED
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.files import object_of
-from trainer_backend.store.rows import MetricLine, Series
+from trainer_backend.store.rows import Curve, MetricLine
 
 METRICS_FILE = "metrics.jsonl"
 Row = Mapping[str, Any]
@@ -57,8 +58,8 @@ class Mark:
 class Points:
     """The points of a curve by ascending iteration."""
 
-    iterations_N: "array[int]" = field(default_factory=lambda: array("q"))
-    values_N: "array[float]" = field(default_factory=lambda: array("d"))
+    iterations: "array[int]" = field(default_factory=lambda: array("q"))
+    values: "array[float]" = field(default_factory=lambda: array("d"))
 
 
 @dataclass(slots=True)
@@ -66,8 +67,7 @@ class _Kind:
     """The rows of a kind by iteration: each one's place in the file, and the curves of their numbers."""
 
     places: dict[int, int] = field(default_factory=dict)
-    last: int | None = None
-    """The last iteration."""
+    last: int | None = None  # the last iteration
     curves: dict[str, Points] = field(default_factory=dict)
 
     def add(self, iteration: int, row: Row) -> bool:
@@ -79,8 +79,8 @@ class _Kind:
             points = self.curves.get(name)
             if points is None:
                 points = self.curves[name] = Points()
-            points.iterations_N.append(iteration)
-            points.values_N.append(value)
+            points.iterations.append(iteration)
+            points.values.append(value)
         return True
 
 
@@ -187,7 +187,7 @@ class MetricsFile:
             for kind in self._kinds.values()
             for name in kind.curves.keys() & set(names)
             for curve in (kind.curves[name],)
-            for iteration, value in zip(curve.iterations_N, curve.values_N, strict=True)
+            for iteration, value in zip(curve.iterations, curve.values, strict=True)
             if value > 0
         }
         return self._lines(base, sorted(places)[-limit:])
@@ -210,32 +210,32 @@ class MetricsFile:
     def points(self, kind: str, name: str) -> Points:
         """Return a copy of a curve that exists."""
         curve = self._kinds[kind].curves[name]
-        return Points(curve.iterations_N[:], curve.values_N[:])
+        return Points(curve.iterations[:], curve.values[:])
 
     def last_numbers(self, kind: str, names: Iterable[str]) -> dict[str, float]:
         """Return the named numbers of the last row of a kind; those that it lacks are absent."""
         of = self._kinds.get(kind, _NO_ROWS)
         curves = {name: of.curves[name] for name in names if name in of.curves}
-        return {name: it.values_N[-1] for name, it in curves.items() if it.iterations_N[-1] == of.last}
+        return {name: it.values[-1] for name, it in curves.items() if it.iterations[-1] == of.last}
 
     def sums(self, names: Iterable[str]) -> dict[str, float]:
         """Sum the named numbers over all rows of every kind; those without a row are absent."""
         found = {
-            name: [kind.curves[name].values_N for kind in self._kinds.values() if name in kind.curves]
+            name: [kind.curves[name].values for kind in self._kinds.values() if name in kind.curves]
             for name in names
         }
         return {name: sum(map(sum, values)) for name, values in found.items() if values}
 
 
-def thin(curve: Points, stride: int) -> Series:
+def thin(curve: Points, stride: int) -> Curve:
     """Reduce a curve to the means of every `stride` iterations, with their bounds."""
     if stride == 1:
-        values = tuple(curve.values_N)
-        return Series(tuple(curve.iterations_N), values, values, values)
-    at_N, of_N = np.array(curve.iterations_N, np.int64), np.array(curve.values_N, np.float64)
+        values = tuple(curve.values)
+        return Curve(tuple(curve.iterations), values, values, values)
+    at_N, of_N = np.array(curve.iterations, np.int64), np.array(curve.values, np.float64)
     begins = np.flatnonzero(np.diff(at_N // stride, prepend=-1))
     counts = np.diff(begins, append=len(at_N))
-    return Series(
+    return Curve(
         tuple(at_N[begins + counts - 1].tolist()),
         tuple((np.add.reduceat(of_N, begins) / counts).tolist()),
         tuple(np.minimum.reduceat(of_N, begins).tolist()),
@@ -243,10 +243,29 @@ def thin(curve: Points, stride: int) -> Series:
     )
 
 
-def thin_together(curves: Mapping[Key, Points], points: int) -> dict[Key, Series]:
+def thin_together(curves: Mapping[Key, Points], points: int) -> dict[Key, Curve]:
     """Reduce curves to `points` or fewer by the same intervals, so that they can be laid over one another."""
-    last = max((curve.iterations_N[-1] for curve in curves.values()), default=0)
+    last = max((curve.iterations[-1] for curve in curves.values()), default=0)
     return {key: thin(curve, last // max(points, 1) + 1) for key, curve in curves.items()}
+
+
+_OUTCOME, _EVALUATION = "episode/outcome_reward", "eval/outcome_reward"
+_SPARK_POINTS = 60
+
+
+def summarise(file: MetricsFile) -> dict[str, Any]:
+    """Return the columns of a job that its metrics determine, but for `finished`."""
+    held_out = file.last_numbers("evaluation", (_EVALUATION, f"{_EVALUATION}_low", f"{_EVALUATION}_high"))
+    spark = None
+    if ("iteration", _OUTCOME) in file.curves:
+        series = thin_together({_OUTCOME: file.points("iteration", _OUTCOME)}, _SPARK_POINTS)[_OUTCOME]
+        spark = [series.iterations, series.values]
+    return {
+        "iteration": file.last_iteration("iteration") or 0,
+        "outcome": file.last_numbers("iteration", [_OUTCOME]).get(_OUTCOME),
+        "evaluation": held_out.get(_EVALUATION),
+        "numbers": {"evaluated": held_out, "sums": file.sums((*FAILED, *FINISHED)), "spark": spark},
+    }
 
 
 class MetricsFiles:

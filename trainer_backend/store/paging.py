@@ -6,12 +6,14 @@ Rows without the value come last in both directions; among equal values the numb
 import base64
 import json
 import math
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
 from sqlalchemy import Column, ColumnElement, Integer, Select, and_, or_
 
 from trainer_backend.store.database import UnknownCursor
+from trainer_backend.store.rows import Page
 from trainer_backend.store.tables import AnyText, UtcDateTime, fits
 
 
@@ -26,9 +28,7 @@ def sort_page(
 ) -> Select[Any]:
     """Return the query of a page, with one row more than `limit` where another page follows.
 
-    Args:
-        by: the column to sort by, whose table has `number`, the key.
-        cursor: of the previous page (`cursor_of`), for the same filter and order.
+    `number` is the key of the table, `cursor` that of the previous page, for the same filter and order.
     """
     if cursor is not None:
         query = query.where(_beyond(by, number, *_read_cursor(cursor, by), descending=descending))
@@ -40,6 +40,14 @@ def cursor_of(value: Any, number: int) -> str:
     """Return the cursor of a page that ends with this row."""
     value = value.isoformat() if isinstance(value, datetime) else value
     return base64.urlsafe_b64encode(json.dumps([value, number]).encode()).decode().rstrip("=")
+
+
+def page_of(rows: Sequence[Any], column: str, limit: int) -> Page[Any]:
+    """Return the rows of a query of `sort_page` as a page; each has the sort column and its number."""
+    if len(rows) <= limit:
+        return Page(tuple(rows), None)
+    end = rows[limit - 1]
+    return Page(tuple(rows[:limit]), cursor_of(getattr(end, column), end.number))
 
 
 def _beyond(

@@ -5,109 +5,84 @@ Reads of rollouts and decisions: reads_rollouts.py.
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, TypeVar
 
 from sqlalchemy import ColumnElement, Text, and_, cast, func, or_, select
 
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint, whole_checkpoints
 from trainer_backend.store.database import Store, UnknownJob
 from trainer_backend.store.jobs import job_row
-from trainer_backend.store.metrics import METRICS_FILE, Mark, MetricsFile, Points, thin_together
-from trainer_backend.store.paging import cursor_of, sort_page
-from trainer_backend.store.rows import (
-    ALL_RUNS,
-    CheckpointRow,
-    Job,
-    MetricLine,
-    Page,
-    RunFacets,
-    RunFilter,
-    RunSort,
-    RunSummary,
-    Series,
-)
+from trainer_backend.store.metrics import METRICS_FILE, Mark, MetricsFile, Points, summarise, thin_together
+from trainer_backend.store.paging import page_of, sort_page
+from trainer_backend.store.rows import CheckpointRow, Curve, Job, JobState, MetricLine, Page
 from trainer_backend.store.tables import JOBS, SYNCED_FILES
 
+Found = TypeVar("Found")
 MARK = [SYNCED_FILES.c[name] for name in Mark.__slots__]
 
 
+RunSort = Literal["created", "name", "state", "iteration", "finished", "outcome", "evaluation"]
+
+
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """Where a run lies, when its last iteration ended, and how far the store has seen its metrics."""
+class RunFilter:
+    """A filter of runs. Fields that are empty do not filter."""
 
-    run_dir: str | None
-    finished: datetime | None
-    mark: Mark
+    text: str = ""  # part of name, id, environment, model or a tag, case-insensitive
+    states: frozenset[JobState] = frozenset()  # any of them
+    environment: str | None = None
+    model: str | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)  # all of them
 
 
-def _runs(store: Store, job_ids: Collection[str]) -> dict[str, _Run]:
-    """Return the runs of jobs, by job id in the order of the ids."""
+def _look(
+    store: Store, job_ids: Sequence[str], look: Callable[[MetricsFile, int], Found]
+) -> dict[str, Found]:
+    """Return what `look` finds in the metrics of runs, by job id in the order of the ids.
+
+    `look` is given a file, and the number before that of its first row.
+    """
     of_metrics = and_(SYNCED_FILES.c.job == JOBS.c.number, SYNCED_FILES.c.name == METRICS_FILE)
-    query = select(JOBS.c.id, JOBS.c.run_dir, JOBS.c.finished, *MARK).outerjoin(SYNCED_FILES, of_metrics)
+    query = select(JOBS.c.id, JOBS.c.run_dir, *MARK).outerjoin(SYNCED_FILES, of_metrics)
     with store.read() as connection:
-        rows = connection.execute(query.where(JOBS.c.id.in_(job_ids))).all()
-    runs = {
-        job_id: _Run(run_dir, finished, Mark() if mark[0] is None else Mark(*mark))
-        for job_id, run_dir, finished, *mark in rows
-    }
+        runs = {row[0]: row[1:] for row in connection.execute(query.where(JOBS.c.id.in_(job_ids)))}
     missing = next((job_id for job_id in job_ids if job_id not in runs), None)
     if missing is not None:
         raise UnknownJob(f"there is no job {missing[:64]!r}")
-    return {job_id: runs[job_id] for job_id in job_ids}
+    found = {}
+    for job_id in job_ids:
+        run_dir, *mark = runs[job_id]
+        with store.metrics.open(run_dir) as file:
+            seen = Mark() if mark[0] is None else Mark(*mark)
+            found[job_id] = look(file, file.next_mark(seen).base)
+    return found
 
 
-@contextmanager
-def _metrics(store: Store, run: _Run) -> Iterator[tuple[MetricsFile, int]]:
-    """Hold the metrics of a run, with the number before that of its first row."""
-    with store.metrics.open(run.run_dir) as file:
-        yield file, file.next_mark(run.mark).base
+def refresh(store: Store, jobs: Sequence[Job]) -> list[Job]:
+    """Return jobs with what their metrics say now; the last sync may have seen less."""
+    found = _look(store, [job.id for job in jobs], lambda file, _: summarise(file))
+    return [job.model_copy(update=found[job.id]) for job in jobs]
 
 
-def summaries(
-    store: Store, jobs: Sequence[Job], names: Sequence[str], *, sums: Collection[str] = ()
-) -> tuple[RunSummary, ...]:
-    """Summarise the runs of jobs, in the order of the jobs.
-
-    A summary has the last iteration, the numbers `names` of the last rows, and `sums` over all rows.
-    """
-    runs = _runs(store, [job.id for job in jobs])
-    result = []
-    for job in jobs:
-        with _metrics(store, runs[job.id]) as (file, _):
-            last = file.last_iteration("iteration")
-            finished = runs[job.id].finished if last is not None else None
-            latest, evaluated = (file.last_numbers(kind, names) for kind in ("iteration", "evaluation"))
-            result.append(RunSummary(job, last or 0, finished, latest, evaluated, file.sums(sums)))
-    return tuple(result)
-
-
-def run_summaries(
+def runs(
     store: Store,
-    where: RunFilter = ALL_RUNS,
+    where: RunFilter = RunFilter(),
     *,
     sort: RunSort = "created",
     descending: bool = True,
     cursor: str | None = None,
     limit: int = 50,
-) -> Page[RunSummary]:
-    """Return a page of the list of runs: one query, and no file. Runs without the sort value come last.
-
-    Args:
-        cursor: the cursor of the previous page, for the same filter and order.
-    """
+) -> Page[Job]:
+    """Return a page of the list of runs: one query, and no file. Runs without the sort value come last."""
     column = "number" if sort == "created" else sort
     query = select(JOBS).where(*_run_conditions(where))
     query = sort_page(query, JOBS.c[column], JOBS.c.number, descending=descending, cursor=cursor, limit=limit)
     with store.read() as connection:
         jobs = [job_row(row) for row in connection.execute(query)]
-    items = tuple(_summary(job) for job in jobs[:limit])
-    if len(jobs) <= limit:
-        return Page(items, None)
-    return Page(items, cursor_of(getattr(jobs[limit - 1], column), jobs[limit - 1].number))
+    return page_of(jobs, column, limit)
 
 
 def _run_conditions(where: RunFilter) -> Iterator[ColumnElement[bool]]:
@@ -130,35 +105,23 @@ def _run_conditions(where: RunFilter) -> Iterator[ColumnElement[bool]]:
 _TAGS = cast(JOBS.c.tags, Text)  # as json.dumps wrote them
 
 
-def _summary(job: Job) -> RunSummary:
-    """Return the summary of a run as the last sync has left it (`sync.summarise_metrics`)."""
-    found = {name: job.numbers.get(name, {}) for name in ("latest", "evaluated", "sums")}
-    spark = None
-    if job.numbers.get("spark"):
-        iterations_N, values_N = map(tuple, job.numbers["spark"])
-        spark = Series(iterations_N, values_N, values_N, values_N)
-    return RunSummary(job, job.iteration, job.finished, spark=spark, **found)
-
-
-def run_facets(store: Store) -> RunFacets:
-    """Return the values by which runs can be filtered, each with its number of jobs."""
-    columns = (JOBS.c.environment, JOBS.c.model, JOBS.c.state, JOBS.c.tags)
-    counts: tuple[Counter[str], ...] = tuple(Counter() for _ in columns)
+def run_facets(store: Store) -> dict[str, dict[str, int]]:
+    """Return the values by which runs can be filtered, with their numbers of jobs; a tag is `name=value`."""
+    query = select(JOBS.c.environment, JOBS.c.model, JOBS.c.state, JOBS.c.tags)
+    counts: dict[str, Counter[str]] = {
+        name: Counter() for name in ("environments", "models", "states", "tags")
+    }
     with store.read() as connection:
-        for *values, tags in connection.execute(select(*columns)):
-            for counter, value in zip(counts, values, strict=False):
-                counter[value] += 1
-            counts[-1].update(f"{name}={value}" for name, value in tags.items())
-    return RunFacets(*({key: count for key, count in sorted(found.items()) if key} for found in counts))
+        for *values, tags in connection.execute(query):
+            pairs = [f"{name}={value}" for name, value in tags.items()]
+            for counter, own in zip(counts.values(), (*([value] for value in values), pairs), strict=True):
+                counter.update(filter(None, own))
+    return {name: dict(sorted(counter.items())) for name, counter in counts.items()}
 
 
 def known_metrics(store: Store, job_ids: Sequence[str]) -> set[tuple[str, str]]:
     """Return (kind, metric) of every curve that any of these runs has."""
-    curves: set[tuple[str, str]] = set()
-    for run in _runs(store, job_ids).values():
-        with _metrics(store, run) as (file, _):
-            curves |= file.curves
-    return curves
+    return set().union(*_look(store, job_ids, lambda file, _: file.curves).values())
 
 
 def metric_names(store: Store, job_id: str, kind: str = "iteration") -> tuple[str, ...]:
@@ -168,24 +131,23 @@ def metric_names(store: Store, job_id: str, kind: str = "iteration") -> tuple[st
 
 def series(
     store: Store, job_ids: Sequence[str], names: Sequence[str], *, kind: str = "iteration", points: int = 300
-) -> dict[str, dict[str, Series]]:
+) -> dict[str, dict[str, Curve]]:
     """Return curves by job id, then by name. Names without a curve are absent.
 
-    All curves are thinned by the same intervals, so that those of several runs can be laid over one another.
-
-    Args:
-        names: a name that ends in `/*` stands for all that begin so (`eval/success_rates/*`).
-        points: the maximum per curve; longer curves are reduced to means of intervals, with their bounds.
+    A name that ends in `/*` stands for all that begin so (`eval/success_rates/*`). A curve of more than
+    `points` is reduced to means of intervals, with their bounds; all by the same intervals, so that those of
+    several runs can be laid over one another.
     """
     starts = tuple(name[:-1] for name in names if name.endswith("/*"))
-    curves: dict[tuple[str, str], Points] = {}
-    for job_id, run in _runs(store, job_ids).items():
-        with _metrics(store, run) as (file, _):
-            for name in sorted(name for of, name in file.curves if of == kind):
-                if name in names or name.startswith(starts):
-                    curves[job_id, name] = file.points(kind, name)
-    found: dict[str, dict[str, Series]] = {job_id: {} for job_id in job_ids}
-    for (job_id, name), curve in thin_together(curves, points).items():
+
+    def curves(file: MetricsFile, _: int) -> dict[str, Points]:
+        own = sorted(name for of, name in file.curves if of == kind)
+        return {name: file.points(kind, name) for name in own if name in names or name.startswith(starts)}
+
+    read = _look(store, job_ids, curves)
+    together = {(job_id, name): curve for job_id, own in read.items() for name, curve in own.items()}
+    found: dict[str, dict[str, Curve]] = {job_id: {} for job_id in job_ids}
+    for (job_id, name), curve in thin_together(together, points).items():
         found[job_id][name] = curve
     return found
 
@@ -194,44 +156,37 @@ def metric_lines(
     store: Store, job_id: str, *, after: int = 0, kind: str | None = None, limit: int = 200
 ) -> tuple[MetricLine, ...]:
     """Return rows of metrics.jsonl with a number above `after`, oldest first: the rows a live page lacks."""
-    with _metrics(store, _runs(store, [job_id])[job_id]) as (file, base):
-        return file.lines(base, after=after, kind=kind, limit=limit)
-
-
-def newest_lines(store: Store, job_id: str, *, kind: str, limit: int) -> tuple[MetricLine, ...]:
-    """Return the rows of the last iterations, oldest first."""
-    with _metrics(store, _runs(store, [job_id])[job_id]) as (file, base):
-        return file.newest(base, kind, limit)
+    return _look(store, [job_id], lambda file, base: file.lines(base, after=after, kind=kind, limit=limit))[
+        job_id
+    ]
 
 
 def lines_above_zero(
     store: Store, job_id: str, names: Collection[str], *, limit: int
 ) -> tuple[MetricLine, ...]:
     """Return the newest rows, of every kind, in which one of these numbers is above 0; oldest first."""
-    with _metrics(store, _runs(store, [job_id])[job_id]) as (file, base):
-        return file.above_zero(base, names, limit)
+    return _look(store, [job_id], lambda file, base: file.above_zero(base, names, limit))[job_id]
 
 
-def last_line(store: Store, job_id: str, kind: str) -> MetricLine | None:
-    """Return the newest row of a kind, with its lists (`decision/unique_by_turn`) and texts."""
-    return last_lines(store, [job_id], [kind])[job_id].get(kind)
+def newest_lines(store: Store, job_id: str, *, kind: str, limit: int) -> tuple[MetricLine, ...]:
+    """Return the rows of the last iterations, oldest first."""
+    return _look(store, [job_id], lambda file, base: file.newest(base, kind, limit))[job_id]
 
 
 def last_lines(
     store: Store, job_ids: Sequence[str], kinds: Sequence[str]
 ) -> dict[str, dict[str, MetricLine]]:
     """Return the newest row of each kind, by job id, then by kind. Kinds without rows are absent."""
-    lines = {}
-    for job_id, run in _runs(store, job_ids).items():
-        with _metrics(store, run) as (file, base):
-            lines[job_id] = {kind: line for kind in kinds for line in file.newest(base, kind, 1)}
-    return lines
+    return _look(
+        store,
+        job_ids,
+        lambda file, base: {kind: line for kind in kinds for line in file.newest(base, kind, 1)},
+    )
 
 
-def checkpoints(store: Store, job_id: str) -> tuple[CheckpointRow, ...]:
+def checkpoints(job: Job) -> list[CheckpointRow]:
     """Return the checkpoints of a run, oldest first."""
-    run_dir = _runs(store, [job_id])[job_id].run_dir
-    return () if run_dir is None else tuple(checkpoint_rows(Path(run_dir, "checkpoints")))
+    return checkpoint_rows(Path(job.run_dir, "checkpoints")) if job.run_dir else []
 
 
 def checkpoint_rows(folder: Path) -> list[CheckpointRow]:

@@ -143,9 +143,11 @@ def facets(store: Store, job_id: str) -> Facets:
     for values, count in _counts(store, job_id):
         for counter, value in zip(counters, values, strict=True):
             counter[value] += count
-    known = [{value: counter[value] for value in sorted(set(counter) - {None})} for counter in counters]
-    *named, iterations = known
-    return Facets(*named, (min(iterations), max(iterations)) if iterations else None)
+    stages, policies, statuses, failures, stops, iterations = (
+        {value: counter[value] for value in sorted(set(counter) - {None})} for counter in counters
+    )
+    spans = (min(iterations), max(iterations)) if iterations else None
+    return Facets(stages, policies, statuses, failures, stops, spans)
 
 
 def rollout(store: Store, job_id: str, rollout_id: str) -> RolloutRow:

@@ -38,11 +38,6 @@ def retention_of(run: Path) -> RetentionTable:
         raise RunDirectoryError(f"{path}: [retention] cannot be read: {error}") from error
 
 
-def newest_iteration(files: "list[RolloutFile]") -> int:
-    """Return the last iteration that has rollouts; [retention] counts back from it."""
-    return max((file.iteration for file in files if file.stage == "train"), default=0)
-
-
 def keeps_file(table: RetentionTable, file: "RolloutFile", *, newest: int) -> bool:
     """Return whether a file of rollouts stays in the run directory."""
     count = table.rollout_files_iterations
@@ -51,7 +46,8 @@ def keeps_file(table: RetentionTable, file: "RolloutFile", *, newest: int) -> bo
 
 def remove_old_files(table: RetentionTable, files: "list[RolloutFile]") -> "list[RolloutFile]":
     """Delete the files that [retention] does not keep; return the others."""
-    newest = newest_iteration(files)
+    # [retention] counts back from the last iteration that has rollouts.
+    newest = max((file.iteration for file in files if file.stage == "train"), default=0)
     rest = []
     for file in files:
         if keeps_file(table, file, newest=newest):

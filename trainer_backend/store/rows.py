@@ -1,7 +1,7 @@
 """Rows of the store, of whose fields its tables are made; without SQLAlchemy. Times are aware, in UTC."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Generic, Literal, TypeVar
@@ -26,8 +26,7 @@ class Page(Generic[Item]):
     """A page of a list."""
 
     items: tuple[Item, ...]
-    cursor: str | None
-    """Opaque position of the next page; None: this page is the last."""
+    cursor: str | None  # opaque position of the next page; None: this page is the last
 
 
 class Progress(Body):
@@ -109,71 +108,18 @@ class Job(JobView):
     finished: datetime | None = None  # when the sync first saw the row of that iteration
     outcome: float | None = None  # of that iteration
     evaluation: float | None = None  # the outcome of the last evaluation
-    numbers: dict[str, Any] = Field(default_factory=dict)  # see sync.summarise_metrics
-
-
-OUTCOME, EVALUATION = "episode/outcome_reward", "eval/outcome_reward"
-# The numbers of the last rows that a line in the list of runs shows.
-LISTED = (OUTCOME, EVALUATION, f"{EVALUATION}_low", f"{EVALUATION}_high")
+    numbers: dict[str, Any] = Field(default_factory=dict)  # see metrics.summarise
 
 
 @dataclass(frozen=True, slots=True)
-class RunSummary:
-    """A line in the list of runs: the requested numbers by name."""
+class Curve:
+    """A metric over iterations; a long curve is reduced to means of intervals with their bounds."""
 
-    job: Job
-    iteration: int
-    """The last finished one; 0 before the first."""
-    finished: datetime | None
-    """End of that iteration; None before the first."""
-    latest: Mapping[str, float]
-    """Of the last row of kind iteration; `evaluated`: of kind evaluation."""
-    evaluated: Mapping[str, float]
-    sums: Mapping[str, float] = field(default_factory=dict)
-    """Over all rows."""
-    spark: "Series | None" = None
-    """The outcomes of training, in few points."""
-
-
-RunSort = Literal["created", "name", "state", "iteration", "finished", "outcome", "evaluation"]
-
-
-@dataclass(frozen=True, slots=True)
-class RunFilter:
-    """A filter of runs. Fields that are empty do not filter."""
-
-    text: str = ""
-    """Part of name, id, environment, model or a tag, case-insensitive."""
-    states: frozenset[JobState] = frozenset()
-    """Any of them."""
-    environment: str | None = None
-    model: str | None = None
-    tags: Mapping[str, str] = field(default_factory=dict)
-    """All of them."""
-
-
-ALL_RUNS = RunFilter()
-
-
-@dataclass(frozen=True, slots=True)
-class RunFacets:
-    """The values by which runs can be filtered, each with its number of jobs; a tag is `name=value`."""
-
-    environments: Mapping[str, int]
-    models: Mapping[str, int]
-    states: Mapping[str, int]
-    tags: Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    """A curve; with too many points the mean, minimum and maximum of intervals, else all three equal."""
-
-    iterations_N: tuple[int, ...]
-    """The last of each interval, ascending."""
-    values_N: tuple[float, ...]
-    low_N: tuple[float, ...]
-    high_N: tuple[float, ...]
+    __pydantic_config__ = Body.model_config  # it is sent as it is
+    iterations: tuple[int, ...]  # the last of each interval, ascending
+    values: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,29 +141,22 @@ class MetricLine:
 class RolloutRow:
     """A stored rollout."""
 
-    number: int
-    """Position in the order of arrival; pages use it."""
+    number: int  # in the order of arrival; pages use it
     rollout_id: str
-    stage: str
-    """One of train, branches, evaluation, warmup and prompts."""
+    stage: str  # train, branches, evaluation, warmup or prompts
     iteration: int
-    file: str
-    """Its Parquet file in the run directory, such as rollouts/iteration_3.parquet."""
-    place: int
-    """Its row in that file, from 0."""
+    file: str  # in the run directory, such as rollouts/iteration_3.parquet
+    place: int  # its row in that file, from 0
     group_id: str
     sibling: int
     attempt: int
-    policy: str
-    """Last part of `model`, or the policy's name."""
+    policy: str  # the last part of `model`, or the policy's name
     status: str
     seed: int | None
     outcome_reward: float | None
-    reward: float | None
-    """Sum of r_t; None where no decision has a reward."""
+    reward: float | None  # sum of r_t; None where no decision has a reward
     unique_achievements: int | None
     decisions: int
-    """Number of its decisions."""
     env_steps: int | None
     stop_reason: str | None
     failure_code: str | None

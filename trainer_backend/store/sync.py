@@ -13,19 +13,16 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, insert, select, update
 
-from trainer_backend.collect.losses import FAILED, FINISHED
 from trainer_backend.core.policies import player_of
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_index import RolloutFile, read_index, rollout_files
 from trainer_backend.store.database import Store
-from trainer_backend.store.metrics import METRICS_FILE, Mark, MetricsFile, thin_together
+from trainer_backend.store.metrics import METRICS_FILE, Mark, summarise
 from trainer_backend.store.reads import MARK
 from trainer_backend.store.retention import remove_old_files, retention_of
-from trainer_backend.store.rows import EVALUATION, LISTED, OUTCOME
 from trainer_backend.store.tables import COUNTED, JOBS, ROLLOUTS, SYNCED_FILES, job_number
 
-_SPARK_POINTS = 60
 # Rollouts that are stored in one transaction, which others wait for.
 _AT_ONCE = 2_000
 
@@ -76,40 +73,15 @@ def _sync_metrics(store: Store, job_id: str, run: Path, seen: Seen) -> bool:
         before = Mark() if row is None else Mark(*row)
         iteration = connection.scalar(select(JOBS.c.iteration).where(JOBS.c.number == job))
         with store.metrics.open(str(run)) as file:
-            mark, summary = file.next_mark(before), summarise_metrics(file, iteration)
+            mark, summary = file.next_mark(before), summarise(file)
+            if summary["iteration"] != iteration:  # one has ended when the file was written last
+                ended = datetime.fromtimestamp(file.modified_ns / 1e9, UTC)
+                summary["finished"] = ended if summary["iteration"] else None
             seen_now = {"job": job, "name": METRICS_FILE, "modified_ns": file.modified_ns, **asdict(mark)}
         connection.execute(delete(SYNCED_FILES).where(*mine))
         connection.execute(insert(SYNCED_FILES).values(seen_now))
         connection.execute(update(JOBS).where(JOBS.c.number == job).values(summary))
     return mark != before
-
-
-def summarise_metrics(file: MetricsFile, iteration: int | None = None) -> dict[str, Any]:
-    """Return the columns of a job that its metrics determine.
-
-    Args:
-        iteration: the last one so far; a later one has ended when the file was written last.
-    """
-    last = file.last_iteration("iteration") or 0
-    latest, evaluated = (file.last_numbers(kind, LISTED) for kind in ("iteration", "evaluation"))
-    spark = None
-    if ("iteration", OUTCOME) in file.curves:
-        series = thin_together({OUTCOME: file.points("iteration", OUTCOME)}, _SPARK_POINTS)[OUTCOME]
-        spark = [series.iterations_N, series.values_N]
-    summary: dict[str, Any] = {
-        "iteration": last,
-        "outcome": latest.get(OUTCOME),
-        "evaluation": evaluated.get(EVALUATION),
-        "numbers": {
-            "latest": latest,
-            "evaluated": evaluated,
-            "sums": file.sums((*FAILED, *FINISHED)),
-            "spark": spark,
-        },
-    }
-    if last != iteration:
-        summary["finished"] = datetime.fromtimestamp(file.modified_ns / 1e9, UTC) if last else None
-    return summary
 
 
 def _sync_rollouts(store: Store, job_id: str, run: Path, seen: Seen, *, tidies: bool) -> bool:

@@ -73,7 +73,14 @@ def _document(rollout: Rollout, trajectory: Trajectory, told: list[Json], steps:
         "schema_version": VERSION,
         "session_id": rollout.rollout_id,
         "trajectory_id": rollout.rollout_id,
-        "agent": _agent(trajectory),
+        "agent": _present(
+            {
+                "name": trajectory.policy_name,
+                "version": version(),
+                "model_name": trajectory.model or None,
+                "tool_definitions": [tool.model_dump(mode="json") for tool in trajectory.tools] or None,
+            }
+        ),
         "steps": told,
         "final_metrics": _present(totals),
     }
@@ -121,16 +128,6 @@ def _embed(main: Json, others: Sequence[Json], stories: Sequence["_Story"], ends
         if arrived:
             _, result = min(arrived, key=itemgetter(0))
             result["subagent_trajectory_ref"] = [{"trajectory_id": document["trajectory_id"]}]
-
-
-def _agent(trajectory: Trajectory) -> Json:
-    agent = {
-        "name": trajectory.policy_name,
-        "version": version(),
-        "model_name": trajectory.model or None,
-        "tool_definitions": [tool.model_dump(mode="json") for tool in trajectory.tools] or None,
-    }
-    return _present(agent)
 
 
 def _about(rollout: Rollout, trajectory: Trajectory) -> Json:
@@ -265,8 +262,7 @@ class _Story:
     def _tell(self, messages: Sequence[Message], *, goes_on: bool) -> None:
         """Tell the new messages of a prompt, of which those up to the last answer are context.
 
-        Args:
-            goes_on: they follow the last prompt, so an answer at their front is that of the last decision.
+        If it `goes_on` from the last prompt, an answer at their front is that of the last decision.
         """
         roles = [message.role for message in messages]
         if goes_on and self.last_answer and roles[:1] == ["assistant"]:

@@ -6,7 +6,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tomli
 import tomli_w
@@ -33,11 +33,8 @@ _KEY = re.compile(r"([\w-]+) = ")
 _COLUMN = 44
 
 
-class MarkedLine(NamedTuple):
-    """A line of TOML, and behind it the default that its value is not; empty: it is."""
-
-    toml: str
-    mark: str
+# A line of TOML, and behind it the default that its value is not; empty: it is.
+MarkedLine = tuple[str, str]
 
 
 def own_choices(job: JobConfig) -> list[MarkedLine]:
@@ -96,19 +93,14 @@ def _marked(document: Mapping[str, Any], defaults: Mapping[str, str]) -> list[Ma
             dotted = f"{table}.{key.group(1)}" if key else ""
         marks.append((line, f"  # default: {defaults[dotted]}" if dotted in defaults else ""))
     width = max((len(line) for line, mark in marks if mark and len(line) <= _COLUMN), default=0)
-    return [MarkedLine(line.ljust(width) if mark else line, mark) for line, mark in marks]
+    return [(line.ljust(width) if mark else line, mark) for line, mark in marks]
 
 
 def lines_before_a_run(job: JobConfig, *, trial: bool) -> Iterator[str]:
     """Check rows, fixed policies and offers of the own task app, and describe them to a person.
 
-    Settings that bias the gradient are named too.
-
-    Args:
-        trial: whether to start the job's own task app for a moment, which runs the job's task_plugins.
-
-    Raises:
-        JobError: the job cannot run as it is.
+    Settings that bias the gradient are named too. A JobError says why the job cannot run as it is. A `trial`
+    starts the job's own task app for a moment, which runs the job's task_plugins.
     """
     data = job_parts.data(job)
     yield from data.notes if data is not None else ()

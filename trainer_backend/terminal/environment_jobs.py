@@ -26,8 +26,6 @@ def union(*parts: Values) -> Values:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentJob:
-    """The values of an environment's jobs."""
-
     common: Values
     """Values with every model: the source of r_t, and whether the environment is a conversation."""
     fresh: Values | None

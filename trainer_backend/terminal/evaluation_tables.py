@@ -21,15 +21,11 @@ def tables(result: EvaluationResult) -> Group:
         rates = sorted(result.rates.items(), key=lambda item: (-item[1].mean, item[0]))
         rows = ((name, f"{rate.mean:.1%}", _bounds(rate, "{:.1%}")) for name, rate in rates)
         details = [_table(("achievement", "episodes", "95 %"), rows), "", _turns(result), ""]
-    setting, figures = _table(("", ""), _setting(result)), _table(("", ""), _figures(result))
-    return Group(setting, "", *details, *_worst_rows(result), figures)
-
-
-def _setting(result: EvaluationResult) -> Iterator[tuple[str, str]]:
-    yield "policy", result.policy
-    if result.models:
-        yield "model, as its server says", ", ".join(result.models)
-    yield from ((name, str(value)) for name, value in result.setting.items())
+    setting = {"policy": result.policy}
+    setting |= {"model, as its server says": ", ".join(result.models)} if result.models else {}
+    setting |= {name: str(value) for name, value in result.setting.items()}
+    figures = _table(("", ""), _figures(result))
+    return Group(_table(("", ""), setting.items()), "", *details, *_worst_rows(result), figures)
 
 
 def _figures(result: EvaluationResult) -> Iterator[tuple[str, str]]:
@@ -40,10 +36,11 @@ def _figures(result: EvaluationResult) -> Iterator[tuple[str, str]]:
     yield "episodes", f"{result.episodes}{each}{lost}"
     if result.lost:
         yield "lost", result.lost_because
-    yield "decisions", _interval(result.decisions, "{:.1f}")
-    yield "env steps", _interval(result.env_steps, "{:.1f}")
+    yield "decisions", result.decisions.word("{:.1f}")
+    yield "env steps", result.env_steps.word("{:.1f}")
     yield "invalid decisions", f"{result.invalid_frac:.2%}"
-    yield from ((name, _figure(value)) for name, value in result.conversation.items())
+    for name, value in result.conversation.items():  # a list has values by turn
+        yield name, " ".join(f"{item:.2f}" for item in ([value] if isinstance(value, float | int) else value))
     if result.prompt_tokens is not None:
         yield "tokens", f"{result.prompt_tokens:,} of prompts, {result.sampled_tokens or 0:,} sampled"
     yield "ended by", _counts(sorted(result.endings.items()))
@@ -52,16 +49,16 @@ def _figures(result: EvaluationResult) -> Iterator[tuple[str, str]]:
 
 def _result(result: EvaluationResult) -> Iterator[tuple[str, str]]:
     if result.crafter_score is not None:
-        yield "Crafter score", _interval(result.crafter_score, "{:.1f} %")
-    yield "environment's reward", _interval(result.env_reward, "{:.2f}")
+        yield "Crafter score", result.crafter_score.word("{:.1f} %")
+    yield "environment's reward", result.env_reward.word("{:.2f}")
     if result.progress is not None:
-        yield "progress", f"{_interval(result.progress, '{:.1f} %')} of {len(result.rates)} achievements"
+        yield "progress", f"{result.progress.word('{:.1f} %')} of {len(result.rates)} achievements"
     name, _, meaning = result.outcome_definition.partition(": ")
-    yield name, _interval(result.outcome, "{:.2f}") + (f": {meaning}" if meaning else "")
+    yield name, result.outcome.word("{:.2f}") + (f": {meaning}" if meaning else "")
     if result.solved_in_any is not None:
-        yield f"solved in any of {result.repeats}", _interval(result.solved_in_any, "{:.1%}")
+        yield f"solved in any of {result.repeats}", result.solved_in_any.word("{:.1%}")
     if result.unique is not None and result.unique != result.outcome:
-        yield "unique achievements", _interval(result.unique, "{:.2f}")
+        yield "unique achievements", result.unique.word("{:.2f}")
 
 
 def _turns(result: EvaluationResult) -> Table:
@@ -92,16 +89,6 @@ def _worst_rows(result: EvaluationResult) -> list[RenderableType]:
 
 def _counts(items: Iterable[tuple[str, int]]) -> str:
     return ", ".join(f"{name} {count}" for name, count in items) or "none"
-
-
-def _figure(value: float | Sequence[float]) -> str:
-    """Format a metric, or a list of values by turn."""
-    return f"{value:.2f}" if isinstance(value, float | int) else " ".join(f"{item:.2f}" for item in value)
-
-
-def _interval(interval: Interval, form: str) -> str:
-    bounds = _bounds(interval, form)
-    return f"{form.format(interval.mean)} (95 % {bounds})" if bounds else form.format(interval.mean)
 
 
 def _bounds(interval: Interval, form: str) -> str:

@@ -68,8 +68,6 @@ def why_not(choice: Choice, rollout: Rollout) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ExportResult:
-    """The result of an export."""
-
     rows: int
     episodes: int
     skipped: Counter[str]
@@ -155,11 +153,11 @@ def _write(run: RunDirectory, aside: Path, suffix: str, choice: Choice, form: st
         with aside.open("w", encoding="utf-8") as file:
             return _export(run, choice, partial(_put_lines, file))
     if suffix == ".parquet":
-        with _parquet(aside) as table:
-            return _export(run, choice, table.put)
+        with _parquet(aside) as put:
+            return _export(run, choice, put)
     (aside / "data").mkdir(parents=True)
-    with _parquet(aside / "data/train-00000-of-00001.parquet") as table:
-        result = _export(run, choice, table.put)
+    with _parquet(aside / "data/train-00000-of-00001.parquet") as put:
+        result = _export(run, choice, put)
     (aside / "README.md").write_text(_CARD.format(run=run.path.name, told=result), encoding="utf-8")
     return result
 
@@ -210,30 +208,24 @@ def _put_document(folder: Path, rollout: Rollout, credits: Sequence[Mapping[str,
     return 1
 
 
-class _Table:
-    def __init__(self, writer: pq.ParquetWriter) -> None:
-        self._writer = writer
-        self._rows: list[Row] = []
-
-    def put(self, rollout: Rollout, credits: Sequence[Mapping[str, Any]]) -> int:
-        rows = rows_of(rollout, credits)
-        self._rows += map(_flat, rows)
-        if len(self._rows) >= 2_000:
-            self.flush()
-        return len(rows)
-
-    def flush(self) -> None:
-        if self._rows:
-            self._writer.write_table(pa.Table.from_pylist(self._rows, schema=_SCHEMA))
-            self._rows = []
-
-
 @contextmanager
-def _parquet(path: Path) -> Iterator[_Table]:
+def _parquet(path: Path) -> Iterator[Put]:
+    waiting: list[Row] = []
     with pq.ParquetWriter(path, _SCHEMA, compression="zstd") as writer:
-        table = _Table(writer)
-        yield table
-        table.flush()
+
+        def write(at_least: int) -> None:
+            if len(waiting) >= at_least:
+                writer.write_table(pa.Table.from_pylist(waiting, schema=_SCHEMA))
+                waiting.clear()
+
+        def put(rollout: Rollout, credits: Sequence[Mapping[str, Any]]) -> int:
+            rows = rows_of(rollout, credits)
+            waiting.extend(map(_flat, rows))
+            write(2_000)
+            return len(rows)
+
+        yield put
+        write(1)
 
 
 def _flat(row: Row) -> Row:

@@ -139,7 +139,6 @@ def tell(console: Console, line: str) -> None:
 
 
 def warn(console: Console, loaded: LoadedJob) -> None:
-    """Print the warnings of a valid job."""
     for warning in loaded.warnings:
         console.print(Text.assemble(("warning:", "yellow"), f" {warning}"), soft_wrap=True)
 

@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer_backend.collect.metrics import count_worlds, outcome_interval
-from trainer_backend.core.statistics import Interval
 from trainer_backend.evaluation.best import describe_others, find_comparable
 from trainer_backend.pages.report import last_minus_first
 from trainer_backend.pages.story import Row, Story
@@ -24,19 +23,10 @@ _LEAST_WIDTH, _TITLE_WIDTH = 6, 12  # longer titles are wrapped between words
 
 
 class ConsoleReporter:
-    """A `protocols.Reporter` for a console; use it as a context manager.
-
-    Args:
-        iterations: how many iterations the run has; None: unknown.
-        clock: seconds, from any moment on.
-    """
+    """A `protocols.Reporter` for a console; use it as a context manager. `clock` tells seconds."""
 
     def __init__(
-        self,
-        console: Console,
-        iterations: int | None = None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, console: Console, iterations: int | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._console, self._iterations, self._clock = console, iterations, clock
         self._start_s = clock()
@@ -141,7 +131,7 @@ def closing_lines(story: Story) -> list[str]:
         begins = find_comparable(evaluations)[0]
         since = "" if begins is first else f", from iteration {begins['iteration']} on"
         if difference is not None:
-            text = f"{_interval(difference)}, {difference.count} {story.unit}s{since}"
+            text = f"{difference.word('{:+.2f}')}, {difference.count} {story.unit}s{since}"
             lines.append((f"difference, {story.unit} by {story.unit}", text))
     if others := describe_others(evaluations):
         lines.append(("not comparable", others))
@@ -151,8 +141,3 @@ def closing_lines(story: Story) -> list[str]:
         best_text = f"iteration {best['iteration']}, {outcome_interval(best).mean:.2f}"
         lines.append(("best checkpoint", f"{best_text} (chosen on these {story.unit}s: not a result)"))
     return [f"{name:>26}: {text}" for name, text in lines]
-
-
-def _interval(interval: Interval) -> str:
-    bounds = f" (95 % {interval.low:+.2f} to {interval.high:+.2f})" if interval.low is not None else ""
-    return f"{interval.mean:+.2f}{bounds}"

@@ -52,7 +52,14 @@ def rows_of(rollout: Rollout, credits: Sequence[Mapping[str, Any]] = ()) -> list
 def _views(trajectory: Trajectory) -> Iterator[_View]:
     view: _View | None = None
     for step, prompt in zip(trajectory.steps, prompts(trajectory.steps), strict=True):
-        if view is not None and _continues(view, step, prompt):
+        seen = step.observation_data
+        if (
+            view is not None
+            # The prompt continues the previous one and its answer.
+            and seen.messages_reused >= len(view.prompt)
+            and not seen.changed
+            and [message.role for message in prompt[len(view.prompt) :][:1]] == ["assistant"]
+        ):
             view.answers[len(view.prompt)] = view.steps[-1]
             view.prompt = prompt
             view.steps.append(step)
@@ -62,13 +69,6 @@ def _views(trajectory: Trajectory) -> Iterator[_View]:
         view = _View(prompt, [step])
     if view is not None:
         yield view
-
-
-def _continues(view: _View, step: StepData, prompt: Sequence[Message]) -> bool:
-    """Return whether the prompt continues the previous one and its answer."""
-    observation, length = step.observation_data, len(view.prompt)
-    whole = observation.messages_reused >= length and not observation.changed
-    return whole and len(prompt) > length and prompt[length].role == "assistant"
 
 
 def _messages(view: _View) -> list[Row]:

@@ -22,7 +22,6 @@ _err = TextConsole(stderr=True)
 
 
 def add_to(app: typer.Typer) -> None:
-    """Add these commands to the command line."""
     app.command("serve")(serve_model)
     app.command(
         "task-app",

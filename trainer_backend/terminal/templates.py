@@ -238,18 +238,13 @@ def _key(table: str, model: type[BaseModel], key: str, values_here: Mapping[str,
     comment = "; ".join(filter(None, (meaning(model, key), quoted(names))))
     yield from textwrap.wrap(comment, _WIDTH, initial_indent="# ", subsequent_indent="# ")
     if key in values_here:
-        yield from _lines_of(key, values_here[key])
+        value, line = values_here[key], f"{key} = {toml_value(values_here[key])}"
+        is_long = len(line) > _WIDTH and isinstance(value, Mapping)  # then each of its keys has a line
+        inside = value.items() if is_long else ()
+        yield from [f"{key}.{_name(inner)} = {toml_value(item)}" for inner, item in inside] or [line]
         return
     default = field.get_default(call_default_factory=True)
     yield f"#{key} =" if default in (None, PydanticUndefined) else f"#{key} = {toml_value(default)}"
-
-
-def _lines_of(key: str, value: Any) -> list[str]:
-    """Format key and value on one line, or a long table on a line for each of its keys."""
-    line = f"{key} = {toml_value(value)}"
-    if len(line) <= _WIDTH or not isinstance(value, Mapping):
-        return [line]
-    return [f"{key}.{_name(inner)} = {toml_value(item)}" for inner, item in value.items()]
 
 
 def toml_value(value: Any) -> str:
@@ -299,8 +294,7 @@ def write_job(path: Path, choices: Choices) -> LoadedJob:
 def _examples(folder: Path, env: str) -> dict[Path, str]:
     """Return the files that a job of the environment names and that are not there yet.
 
-    Raises:
-        JobError: one of them has other content, which must not be overwritten.
+    JobError: one of them is there with other content, which must not be overwritten.
     """
     examples = {folder / name: make() for name, make in environment_job(env).files.items()}
     there = [file for file in examples if file.exists()]

@@ -145,15 +145,10 @@ def dashboard_beside(
     roots: Iterable[Path] = (),
     command: Sequence[str] = (sys.executable, "-m", "trainer_backend"),
 ) -> Iterator[Callable[[], None]]:
-    """Show the runs of a folder on a free port of this machine inside the context.
+    """Show the runs of `data_dir` on a free port of this machine; the dashboard's index is kept there too.
 
-    Args:
-        data_dir: the parent of run directories; the dashboard's index is kept there too.
-        say: receives the address, or why there is none; called from a thread.
-        roots: folders whose plug-ins it may run to draw episodes.
-
-    Yields:
-        What waits until Ctrl-C, so that a person can look at a run that has ended.
+    `say` receives the address, or why there is none, from a thread. To draw episodes it may run plug-ins of
+    `roots`. The context yields what waits until Ctrl-C, so that a person can look at a run that has ended.
     """
     words = [word for root in roots for word in ("--allow-root", str(root))]
     words += ["--port", "0", "--data-dir", str(data_dir), "--exit-with-parent"]

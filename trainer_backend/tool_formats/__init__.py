@@ -1,1 +1,1 @@
-"""Tool-call syntaxes of model families: one pure file each, without tokenizer and template."""
+"""Tool-call syntaxes of model families, pure: without tokenizer and template."""

@@ -175,7 +175,18 @@ def plan_rollout(body: LegacyRollout, boards: PlugBoards, settings: Settings) ->
     """Read the request; `settings` hold the operator's defaults."""
     warnings: list[str] = []
     warn = warnings.append
-    _warn_of_extras(body, warn)
+    parts = {
+        "": body,
+        "env.": body.env,
+        "policy.": body.policy,
+        "record.": body.record,
+        "safety.": body.safety,
+    }
+    for prefix, part in parts.items():
+        for name in part.model_extra or ():
+            warn(f"{prefix}{clipped(name)} is ignored; this task app does not know it")
+    if body.branch is not None:
+        warn("branch is ignored; POST /branch makes branches")
     own_env, max_decisions = _take_env_params(body.env.config)
     ids_and_names = {
         "policy": (body.policy.policy_id, body.policy.policy_name),
@@ -237,21 +248,6 @@ def drop_unknown(
             raise InvalidRequest(f"{place}: unknown key. Did you mean {close[0]!r}?", where=place)
         warn(f"{place} is ignored; known: {', '.join(sorted(fields))}")
     return rest
-
-
-def _warn_of_extras(body: LegacyRollout, warn: Warn) -> None:
-    parts = {
-        "": body,
-        "env.": body.env,
-        "policy.": body.policy,
-        "record.": body.record,
-        "safety.": body.safety,
-    }
-    for prefix, part in parts.items():
-        for name in part.model_extra or ():
-            warn(f"{prefix}{clipped(name)} is ignored; this task app does not know it")
-    if body.branch is not None:
-        warn("branch is ignored; POST /branch makes branches")
 
 
 def _take_env_params(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:

@@ -326,45 +326,40 @@ def _trace(episodes: Sequence[Episode], body: LegacyRollout, created_at: datetim
         "metadata": body.model_dump(include={"training_session_id", "synth_base_url"}),
         "events_count": len(steps),
         "messages_count": len(messages),
-        "lm_calls": [_lm_call(step) for step in steps],
-        "decision_rewards": [_decision_rewards(step) for step in steps if step.metadata.decision_rewards],
+        "lm_calls": [
+            {
+                "step_id": f"decision_{step.turn - 1}",
+                "tool_calls": [call.model_dump(mode="json", exclude_none=True) for call in step.tool_calls],
+                "raw_response": step.raw_policy_output,
+                "prompt_tokens": step.step_info.prompt_tokens,
+                "completion_tokens": step.step_info.completion_tokens,
+                "latency_ms": 1_000 * step.step_info.policy_s,
+            }
+            for step in steps
+        ],
+        "decision_rewards": [
+            {
+                "turn": rewards.turn - 1,
+                "ach_delta": rewards.ach_delta,
+                "unique_delta": rewards.unique_delta,
+                "achievements": list(rewards.all),
+                "unique_achievements": list(rewards.unique),
+            }
+            for step in steps
+            if (rewards := step.metadata.decision_rewards)
+        ],
     }
     if body.record.trace_format != "compact":
-        data["event_history"] = [_event(step) for step in steps]
+        data["event_history"] = [
+            {
+                "event_type": "environment",
+                "step_id": f"decision_{step.turn - 1}",
+                "reward": float(sum(step.env_rewards or ())),
+                "executed_actions": list(step.step_info.executed_actions),
+                "terminated": step.terminated,
+                "truncated": step.truncated,
+            }
+            for step in steps
+        ]
         data["messages"] = [message.model_dump(mode="json", exclude_none=True) for message in messages]
     return data
-
-
-def _lm_call(step: StepData) -> dict[str, Any]:
-    info = step.step_info
-    return {
-        "step_id": f"decision_{step.turn - 1}",
-        "tool_calls": [call.model_dump(mode="json", exclude_none=True) for call in step.tool_calls],
-        "raw_response": step.raw_policy_output,
-        "prompt_tokens": info.prompt_tokens,
-        "completion_tokens": info.completion_tokens,
-        "latency_ms": 1_000 * info.policy_s,
-    }
-
-
-def _decision_rewards(step: StepData) -> dict[str, Any]:
-    rewards = step.metadata.decision_rewards
-    assert rewards is not None
-    return {
-        "turn": rewards.turn - 1,
-        "ach_delta": rewards.ach_delta,
-        "unique_delta": rewards.unique_delta,
-        "achievements": list(rewards.all),
-        "unique_achievements": list(rewards.unique),
-    }
-
-
-def _event(step: StepData) -> dict[str, Any]:
-    return {
-        "event_type": "environment",
-        "step_id": f"decision_{step.turn - 1}",
-        "reward": float(sum(step.env_rewards or ())),
-        "executed_actions": list(step.step_info.executed_actions),
-        "terminated": step.terminated,
-        "truncated": step.truncated,
-    }

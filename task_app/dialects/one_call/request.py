@@ -13,6 +13,7 @@ from shared_schemas.messages import ToolSpec
 from shared_schemas.rewards import CONSISTENT_STRATEGIES, StepRewardKeys, StepRewards
 from shared_schemas.rollouts import Id, InferenceKey, Name, Seed
 from task_app.complaints import validated
+from task_app.episode.actions import name_and_arguments
 from task_app.errors import InvalidRequest
 from task_app.routes.wire import EnvId, ForeignBody
 from task_app.sessions.switches import agree_on_step_rewards
@@ -169,10 +170,7 @@ def _chooser(tools: Sequence[ToolSpec]) -> Chooser | None:
 
 
 def _translate(call: dict[str, Any], chooser: Chooser | None) -> dict[str, Any]:
-    function = call.get("function")
-    source = function if isinstance(function, dict) else call
-    name = next((source[key] for key in ("name", "tool", "tool_name") if key in source), None)
-    args = next((source[key] for key in ("arguments", "args") if key in source), None)
+    name, args = name_and_arguments(call)
     if chooser is None or not isinstance(name, str) or name == chooser[0]:
         return call
     if name in chooser[2]:

@@ -1,6 +1,7 @@
 """BabyAI as an `Environment`: a mission in words, a view of a part of the grid, one reward at its end."""
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -174,14 +175,10 @@ class BabyAIEnvironment(OneCallEnvironment):
         return Observation(text, data, {"success": int(self._success)}, reward)
 
 
-def grid_key(observation: Observation) -> Any:
-    """The whole grid, the agent, what it carries and the mission's progress: all but the steps left."""
-    return observation.data["state"]
-
-
-def view_key(observation: Observation) -> Any:
-    """What is seen, without the last actions: the policy's knowledge of the moment."""
-    return [observation.data[name] for name in ("mission", "objects", "room", "carrying")]
-
-
-BABYAI_STATE_KEYS: Mapping[str, StateKey] = {"grid": StateKey(grid_key), "view": StateKey(view_key)}
+_SEEN = itemgetter("mission", "objects", "room", "carrying")
+BABYAI_STATE_KEYS: Mapping[str, StateKey] = {
+    # The whole grid, the agent, what it carries and the mission's progress: all but the steps left.
+    "grid": StateKey(lambda observation: observation.data["state"]),
+    # What is seen, without the last actions: the policy's knowledge of the moment.
+    "view": StateKey(lambda observation: _SEEN(observation.data)),
+}

@@ -167,21 +167,16 @@ def situation_text(data: Mapping[str, Any]) -> str:
     """The nearest cell of each kind in view and the faced one, after a complaint about a refused answer."""
     complaint = _COMPLAINT if data["news"]["invalid"] else ""
     state = _SLEEPING if data["sleeping"] else "" if data["inventory"]["health"] > 0 else _DEAD
-    places = _nearest(data)
-    lines = [f"- {name} {_place(*offset)}" for name, offset in places.items()]
+    x, y = data["position"]
+    # BALROG cuts its view from an array, and a negative index there leaves nothing.
+    is_empty = x < CENTRE[0] or y < CENTRE[1]
+    # Column by column, which is the order of the lines.
+    columns = [] if is_empty else [list(map(_kind, column)) for column in zip(*data["rows"], strict=True)]
+    places = nearest_offsets(columns, without=(VOID, "player"))
+    lines = [f"- {name} {_place(dx, dy)}" for name, (dy, dx) in places.items()]
     seen = "\n".join(("You see:", *lines)) if lines else "You see nothing away from you."
     faced = "nothing" if data["target"] == VOID or not lines else _kind(data["target"])
     return f"{complaint}{state}{seen}\n\nYou face {faced} at your front."
-
-
-def _nearest(data: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """Offset (dx, dy) of the nearest cell of each kind, in the order in which the columns show the kinds."""
-    x, y = data["position"]
-    if x < CENTRE[0] or y < CENTRE[1]:
-        # BALROG cuts its view from an array, and a negative index there leaves nothing.
-        return {}
-    columns = [list(map(_kind, column)) for column in zip(*data["rows"], strict=True)]
-    return {name: (dx, dy) for name, (dy, dx) in nearest_offsets(columns, without=(VOID, "player")).items()}
 
 
 def _kind(name: str) -> str:

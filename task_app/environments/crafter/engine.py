@@ -184,7 +184,6 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         return int(getattr(world.at[player.target_cell()], "health", 0))
 
     def view(self) -> LocalView:
-        """The player's view, in words."""
         return local_view(*(self._game or _refuse_early()))
 
     def frame(self, width: int = 288, height: int = 288) -> npt.NDArray[np.uint8]:
@@ -196,7 +195,6 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         return self.frame(*(size or (STOCK_SIZE, STOCK_SIZE)))
 
     def capture(self) -> GameState:
-        """The whole state of the game as plain values."""
         return capture(*(self._game or _refuse_early()))
 
     def fingerprint(self) -> str:
@@ -217,7 +215,6 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         self.world.draw_from(seeded_bits(seed))
 
     def fork(self) -> "CrafterEngine":
-        """An independent copy with the same future."""
         return self.with_state(self.capture(), self.step_count, self.last_health)
 
     def with_state(self, state: GameState, step: int, last_health: int) -> "CrafterEngine":

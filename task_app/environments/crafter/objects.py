@@ -31,7 +31,6 @@ class Being(Interactive):
         self.health = max(0, self.health - damage)
 
     def update(self, world: World, player: Player) -> None:
-        """One step of this thing's life."""
         raise NotImplementedError
 
     def extra(self) -> tuple[int, ...]:
@@ -39,7 +38,6 @@ class Being(Interactive):
         return (getattr(self, self.counter),) if self.counter else ()
 
     def restore(self, health: int, extra: tuple[int, ...]) -> None:
-        """Set health and the numbers from `extra`."""
         self.health = health
         if self.counter:
             setattr(self, self.counter, extra[0])

@@ -61,7 +61,6 @@ class _World:
 
 
 def _texture_name(thing: Thing) -> str:
-    """Name of stock's texture file for a thing."""
     if isinstance(thing, Player):
         return "player-sleep" if thing.sleeping else f"player-{SIDES[thing.facing]}"
     if isinstance(thing, Arrow):

@@ -167,7 +167,6 @@ class Player(Thing):
         self.achievements[f"place_{name}"] += 1
 
     def make(self, world: World, name: str, rule: MakeRule) -> None:
-        """Craft a tool near the materials that it needs."""
         nearby = self._materials_nearby(world)
         if all(MATERIAL_IDS[material] in nearby for material in rule.nearby) and self._use(rule.uses):
             self.inventory[name] += rule.gives

@@ -28,12 +28,10 @@ def cell_at(x: int, y: int) -> Cell:
 
 
 def place_of(cell: Cell) -> tuple[int, int]:
-    """The (x, y) of a cell."""
     return cell // _COLUMN - _MARGIN, cell % _COLUMN - _MARGIN
 
 
 def step(cell: Cell, direction: str) -> Cell:
-    """The neighbour of a cell."""
     return cell + _STEPS[direction]
 
 

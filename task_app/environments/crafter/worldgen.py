@@ -110,7 +110,6 @@ def _draws(random: np.random.RandomState, most: int) -> Iterator[Callable[[], fl
 
 
 def _draw_materials(random: np.random.RandomState, terrain: Terrain) -> None:
-    """Write ores and trees into the terrain."""
     cells_N = np.flatnonzero(terrain.chances_N)
     chances = terrain.chances_N[cells_N]
     material_N = terrain.material_N

@@ -4,7 +4,7 @@ Source: 3-context-editing-tool-loop.md (`document_content`). deleteContext and c
 episode loop (task_app/episode/context_tools.py), because they need the history.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -165,7 +165,7 @@ class DocumentsEnvironment:
         """1 if the answer is an accepted one; 0 until it is given."""
         if self._task is None or self._desk.answer is None:
             return 0.0
-        return correctness(self._desk.answer, self._task.answers)
+        return float(normalise(self._desk.answer) in map(normalise, self._task.answers))
 
     def snapshot(self) -> bytes:
         """The reader's state without the document, which follows from config and seed."""
@@ -226,11 +226,6 @@ class DocumentsEnvironment:
             "next_chunk": self._desk.next_chunk,
             "notes": {key: note.summary for key, note in self._desk.notes.items()},
         }
-
-
-def correctness(answer: str, accepted: Iterable[str]) -> float:
-    """1.0 if the answer is one of the accepted ones, else 0.0."""
-    return float(normalise(answer) in map(normalise, accepted))
 
 
 SYSTEM = """\

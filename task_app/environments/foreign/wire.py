@@ -114,7 +114,6 @@ class Socket:
             self._connection = self._connect(url)
 
     def ask(self, message: Mapping[str, Any]) -> Any:
-        """Send a message, and return the answer."""
         with self._failures():
             # A server that has no place for us says so, and closes; what it said can still be read.
             with suppress(ConnectionClosed):

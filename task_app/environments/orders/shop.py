@@ -46,7 +46,6 @@ class Shop(Body):
         return self
 
     def order(self, order_id: int) -> Order | None:
-        """The order of that number."""
         return next((order for order in self.orders if order.id == order_id), None)
 
     def changed(self, order: Order, *, back: int) -> "Shop":

@@ -54,12 +54,6 @@ async def test_the_tool_client_lists_and_calls(http):
     assert called["result"].endswith("unlocked collect_wood")
 
 
-def test_the_synchronous_wrapper_plays_too(http):
-    with openenv.GenericEnvClient(base_url=url(http), headers=HEADERS).sync() as env:
-        env.reset(seed=17)
-        assert env.step(WOOD).reward == 1.0
-
-
 async def test_without_a_key_nothing_opens_and_the_url_may_carry_it(http):
     with pytest.raises(ConnectionError, match="401"):
         await openenv.GenericEnvClient(base_url=url(http)).connect()
@@ -69,10 +63,3 @@ async def test_without_a_key_nothing_opens_and_the_url_may_carry_it(http):
     async with MCPToolClient(base_url=with_key) as env:
         await env.reset(seed=17)
         assert (await env.call_tool("interact_many", **WOOD))["reward"] == 1.0
-
-
-async def test_an_unknown_environment_is_told_in_the_clients_own_error(http):
-    wrong = url(http).replace("crafter", "craftr")
-    async with openenv.GenericEnvClient(base_url=wrong, headers=HEADERS) as env:
-        with pytest.raises(RuntimeError, match="Did you mean 'crafter'"):
-            await env.reset()

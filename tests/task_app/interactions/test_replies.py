@@ -67,12 +67,6 @@ async def test_a_wrong_type_fails_the_episode_with_its_place_and_is_finalised(re
     assert users.counts() == {"start": 1, "finalise": 1}
 
 
-async def test_nan_never_becomes_a_score():
-    with pytest.raises(InteractionFailed, match="returned nan as the score"):
-        async with interactions(users.Nan).open(None, {}, rollout_id="r") as live:
-            await live.respond(said("a"))
-
-
 def test_metadata_that_is_no_json_stands_there_as_it_prints():
     assert read(False, "x", 0.0, {"array": np.zeros(1), 3: {"b": math.nan}}).metadata == {
         "array": [0.0],

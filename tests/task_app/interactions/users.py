@@ -112,11 +112,6 @@ class Says(Noted):
         return tuple(reply) if isinstance(reply, list) else reply
 
 
-class Nan(Noted):
-    async def generate_response(self, instance_id, messages, **kwargs):
-        return False, "x", float("nan"), {}
-
-
 class Spoils(Noted):
     """Changes what it is given."""
 

@@ -120,20 +120,15 @@ def test_linear_and_exponential_never_fall_and_stay_probabilities(a: float, rate
     ("steps", "initial", "step", "choice"),
     [
         # the published example: fixed, then flips at 100, 500 and 1000, which count as behind (step >= s)
-        ([100, 500, 1000], "fixed", 1, "fixed"),
         ([100, 500, 1000], "fixed", 99, "fixed"),
         ([100, 500, 1000], "fixed", 100, "actor"),
-        ([100, 500, 1000], "fixed", 499, "actor"),
         ([100, 500, 1000], "fixed", 500, "fixed"),
-        ([100, 500, 1000], "fixed", 1000, "actor"),
         ([100, 500, 1000], "fixed", 10**6, "actor"),
         ([2], "actor", 1, "actor"),
         ([2], "actor", 2, "fixed"),
         # iterations count from 1: before the first there is a step 0, and a switch at 1 is one at once
         ([1], "fixed", 0, "fixed"),
         ([1], "fixed", 1, "actor"),
-        ([1, 2], "actor", 1, "fixed"),
-        ([1, 2], "actor", 2, "actor"),
     ],
 )
 def test_step_changes_hands_at_each_of_its_steps(steps: list[int], initial: str, step: int, choice: str):

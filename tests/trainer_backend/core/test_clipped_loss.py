@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer_backend.core.loss_metrics import clip_metrics, merge_metrics
-from trainer_backend.core.losses import ClipKeys, clipped_policy_loss, entropy_loss, weighted_sum
+from trainer_backend.core.losses import ClipKeys, clipped_policy_loss, entropy_loss
 
 CLIP = ClipKeys(clip_low=0.2, clip_high=0.28)
 OLD = torch.tensor([-1.0, -1.0, -1.0, -1.0])
@@ -50,11 +50,6 @@ def test_low_and_high_are_separate():
     up, _ = loss_and_gradient(one, one * 0, one, one, config)
     down, _ = loss_and_gradient(-one, one * 0, -one, one, config)
     assert (up.item(), down.item()) == (pytest.approx(-1.5), pytest.approx(0.9))
-
-
-def test_at_ratio_1_the_gradient_is_that_of_the_policy_gradient():
-    _, gradient = loss_and_gradient(OLD, OLD, ADVANTAGES, WEIGHTS)
-    torch.testing.assert_close(gradient, -WEIGHTS * ADVANTAGES)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -101,10 +96,6 @@ def test_entropy_is_rewarded_by_weight_and_not_read_on_padding():
     loss.backward()
     assert loss.item() == -1.75
     assert entropies.grad.tolist() == [-0.25, -0.75, 0.0]
-
-
-def test_a_weighted_sum_masks_before_it_multiplies():
-    assert weighted_sum(torch.tensor([2.0, math.inf]), torch.tensor([0.5, 0.0])).item() == 1.0
 
 
 @pytest.mark.parametrize(

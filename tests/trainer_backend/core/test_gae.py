@@ -42,15 +42,6 @@ def test_lambda_0_is_the_surprise_of_one_decision(pairs, gamma):
     assert found == pytest.approx([r + gamma * n - v for r, n, v in zip(rewards, after, values, strict=True)])
 
 
-@given(PAIRS, SHARE)
-def test_a_critic_that_knows_the_returns_leaves_nothing_to_learn(pairs, gae_lambda):
-    rewards = [reward for reward, _ in pairs]
-    found = generalised_advantages(
-        rewards, discounted_returns(rewards, 0.5), gamma=0.5, gae_lambda=gae_lambda
-    )
-    assert found == pytest.approx([0.0] * len(rewards), abs=1e-12)
-
-
 def test_a_decision_without_a_value_is_refused_by_name():
     with pytest.raises(AdvantageError, match="rollout r-7: 0 values of a critic for 1 decisions"):
         gae([EpisodeRewards("r-7", "g", [1.0])], AlgorithmTable(gamma=1.0))

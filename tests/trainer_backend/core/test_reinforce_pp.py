@@ -55,13 +55,3 @@ def test_over_the_batch_the_mean_is_0_and_the_sample_std_1_unless_all_are_equal(
     assert math.fsum(values) == pytest.approx(0.0, abs=1e-9)
     if any(values):
         assert math.fsum(v * v for v in values) / (len(values) - 1) == pytest.approx(1.0)
-
-
-@given(BATCH, st.integers(-5, 5))
-def test_a_constant_added_to_every_score_of_every_group_changes_nothing_with_a_baseline(drawn, constant):
-    episodes = batch_of(drawn)
-    moved = batch_of([(group, [rewards[0] + constant, *rewards[1:]]) for group, rewards in drawn])
-    before = reinforce_pp_baseline(episodes, AlgorithmTable(gamma=1.0)).per_episode
-    after = reinforce_pp_baseline(moved, AlgorithmTable(gamma=1.0)).per_episode
-    for left, right in zip(before, after, strict=True):
-        assert left == pytest.approx(right, abs=1e-9)

@@ -21,18 +21,6 @@ def test_each_score_is_compared_with_the_mean_of_the_others():
     assert of_scores([1.0, 0.0, 1.0]).per_episode == [[0.5, 0.5], [-1.0, -1.0], [0.5, 0.5]]
 
 
-def test_a_lone_episode_has_no_baseline_and_is_counted():
-    result = of_scores([3.0])
-    assert result.per_episode == [[0.0, 0.0]]
-    assert result.diagnostics["advantages/lone_episodes"] == 1.0
-
-
-def test_equal_scores_give_exactly_0():
-    result = of_scores([0.1] * 7)
-    assert result.per_episode == [[0.0, 0.0]] * 7
-    assert result.diagnostics["advantages/groups_without_spread"] == 1.0
-
-
 @given(SCORES)
 def test_it_is_the_deviation_from_the_mean_of_all_times_g_over_g_minus_1(scores):
     episodes = [EpisodeRewards(f"r-{i}", "g", [score]) for i, score in enumerate(scores)]

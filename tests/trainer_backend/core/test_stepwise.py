@@ -1,6 +1,5 @@
 """`stepwise` by hand and by identity; that it is unbiased: test_unbiased.py."""
 
-import math
 from fractions import Fraction
 
 import pytest
@@ -9,7 +8,6 @@ from hypothesis import strategies as st
 
 from trainer_backend.core.advantages.episodes import EpisodeRewards
 from trainer_backend.core.advantages.stepwise import stepwise
-from trainer_backend.core.rewards import discounted_returns
 from trainer_backend.job.training_table import AlgorithmTable
 
 EPISODE = st.lists(st.integers(-8, 8).map(float), min_size=1, max_size=6)
@@ -60,27 +58,6 @@ def test_one_sibling_left_has_advantage_0_and_its_decisions_are_counted():
 def test_a_gamma_outside_0_1_is_refused():
     with pytest.raises(ValueError, match="gamma"):
         advantages_of([[1.0]], gamma=1.5)
-
-
-@given(GROUP)
-def test_at_each_t_advantages_of_all_siblings_sum_to_0_once_the_finished_are_counted(group):
-    result = advantages_of(group).per_episode
-    if len(group) == 1:
-        return
-    returns = [discounted_returns(rewards_T, 1.0) for rewards_T in group]
-    for t in range(max(map(len, group))):
-        total = math.fsum(row[t] for row in returns if t < len(row))
-        finished = sum(t >= len(row) for row in returns)
-        of_the_finished = -finished * total / (len(group) - 1)  # 0 minus the mean of their others
-        alive = math.fsum(row[t] for row in result if t < len(row))
-        assert alive + of_the_finished == pytest.approx(0.0, abs=1e-9)
-
-
-@given(GROUP, st.randoms(use_true_random=False))
-def test_permuting_the_siblings_permutes_the_advantages_bit_by_bit(group, random):
-    order = random.sample(range(len(group)), len(group))
-    expected = advantages_of(group, gamma=0.9).per_episode
-    assert advantages_of([group[i] for i in order], gamma=0.9).per_episode == [expected[i] for i in order]
 
 
 @given(GROUP, st.integers(0, 4), st.integers(-8, 8))

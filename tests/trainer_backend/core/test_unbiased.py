@@ -188,12 +188,6 @@ def test_the_stepwise_gradient_is_unbiased_where_the_policy_chooses_when_to_stop
     assert expected_gradient(ours, size, p) == true_gradient(p)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_the_rloo_gradient_is_unbiased(size):
-    # Its leave-one-out divides by 2, so that nothing is rounded, or by 1.
-    assert expected_gradient(scores_alone, size, P) == true_gradient(P)
-
-
 @pytest.mark.parametrize("turns", [(0,), (1,), (2,), (0, 2)])
 def test_the_branch_gradient_is_unbiased_whichever_decisions_have_branches(turns):
     for p in (P, 1 - P):

@@ -108,11 +108,6 @@ def test_rows_that_go_or_are_equal_move_no_other_row_between_training_and_held_o
     assert training_left <= training and evaluation_left <= evaluation
 
 
-def test_columns_that_nothing_reads_are_told(tmp_path):
-    data = shared(jsonl(tmp_path / "a.jsonl", questions(20, level=3, source="ours")))
-    assert data.notes[1].endswith("; not read: level, source")
-
-
 def test_a_known_column_that_another_one_made_needless_is_told_too(tmp_path):
     beside = {"interaction_kwargs": {"query": "?"}, "extra_info": {"index": 3}, "ground_truth": "4"}
     data = shared(jsonl(tmp_path / "a.jsonl", questions(20, **beside)))

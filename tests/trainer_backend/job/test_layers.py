@@ -243,11 +243,6 @@ def test_what_a_run_wrote_down_is_found_from_any_directory(tmp_path: Path, monke
     assert run.job().services.task_plugins == (tmp_path / "maze" / "plugins.py",)
 
 
-def test_an_override_is_blamed_before_every_file(layered):
-    told = refusal(layered, BASE, "[training]\ngroup_size = 8", overrides=("training.group_size=-1",))
-    assert told.startswith("--set training.group_size=…: training.group_size is -1")
-
-
 def test_a_file_that_is_not_there_is_named(layered, tmp_path: Path):
     (tmp_path / "base.toml").write_text(BASE)
     with pytest.raises(JobError, match=r"^none\.toml: no such file$"):

@@ -129,23 +129,6 @@ def test_a_relative_path_is_one_from_the_folder_of_its_file(tmp_path: Path, monk
     ]
 
 
-def test_the_command_line_of_the_source_is_taken(tmp_path: Path):
-    path = tmp_path / "job.toml"
-    path.write_text('[model]\npreset = "tiny-0.3m"\n[rollout]\nallow_truncated_sampling = true\n')
-    job = load_job(
-        path,
-        [
-            "rollout_only.model_path=/path/to/model",
-            "rollout_only.temperature=0.8",
-            "rollout_only.top_p=0.95",
-            "rollout_only.top_k=40",
-            "rollout_allocation_schedule.type=constant",
-            "rollout_allocation_schedule.alpha=0.5",
-        ],
-    ).config
-    assert job.fixed("fixed").top_k == 40
-
-
 def test_a_key_of_several_tables_cannot_be_set_by_a_flag(tmp_path: Path):
     two = '[[rollout_only]]\nmodel_path = "a"\n[[rollout_only]]\nname = "b"\nmodel_path = "b"'
     with pytest.raises(JobError, match="rollout_only is several tables, of which --set names none"):

@@ -45,12 +45,6 @@ def test_a_later_choice_leaves_out_what_it_does_not_read_and_says_so():
         load("algorithm.omega=0.3")  # what comes later is meant, and the choice stays
 
 
-def test_what_is_read_is_taken_and_a_resolved_job_reads_back():
-    loaded = job_of({"advantage": "gigpo", "omega": 0.3, "loss": "gspo"}, {"clip_dual": 3.0})
-    again = parse_job(tomli.loads(dump_job(loaded.config)), where="run")
-    assert again.config == loaded.config
-
-
 def test_a_critic_takes_its_keys_and_needs_no_siblings():
     training = {"value_coef": 0.1, "value_clip": 0.2, "value_learning_rate": 1.0, "group_size": 1}
     loaded = job_of({"advantage": "gae_token", "gae_lambda": 0.5, "gae_token_lambda": 0.9}, training)

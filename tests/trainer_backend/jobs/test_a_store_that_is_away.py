@@ -1,6 +1,7 @@
 """A database that does not answer: an error at the start; later 503 where it is needed, and jobs go on."""
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,18 +88,12 @@ async def test_in_the_middle_jobs_go_on_and_all_that_they_did_is_there_afterward
             assert found.json()["series"]["policy/version"]["iterations"] == [1, 2]
 
 
-async def test_a_store_that_hangs_is_waited_for_no_longer_than_that(tmp_path: Path):
-
+async def test_a_request_waits_for_a_store_that_hangs_no_longer_than_that(tmp_path: Path):
+    go = threading.Event()
     async with serving(settings_for(tmp_path).model_copy(update={"store_s": 0.05})) as served:
-        hang = asyncio.Event()
-
-        def hanging() -> None:
-            asyncio.run_coroutine_threadsafe(hang.wait(), loop).result()
-
-        loop = asyncio.get_running_loop()
         with pytest.raises(StoreUnavailable, match=r"did not answer within 0\.05 s"):
-            await served.service.ask(hanging)
-        hang.set()
+            await served.service.line.ask(go.wait)
+        go.set()
 
 
 @pytest.mark.timeout(300)

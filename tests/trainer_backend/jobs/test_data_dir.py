@@ -12,7 +12,7 @@ from tests.conftest import tiny_job
 from tests.trainer_backend.jobs.rows import job
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.job.load import dump_job
-from trainer_backend.jobs.data_dir import open_data_dir
+from trainer_backend.jobs.data_dir import FORGOTTEN, open_data_dir
 from trainer_backend.jobs.settings import Settings
 from trainer_backend.rundir.layout import create_run
 
@@ -67,7 +67,7 @@ def test_runs_are_found_where_the_command_line_makes_them(data):
     seed = create_run(tiny_job(), data.path / "tiny-seeds" / "seed_0").path
     create_run(tiny_job(), data.path / "a" / "b" / "too_deep")
     assert data.runs() == [plain, seed]
-    data.forget(seed)
+    (seed / FORGOTTEN).touch()
     assert data.runs() == [plain]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import tiny_job
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.jobs.data_dir import Sweeper, forget_job, open_data_dir, sweep
+from trainer_backend.jobs.data_dir import SERVICE, Sweeper, forget_job, open_data_dir, sweep
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.rundir.lock import run_lock
 from trainer_backend.store import jobs
@@ -35,21 +35,9 @@ def test_with_its_files_it_is_gone_at_once_and_they_are_removed_later(store, dat
     assert not Path(row.run_dir).exists() and data.runs() == []
     (aside,) = data.aside()
     assert (aside / "run.json").exists(), "moved as a whole"
-    sweep(data)
-    assert data.aside() == []
-
-
-def test_without_them_they_stay_and_are_not_found_again(store, data, row):
-    forget_job(store, data, row, files=False)
-    assert (Path(row.run_dir) / "run.json").exists() and data.runs() == []
-
-
-def test_what_is_half_removed_is_no_run_again(store, data, row):
-    forget_job(store, data, row, files=True)
-    (aside,) = data.aside()
     (aside / "forgotten").unlink()  # a kill in the middle of the removal
     assert data.runs() == []
-    sweep(data)  # the next start
+    sweep(data)
     assert data.aside() == []
 
 
@@ -72,7 +60,7 @@ def test_nothing_is_deleted_that_somebody_trains_in(store, data, row):
 
 
 def test_nothing_is_removed_whose_row_is_being_deleted_still(store, data, row):
-    aside = data.move_aside(Path(row.run_dir))
+    aside = Path(row.run_dir).rename(data.path / SERVICE / "deleted-1")
     with run_lock(aside):
         sweep(data)
         assert data.aside() == [aside]

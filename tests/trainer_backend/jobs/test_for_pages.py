@@ -4,8 +4,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.trainer_backend.jobs.served import serving, settings_for
+from trainer_backend.jobs.posted import Checked
 from trainer_backend.jobs.submission import JobsForPages, dashboard_of, examples_in
-from trainer_backend.pages.page import Findings
 from trainer_backend.terminal.templates import Choices, write_job
 
 TOML = '[job]\nname = "waiting"\n[model]\npreset = "tiny-0.3m"\n'
@@ -51,4 +51,4 @@ async def test_the_form_opens_with_what_init_writes_and_that_can_start(tmp_path,
     async with serving(settings_for(tmp_path / "data", environ=environ)) as served:
         name, text = dashboard_of(served.service).examples[0]
         assert (name, text) == ("turnwise init", (tmp_path / "job.toml").read_text())
-        assert await JobsForPages(served.service).check(text) == Findings()
+        assert await JobsForPages(served.service).check(text) == Checked(ok=True, findings=())

@@ -320,7 +320,7 @@ def test_a_teachers_server_is_asked_only_if_the_operator_allowed_it(bounds, host
             {"learner": {"nproc_per_node": 9}, "cluster": {}},
             "learner.nproc_per_node is 9; a posted job may have 8, since each is a process",
         ),
-        ({"services": "x"}, "services is str, but it is a table"),
+        ({"services": "x"}, "services is 'x', but it is a table"),
         ({"tags": {"a": ["list"]}}, "tags.a is no text"),
         ({"tags": {str(i): "x" for i in range(33)}}, "[tags] holds 33 tags; at most 32"),
     ],
@@ -352,17 +352,6 @@ def test_tables_in_one_another_may_be_32_deep(bounds):
     for depth in (32, 5_000):
         told = refused(bounds, rollout={"env_config": nested(depth)})
         assert told == "the posted job: rollout holds tables or lists in one another, more than 32 deep"
-
-
-@pytest.mark.parametrize("depth", [33, 300, 400, 20_000])
-def test_toml_of_any_depth_is_refused_with_a_sentence(bounds, depth):
-    for text in (
-        f"[rollout]\nenv_config = {'{a=' * depth}1{'}' * depth}",
-        f"x = {'[' * depth}{']' * depth}",
-        f"{'.'.join(['rollout', 'env_config', *['a'] * depth])} = 1",
-    ):
-        with pytest.raises(JobError, match="in one another, more than 32 deep"):
-            validate_job(document_of(text), bounds)
 
 
 @pytest.mark.parametrize("number", ["9223372036854775808", "-9223372036854775809", "0x" + "f" * 5_000])

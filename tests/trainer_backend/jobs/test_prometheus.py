@@ -27,7 +27,7 @@ async def rows_written(served, job_id: str, *rows: dict) -> None:
     path = Path((await served.row(job_id)).run_dir) / "metrics.jsonl"
     with path.open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
-    await served.service.ask(served.service.watcher.look, everything=False)
+    await served.service.line.ask(served.service.watcher.look, everything=False)
 
 
 async def test_jobs_by_state_and_processes(served):
@@ -46,7 +46,7 @@ async def test_jobs_by_state_and_processes(served):
 async def test_figures_of_a_job_that_runs_by_our_names_and_by_those_that_people_know(served):
     job_id = await served.post("waiting")
     await iterate(served, job_id, 1)
-    await served.service.ask(served.service.watcher.look, everything=False)
+    await served.service.line.ask(served.service.watcher.look, everything=False)
     found = await samples(served)
     labels = f'{{job_id="{job_id}",run="waiting"}}'
     of_iteration = f'{{job_id="{job_id}",kind="iteration",run="waiting"}}'
@@ -112,7 +112,7 @@ async def test_the_processes_of_a_run_are_counted_by_role_and_state_while_it_run
 async def test_the_last_figures_of_a_job_are_told_for_five_minutes_after_its_end(served):
     job_id = await served.post("quick")
     await served.until(job_id, "succeeded", iteration=2)
-    await served.service.ask(served.service.watcher.look, everything=True)
+    await served.service.line.ask(served.service.watcher.look, everything=True)
     ended = (await served.row(job_id)).ended
 
     def told(after: timedelta) -> bool:
@@ -145,14 +145,6 @@ async def test_requests_are_counted_by_route_and_not_by_path(served):
     )
     assert requests['turnwise_trainer_http_requests_total{method="GET",route="none",status="404"}'] == 2
     assert requests['turnwise_trainer_http_requests_total{method="GET",route="/jobs",status="200"}'] == 1
-
-
-async def test_a_method_that_somebody_made_up_makes_no_series_of_its_own(served):
-    for method in ("BREW", "WHEN"):
-        await served.client.request(method, "/health")
-    seen = {method for method, _, _ in served.service.requests.replies}
-    assert seen == {"other"}
-    assert served.service.requests.replies.total() == 2
 
 
 def test_known_names_are_names_of_prometheus():

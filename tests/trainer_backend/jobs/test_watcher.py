@@ -50,17 +50,9 @@ def test_a_run_of_the_command_line_is_found_with_its_metrics(store, watcher, run
     watcher.look(everything=True)
     job = only(store)
     assert (job.name, job.origin, job.run_dir, job.run_id) == ("tiny", "cli", str(run.path), run.run_id)
-    assert reads.last_line(store, job.id, "iteration").row == ROW
+    assert reads.metric_lines(store, job.id, kind="iteration")[-1].row == ROW
     watcher.look(everything=True)
     assert only(store).version == job.version, "nothing new is nothing changed"
-
-
-def test_a_run_that_is_found_late_has_begun_when_it_was_made(store, watcher, run):
-    write_state(run.path, STATE)
-    os.utime(run.path / "run.json", (1_000_000, 1_000_000))
-    with run_lock(run.path):
-        watcher.look(everything=True)
-    assert only(store).started == datetime.fromtimestamp(1_000_000, UTC)
 
 
 @pytest.mark.parametrize(
@@ -177,11 +169,11 @@ def test_a_run_that_cannot_be_read_holds_up_no_other_and_is_read_again_once_it_c
     for one in (run, sound):
         one.append_metrics(ROW)
     watcher.look(everything=True)
-    assert reads.last_line(store, by_name[str(sound.path)], "iteration").row == ROW
+    assert reads.metric_lines(store, by_name[str(sound.path)], kind="iteration")[-1].row == ROW
     assert watcher.registry.get_sample_value("turnwise_trainer_sync_failures_total") == 1
     (run.path / "job.toml").write_text(text)
     watcher.look(everything=True)
-    assert reads.last_line(store, by_name[str(run.path)], "iteration").row == ROW
+    assert reads.metric_lines(store, by_name[str(run.path)], kind="iteration")[-1].row == ROW
 
 
 def test_a_row_that_nobody_thought_of_holds_up_no_other(store, data, watcher, run):
@@ -194,7 +186,7 @@ def test_a_row_that_nobody_thought_of_holds_up_no_other(store, data, watcher, ru
     run.append_metrics(ROW)
     watcher.look(everything=True)
     tiny = next(row for row in jobs.find(store).items if row.name == "tiny")
-    assert reads.last_line(store, tiny.id, "iteration").row == ROW
+    assert reads.metric_lines(store, tiny.id, kind="iteration")[-1].row == ROW
 
 
 async def test_while_a_look_takes_long_the_store_is_asked_beside_it(store, data, run):
@@ -222,12 +214,6 @@ def test_a_service_that_only_shows_removes_no_files(store, data, run, tidies):
     Watcher(store, data, News(), tidies=tidies).look(everything=True)
     left = sorted(path.stem for path in run.iteration_files())
     assert left == (["iteration_2"] if tidies else ["iteration_1", "iteration_2"])
-
-
-def test_what_was_forgotten_is_not_found_again(store, data, watcher, run):
-    data.forget(run.path)
-    watcher.look(everything=True)
-    assert jobs.find(store).items == ()
 
 
 async def test_whoever_waits_is_told(store, data, run):

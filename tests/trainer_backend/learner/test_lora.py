@@ -239,29 +239,6 @@ def test_rewards_too_are_held_to_the_adapters_that_rl_started_from_and_those_of_
     assert all(torch.equal(tensor, trained[name]) for name, tensor in learner.weights().items())
 
 
-def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(tokenizer, tmp_path: Path):
-    whole = updated(tokenizer)
-    learner_of(tokenizer, **LORA).save(tmp_path / "iteration_0", Progress())
-    whole.save(tmp_path / "iteration_1", Progress(1, 1, 2))
-    again, progress = LocalLearner.resumed(whole.config, tmp_path / "iteration_1")
-    assert progress == Progress(1, 1, 2)
-    episodes = episodes_of(whole, [0.5, -1.0])
-    for learner in (whole, again):
-        learner.update(episodes, iteration=2)
-    other = tensors_of(again)
-    assert all(torch.equal(tensor, other[name]) for name, tensor in tensors_of(whole).items())
-
-
-def test_a_checkpoint_is_a_plain_model_with_the_adapter_beside_it(tokenizer, tmp_path: Path):
-    learner = updated(tokenizer)
-    learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
-    model, _ = load_model_folder(tmp_path / "iteration_1")
-    torch.testing.assert_close(logits(model), logits(learner.copy_to_serve()), rtol=0, atol=1e-5)
-    names = load_file(tmp_path / "iteration_1/adapter/adapter_model.safetensors")
-    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in names
-    assert (tmp_path / "iteration_1/adapter/adapter_config.json").is_file()
-
-
 def test_adapters_that_a_server_merges_into_their_base_are_the_merged_model_bit_for_bit(
     tokenizer, tmp_path: Path
 ):

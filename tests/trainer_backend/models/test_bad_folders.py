@@ -225,12 +225,3 @@ def test_a_run_that_began_from_a_config_without_architectures_goes_on(copied, tm
         tmp_path / "iteration_1", Progress(iteration=1)
     )
     assert LocalLearner.resumed(learner_parts.learner_config(job), tmp_path / "iteration_1")[1].iteration == 1
-
-
-def test_a_checkpoint_whose_config_is_broken_is_refused(model_folders: Mapping[str, Path], tmp_path: Path):
-    job = tiny_job(model__preset=None, model__path=str(model_folders["llama"]))
-    folder = tmp_path / "iteration_1"
-    LocalLearner.fresh(learner_parts.learner_config(job), []).save(folder, Progress(iteration=1))
-    (folder / "config.json").write_text(json.dumps([]))
-    with pytest.raises(ModelFolderError, match="no JSON object"):
-        LocalLearner.resumed(learner_parts.learner_config(job), folder)

@@ -10,8 +10,9 @@ from starlette.testclient import TestClient
 from tests.conftest import tiny_job
 from tests.trainer_backend.pages.hand_made import small_run
 from trainer_backend.errors import JobError, TaskAppError
+from trainer_backend.jobs.posted import Checked, Finding
 from trainer_backend.pages.app import router
-from trainer_backend.pages.page import Dashboard, Finding, Findings
+from trainer_backend.pages.page import Dashboard
 from trainer_backend.pages.stored import Frames, FrameSource
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import Credit, read_rollouts, write_rollouts
@@ -53,10 +54,12 @@ class DeskOfTests:
     def __init__(self, store: Store) -> None:
         self.store, self.submitted, self.asked = store, [], []
 
-    async def check(self, text: str) -> Findings:
+    async def check(self, text: str) -> Checked:
         if "wrong" in text:
-            return Findings(errors=(Finding("wrong <b>is</b> not a key", line=2),))
-        return Findings(warnings=(Finding("[compute] is not read"),) if "compute" in text else ())
+            wrong = Finding(severity="error", text="wrong <b>is</b> not a key", line=2)
+            return Checked(ok=False, findings=(wrong,))
+        unread = Finding(severity="warning", text="[compute] is not read", line=None)
+        return Checked(ok=True, findings=(unread,) if "compute" in text else ())
 
     async def submit(self, text: str, form: str) -> Job:
         if "wrong" in text:

@@ -4,14 +4,14 @@ from tests.trainer_backend.pages.test_run_views import JOB
 from trainer_backend.pages.panels import PANELS, Line, Panel, merge_outcome, rest_of, restrict, split_by_line
 from trainer_backend.pages.run_data import Run, run_data
 from trainer_backend.pages.series import add_up_axes, chart_of, place_on_axes, table
-from trainer_backend.store.rows import Series
+from trainer_backend.store.rows import Curve
 
 PLAIN = Panel("p", "", "Thing", "", (Line("a/x", "x"), Line("a/e", "e", "evaluation")))
 
 
 def series(points, low=None, high=None):
     at, values = zip(*points, strict=True)
-    return Series(at, values, low or values, high or values)
+    return Curve(at, values, low or values, high or values)
 
 
 def test_a_panel_without_a_metric_of_the_run_is_left_out_and_a_star_stands_for_all_that_begin_so():

@@ -15,7 +15,7 @@ from tests.trainer_backend.pages.test_report import charts, no_frames, told
 from trainer_backend.collect.metrics import evaluation_metrics
 from trainer_backend.credit.inspect import episode_view
 from trainer_backend.pages.compare import read_sides, summary_columns, summary_rows, write_comparison
-from trainer_backend.pages.episode_view import last_messages, new_messages
+from trainer_backend.pages.episode_view import new_messages
 from trainer_backend.pages.report import write_report
 from trainer_backend.pages.story import read_story
 from trainer_backend.run.row_lines import Pace, word_iteration
@@ -68,13 +68,6 @@ def test_a_decision_shows_what_is_new_and_what_was_edited():
         "message 2 is now tool: [deleted]",
         'tool: {"status": "success", "deleted_msg_ids": [2], "message": "refused 0 (the task stays)"}',
     ]
-
-
-def test_what_follows_the_last_answer_is_shown_too():
-    assert last_messages(dialogue(0.0, 1.0)) == []
-    more = dialogue(0.0, 1.0)
-    history = (*more.full_history, more.full_history[2])
-    assert last_messages(more.model_copy(update={"full_history": history})) == ["user: try again"]
 
 
 def test_an_episode_is_inspected_message_by_message_and_whole_where_asked():

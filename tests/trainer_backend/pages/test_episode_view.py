@@ -4,13 +4,7 @@ import pytest
 
 from tests.trainer_backend.dialogues import TASK, dialogue, reader
 from tests.trainer_backend.pages.hand_made import COW, WOOD, rollout
-from trainer_backend.pages.episode_view import (
-    BAR_WIDTH,
-    bar_of,
-    decision_lines,
-    decision_view,
-    prompt_of,
-)
+from trainer_backend.pages.episode_view import BAR_WIDTH, bar_of, decision_lines, decision_view, prompt_of
 
 CREDIT = [
     {"reward": 1.0, "return_to_go": 1.5, "advantage": 2.0, "episode_advantage": None, "state_key": "k"},

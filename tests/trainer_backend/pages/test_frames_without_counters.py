@@ -18,7 +18,7 @@ from tests.task_app.environments.foreign.test_gymnasium import NAMES
 from tests.trainer_backend.pages.hand_made import empty_run
 from tests.trainer_backend.pages.shown import Shown
 from tests.trainer_backend.pages.test_report import told
-from trainer_backend.collect.wire import NoPictures, PluginFailed, ReplayDeparts
+from trainer_backend.collect.wire import PluginFailed, ReplayDeparts
 from trainer_backend.pages.stored import played_frames, why_undrawn
 from trainer_backend.rundir.rollout_files import write_rollouts
 
@@ -104,15 +104,6 @@ def test_cart_pole_has_frames_when_what_it_answered_is_what_it_answers_again():
 def test_another_answer_reward_or_length_than_recorded_is_another_episode(moves, turn):
     with pytest.raises(ReplayDeparts, match=f"departed from the recorded episode at decision {turn}"):
         drawn(None, LAKE, lake(*moves), [len(moves)])
-
-
-def test_without_a_way_to_draw_the_sentence_says_what_would_give_a_picture():
-    with pytest.raises(NoPictures) as undrawn:
-        drawn(None, {**LAKE, "text": "ansi"}, lake(*TO_THE_GOAL), [0])
-    assert str(undrawn.value) == (
-        f"{LAKE_NAME!r} draws none; pictures come from environments with frame(width, height), and from "
-        'those of gymnasium with the render mode "rgb_array" unless env_config has text = "ansi"'
-    )
 
 
 def test_what_an_environment_raised_is_told_with_its_line(tmp_path):

@@ -7,7 +7,7 @@ from tests.trainer_backend.pages.hand_made import COW, FIRST, TABLE, WOOD, empty
 from tests.trainer_backend.pages.hand_made import iteration_row as row_of_actor
 from tests.trainer_backend.pages.test_report import charts, no_frames, told
 from trainer_backend.pages.compare import read_sides, setting_differences, write_comparison
-from trainer_backend.pages.report import figure_lines, reward_by_turn, write_report
+from trainer_backend.pages.report import figure_lines, write_report
 from trainer_backend.pages.story import read_story
 from trainer_backend.run.row_lines import Pace, word_iteration
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
@@ -66,11 +66,6 @@ def run(tmp_path):
     credits = [Credit([1.0, 0.5], [0.0] * 2), Credit([9.0, 9.0], [0.0] * 2), Credit([3.0], [0.0])]
     write_rollouts(run.rollouts_file("iteration_2"), both, credits)
     return run
-
-
-def test_stored_episodes_of_a_fixed_policy_stand_in_no_curve_of_the_actor(run):
-    path = run.rollouts_file("iteration_2")
-    assert reward_by_turn([path], "tiny") == [2.0, 0.25]
 
 
 def test_each_policy_is_told_with_its_episodes_its_outcome_and_how_much_they_counted(run):

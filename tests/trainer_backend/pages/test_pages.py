@@ -9,7 +9,7 @@ from shared_schemas.rollouts import RolloutFailure
 from tests.conftest import tiny_job
 from tests.trainer_backend.pages.hand_made import LOST, empty_run, iteration_row
 from tests.trainer_backend.pages.shown import PNG, Shown, numbered_run
-from trainer_backend.pages.rollouts import list_rollouts
+from trainer_backend.pages.run import list_rollouts
 from trainer_backend.rundir.rollout_files import Credit, read_rollouts, write_rollouts
 from trainer_backend.rundir.state import ProcessRecord, RunState, append_log, write_state
 from trainer_backend.store import jobs
@@ -53,14 +53,6 @@ def test_what_a_run_holds_is_text_and_never_markup(shown: Shown, job_id, tmp_pat
     for address in ("/", f"/runs/{named}", f"/runs/{job_id}?with={named}"):
         text = shown.page(address)
         assert "&lt;b&gt;bold" in text and "<b>bold" not in text and "<i>why" not in text
-
-
-def test_the_list_shows_every_run_with_its_figures_and_can_be_narrowed(shown: Shown, job_id):
-    text = shown.page("/")
-    assert f'href="/runs/{job_id}"' in text
-    assert "1 to 3" in text  # the interval of its last evaluation
-    assert "2 of 14 lost" in text  # of 2 x (4 + 1) and 2 x 2 rollouts
-    assert job_id not in shown.page("/?state=active")
 
 
 def test_a_service_without_runs_says_how_to_begin_one(shown: Shown):
@@ -174,8 +166,6 @@ def test_rollouts_can_be_filtered_sorted_and_paged(shown: Shown, job_id):
     assert ids("?stage=train&iteration=1&sort=reward&down=1") == [ROLLOUT, FIRST_ROLLOUT]
     assert ids("?stage=train&iteration=1&sort=reward&down=0") == [FIRST_ROLLOUT, ROLLOUT]
     assert "No rollout is like that" in shown.page(f"/runs/{job_id}/rollouts?policy=nobody")
-    assert ids("?min_decisions=2&max_decisions=2&max_reward=0") == ["r/eval/0/1/0"]
-    assert ids("?stage=evaluation&sort=decisions&min_decisions=3") == ["r/eval/2/0/0"]
 
 
 def test_of_lost_rollouts_the_list_says_why_each_stage_lost_some(shown: Shown, tmp_path):
@@ -189,11 +179,6 @@ def test_of_lost_rollouts_the_list_says_why_each_stage_lost_some(shown: Shown, t
     assert [row.failure_code for row in page["rows"]] == ["task_app_lost"]
     assert page["losses"] == [(f"iteration {n}", "1 of 5", LOST) for n in (1, 2)]
     assert page["caption"] == "1 of 1 rollouts, newest first"
-
-
-def test_a_number_that_cannot_be_one_is_said(shown: Shown, job_id):
-    told = shown.page(f"/runs/{job_id}/rollouts?min_reward=1e300", 400)
-    assert "min_reward is &#39;1e300&#39;; it must be a number of at most 2147483647" in told
 
 
 def test_no_number_of_an_address_is_an_error_of_ours(shown: Shown, job_id):
@@ -241,12 +226,6 @@ def test_decisions_made_in_the_same_state_stand_beside_one_another(shown: Shown,
     assert "advantage <b>2</b> = return <b>1</b> \N{MINUS SIGN} baseline <b>\N{MINUS SIGN}1</b>" in text
     assert "baseline: mean of 2 siblings at this turn" in text
     assert "1, 1</a>" not in shown.page(f"/runs/{job_id}/rollouts/{FIRST_ROLLOUT}?turn=2")
-
-
-def test_an_episode_whose_file_is_gone_is_said(shown: Shown, job_id, tmp_path):
-    (tmp_path / "tiny/rollouts/iteration_1.parquet").unlink()
-    told = shown.page(f"/runs/{job_id}/rollouts/{ROLLOUT}", 400)
-    assert "cannot be read" in told and "iteration_1.parquet" in told
 
 
 def test_pictures_come_when_they_are_asked_for_or_a_sentence_says_why_there_are_none(shown: Shown, job_id):

@@ -150,7 +150,7 @@ def test_without_a_task_app_the_strip_is_missing_and_the_reason_is_told(tmp_path
 
 def test_a_full_disk_is_told_with_the_folder(tmp_path):
     run = small_run(tiny_job(), tmp_path / "run")
-    with full_disk(), pytest.raises(RunDirectoryError, match="run/report cannot be written"):
+    with full_disk(), pytest.raises(RunDirectoryError, match=r"report/report\.html cannot be written"):
         write_report(run, frames=no_frames)
 
 

@@ -10,7 +10,7 @@ from tests.trainer_backend.jobs.rows import replace
 from tests.trainer_backend.pages.hand_made import FIRST, LAST, evaluation_row, iteration_row
 from trainer_backend.job.load import dump_job, parse_job
 from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
-from trainer_backend.pages.facts import chosen_keys, differing_keys, to_begin_from
+from trainer_backend.pages.facts import chosen_keys, to_begin_from
 from trainer_backend.pages.figures import NONE as NO_VALUE
 from trainer_backend.pages.run_view import (
     evaluation_table,
@@ -21,29 +21,29 @@ from trainer_backend.pages.run_view import (
 )
 from trainer_backend.pages.series import spark_of
 from trainer_backend.rundir.state import ProcessRecord, RunState
-from trainer_backend.store.rows import Job, Series
+from trainer_backend.store.rows import Curve, Job
 
 NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 CONFIG = '[job]\nname = "tiny"\n[model]\npreset = "tiny-0.3m"\n[training]\niterations = 20\n'
 JOB = Job(
     number=1, id="a1", name="tiny", state="running", wanted="run", config=CONFIG, run_dir="/runs/tiny-2",
-    run_id="r", origin="api", home="h", tags={"who": "me"}, attempt=1, created=NOON,
+    run_id="r", origin="api", home="h", tags={"who": "me"}, attempt=1, created=NOON, iteration=4,
     started=NOON - timedelta(minutes=3), ended=None, code=None, detail=None, version=1,
 )  # fmt: skip
 
 
 def head(job=JOB, state=None, **changes):
-    given = {"iteration": 4, "rate_s": None, "place": "0.0", "now": NOON, "can_control": True}
+    given = {"rate_s": None, "place": "0.0", "now": NOON, "can_control": True}
     return head_of(job, state, **(given | changes))
 
 
 def series(*values):
-    return Series(tuple(range(1, len(values) + 1)), values, values, values)
+    return Curve(tuple(range(1, len(values) + 1)), values, values, values)
 
 
 def test_a_curve_of_equal_values_is_a_line_and_one_value_is_none():
-    assert spark_of(series(5.0, 5.0), "x")["points"] == "0.0,23.0 100.0,23.0"
-    assert spark_of(series(5.0), "x")["points"] == ""
+    assert spark_of((5.0, 5.0), "x")["points"] == "0.0,23.0 100.0,23.0"
+    assert spark_of((5.0,), "x")["points"] == ""
 
 
 def test_the_head_of_a_run_says_what_is_under_way_and_how_long_it_may_take():
@@ -199,12 +199,3 @@ unit = "group"
     assert chosen["rollout_only.strong-1.weight"] == "3.0"
     assert chosen["rollout_only.clone_2.model_path"] == '"runs/clone"'
     assert "rollout_only.clone_2.weight" not in chosen  # as it is by itself
-
-
-def test_of_several_jobs_the_keys_are_shown_in_which_they_differ():
-    other = CONFIG.replace("20", "30") + "[algorithm]\ngamma = 0.5\n[rollout.env_config]\ntext = 'full'\n"
-    assert differing_keys([CONFIG, other]) == [
-        ("training.iterations", ["20", "30"]),
-        ("algorithm.gamma", ["absent", "0.5"]),
-        ("rollout.env_config.text", ["absent", '"full"']),
-    ]

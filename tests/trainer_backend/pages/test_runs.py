@@ -9,7 +9,8 @@ from tests.trainer_backend.pages.shown import Shown
 from trainer_backend.pages.page import BadAddress
 from trainer_backend.pages.runs import compare_numbers, count_values, list_runs
 from trainer_backend.store import jobs
-from trainer_backend.store.rows import Job, RunFilter
+from trainer_backend.store.reads import RunFilter
+from trainer_backend.store.rows import Job
 
 
 @pytest.fixture
@@ -34,7 +35,8 @@ def test_a_line_of_the_list_says_how_far_a_run_is_and_how_it_does(shown: Shown, 
     talk, live, done = list_runs(shown.store, QueryParams())["lines"]
     assert (done["where"], done["tags"], done["done"]) == ("tiny", ["team=red", "who=me"], 2)
     assert (done["outcome"], done["held_out"], done["bounds"]) == ("2", "2", "1 to 3")
-    assert 'aria-label="training outcome from 1 to 2"' in shown.page("/")
+    text = shown.page("/")
+    assert 'aria-label="training outcome from 1 to 2"' in text and "2 of 14 lost" in text
     assert (done["lost"], done["live"], live["live"]) == ("2 of 14", False, True)
     assert (talk["outcome"], talk["bounds"], talk["took"], talk["lost"]) == ("–", "", "", "")  # noqa: RUF001
     assert len(talk["detail"]) == 400

@@ -19,13 +19,7 @@ from tests.trainer_backend.pages.test_pages import FIRST_ROLLOUT
 from trainer_backend.collect.wire import NoPictures, Refused, ReplayDeparts
 from trainer_backend.errors import RunDirectoryError, TaskAppError
 from trainer_backend.job.tables import ServicesTable
-from trainer_backend.pages.stored import (
-    PREFIXES_OF_WORDS,
-    WORDS,
-    Frames,
-    read_stored,
-    why_undrawn,
-)
+from trainer_backend.pages.stored import PREFIXES_OF_WORDS, WORDS, Frames, read_stored, why_undrawn
 
 
 def test_a_file_that_was_written_anew_is_read_anew(tmp_path):
@@ -117,11 +111,7 @@ async def test_an_episode_is_played_once_for_all_its_pictures_and_who_waits_hold
 
 
 @pytest.mark.parametrize(
-    "named",
-    [
-        {"services__task_url": ["https://elsewhere:1"]},
-        {"services__task_plugins": ["code.py"]},
-    ],
+    "named", [{"services__task_url": ["https://elsewhere:1"]}, {"services__task_plugins": ["code.py"]}]
 )
 async def test_looking_at_a_run_runs_no_code_and_asks_no_host_that_its_job_names(tmp_path, named):
     job = tiny_job(**named)
@@ -179,15 +169,19 @@ async def test_an_episode_that_cannot_be_drawn_is_not_played_again_and_the_reaso
     run = small_run(tiny_job(), tmp_path / "tiny")
     played = []
 
-    def source(*_):
-        played.append(1)
-        raise ReplayDeparts("the replay departed")
+    def source(_services, _config, episode, turns):
+        played.append(episode.seed)
+        if episode.seed == 1:
+            raise ReplayDeparts("the replay departed")
+        return dict.fromkeys(turns, b"png")
 
     frames, shown = Frames(source), rollout(1, [WOOD])
     for _ in range(2):
         with pytest.raises(NoPictures, match="departed"):
             await frames.of(run.path, shown)
-    assert (len(played), frames.cached(run.path, shown)) == (1, "the replay departed")
+    assert (played, frames.cached(run.path, shown)) == ([1], "the replay departed")
+    # It says nothing about other episodes of its run.
+    assert await frames.of(run.path, rollout(2, [WOOD])) == {0: b"png", 1: b"png"}
 
 
 async def test_an_environment_that_draws_nothing_is_asked_once_for_all_episodes_of_a_run(tmp_path):
@@ -204,17 +198,3 @@ async def test_an_environment_that_draws_nothing_is_asked_once_for_all_episodes_
         with pytest.raises(NoPictures, match="it draws none"):
             await frames.of(run.path, one)
     assert (len(played), frames.cached(run.path, rollout(3, [WOOD]))) == (1, "it draws none")
-
-
-async def test_an_episode_that_departs_says_nothing_about_others_of_its_run(tmp_path):
-    run = small_run(tiny_job(), tmp_path / "tiny")
-
-    def source(_services, _config, episode, turns):
-        if episode.seed == 1:
-            raise ReplayDeparts("the replay departed")
-        return dict.fromkeys(turns, b"png")
-
-    frames = Frames(source)
-    with pytest.raises(NoPictures, match="departed"):
-        await frames.of(run.path, rollout(1, [WOOD]))
-    assert await frames.of(run.path, rollout(2, [WOOD])) == {0: b"png", 1: b"png"}

@@ -1,11 +1,10 @@
 """The database as it may be: not there, gone in the middle, full, newer, or none at all."""
 
-import sqlite3
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import event, text
+from sqlalchemy import text
 
 from tests.trainer_backend.store.postgres import Postgres
 from trainer_backend.store import jobs
@@ -111,7 +110,7 @@ def test_a_server_that_is_killed_and_comes_back_is_used_again(postgres: Postgres
         postgres.kill()
         try:
             for _ in range(2):  # the first may find a dead connection, the second none
-                with pytest.raises(StoreUnavailable, match="cannot be used"):
+                with pytest.raises(StoreUnavailable, match=r"(?s)cannot be used: .*Runs continue without it"):
                     jobs.get(store, job.id)
             with pytest.raises(StoreUnavailable):
                 open_store(url)
@@ -137,24 +136,3 @@ def test_a_transaction_that_the_server_dies_under_is_told_and_leaves_nothing(pos
             postgres.start()
         assert jobs.get(store, job.id) == job
         store.close()
-
-
-def full(store: Store) -> None:
-    """From now on the disk under a SQLite store has no page left."""
-    store.engine.dispose()
-
-    def no_more(connection: sqlite3.Connection, _record: object) -> None:
-        pages = connection.execute("PRAGMA page_count").fetchone()[0]
-        connection.execute(f"PRAGMA max_page_count = {pages}").close()
-
-    event.listen(store.engine, "connect", no_more)
-
-
-def test_a_full_disk_is_told_and_loses_nothing_that_was_there(tmp_path: Path):
-    store = open_store(f"sqlite:///{tmp_path}/store.db")
-    job, _ = jobs.create(store, Job(name="a", config="", home="here"))
-    full(store)
-    with pytest.raises(StoreUnavailable, match="database or disk is full"):
-        jobs.create(store, Job(name="b", config="x" * 1_000_000, home="here"))
-    assert jobs.find(store).items == (job,)
-    store.close()

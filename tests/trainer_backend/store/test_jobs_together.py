@@ -73,8 +73,7 @@ def test_a_request_that_is_sent_many_times_at_once_makes_one_job(
         body = "other" if number == 0 else "one"
         try:
             job, fresh = jobs.create(
-                stores[number % 2],
-                Job(name="a", config="", home="here", idempotency_key="k", body_hash=body),
+                stores[number % 2], Job(name="a", config="", home="here", idempotency_key="k", body_hash=body)
             )
         except IdempotencyConflict:
             return None

@@ -8,7 +8,7 @@ import pytest
 
 from trainer_backend.store import metrics
 from trainer_backend.store.metrics import METRICS_FILE, Mark, MetricsFile, MetricsFiles, Points, thin
-from trainer_backend.store.rows import Series
+from trainer_backend.store.rows import Curve
 
 
 def lines(*iterations: int, kind: str = "iteration") -> str:
@@ -27,7 +27,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
 
 def read(files: MetricsFiles, run: Path) -> list[int]:
     with files.open(str(run)) as file:
-        return list(file.points("iteration", "loss").iterations_N) if file.size else []
+        return list(file.points("iteration", "loss").iterations) if file.size else []
 
 
 def test_a_look_parses_only_what_is_new_and_everything_of_a_file_that_was_rewritten(
@@ -40,6 +40,7 @@ def test_a_look_parses_only_what_is_new_and_everything_of_a_file_that_was_rewrit
         (lines(1, 2, 3, 4), [1, 2, 3, 4], 1),
         (lines(1, 2), [1, 2], 2),
         (lines(1, 2) + '{"kind": "iter', [1, 2], 0),
+        (lines(1, 2, 3), [1, 2, 3], 1),
         (lines(2, 1), [1, 2], 2 + 2),  # in another order: the curve is made again
         ("", [], 0),
     ):
@@ -83,7 +84,7 @@ def test_rows_of_a_file_that_was_rewritten_have_numbers_above_all_before(tmp_pat
 
 def test_a_curve_is_thinned_to_the_means_of_intervals():
     curve = Points()
-    curve.iterations_N.extend([1, 2, 5, 7, 8])
-    curve.values_N.extend([4.0, 1.0, 2.0, 6.0, 0.5])
+    curve.iterations.extend([1, 2, 5, 7, 8])
+    curve.values.extend([4.0, 1.0, 2.0, 6.0, 0.5])
     # By threes: {1, 2}, {5}, {7, 8}
-    assert thin(curve, 3) == Series((2, 5, 8), (2.5, 2.0, 3.25), (1.0, 2.0, 0.5), (4.0, 2.0, 6.0))
+    assert thin(curve, 3) == Curve((2, 5, 8), (2.5, 2.0, 3.25), (1.0, 2.0, 0.5), (4.0, 2.0, 6.0))

@@ -145,11 +145,10 @@ def test_a_database_of_version_1_keeps_its_jobs_and_rollouts_and_its_files_are_r
     go(store, "head")
     with store.read() as connection:
         assert compare_metadata(MigrationContext.configure(connection), METADATA) == []
-    (summary,) = reads.run_summaries(store).items
-    job = summary.job
+    (job,) = reads.runs(store).items
     assert (job.id, job.name, job.state, job.tags, job.version) == ("x", "old", "paused", {"a": "b"}, 4)
     assert (job.environment, job.model, "decisions_days" in job.config) == ("crafter", "small", False)
-    assert (summary.iteration, summary.finished, job.outcome) == (2, NOON, 0.5)
+    assert (job.iteration, job.finished, job.outcome) == (2, NOON, 0.5)
     rows = reads_rollouts.rollouts(store, "x", descending=False).items
     assert [row.iteration for row in rows] == [1, 2, 1, 2, 1, 2]
     assert [row.rollout_id for row in rows] == [f"run/train/{row.iteration}/0/{row.place}" for row in rows]

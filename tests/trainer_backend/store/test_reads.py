@@ -13,8 +13,9 @@ from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import write_rollouts
 from trainer_backend.store import jobs, reads, reads_rollouts
 from trainer_backend.store.database import Store, UnknownCursor, UnknownJob, UnknownRollout
+from trainer_backend.store.reads import RunFilter
 from trainer_backend.store.reads_rollouts import RolloutFilter
-from trainer_backend.store.rows import ALL_RUNS, Job, RunFilter, Series
+from trainer_backend.store.rows import Curve, Job
 from trainer_backend.store.sync import sync_run
 
 
@@ -34,21 +35,16 @@ def job(store: Store, run: RunDirectory) -> Job:
     return made
 
 
-def test_the_list_of_runs_tells_the_last_numbers_of_each_and_nothing_of_one_without(store: Store, job: Job):
+def test_jobs_are_told_what_their_metrics_say_before_a_sync_does(store: Store, run: RunDirectory, job: Job):
     fresh, _ = jobs.create(store, Job(name="b", config="", home="here"))
-    names = ["time/update_s", "eval/outcome_reward", "nowhere"]
-    first, second = reads.summaries(store, [fresh, job], names)
-    assert (first.job, first.iteration, first.finished, first.latest, first.evaluated) == (
-        fresh,
-        0,
-        None,
-        {},
-        {},
-    )
-    assert (second.job.id, second.iteration) == (job.id, 2)
-    assert (second.latest, second.evaluated) == ({"time/update_s": 2.0}, {"eval/outcome_reward": 3.0})
+    finish(run, 3, **{"rollout/failed": 2.0})
+    first, second = reads.refresh(store, [fresh, jobs.get(store, job.id)])
+    assert (first.id, first.iteration, first.finished, first.outcome) == (fresh.id, 0, None, None)
+    assert first.numbers == {"evaluated": {}, "sums": {}, "spark": None}
+    assert (second.id, second.iteration, second.evaluation) == (job.id, 3, 3.0)
+    assert second.numbers["sums"] == {"rollout/failed": 2.0}
     assert second.finished is not None and second.finished.tzinfo is not None
-    assert reads.summaries(store, [], names) == ()
+    assert reads.refresh(store, []) == []
 
 
 def test_curves_are_named_by_their_kind(store: Store, job: Job):
@@ -66,22 +62,10 @@ def test_curves_come_by_name_or_by_the_beginning_of_it(store: Store, job: Job):
     found = reads.series(store, [job.id], ["time/*", "policy/version", "nowhere"])[job.id]
     assert list(found) == ["policy/version", "time/collect_s", "time/update_s"]
     numbers = (1.0, 2.0)
-    assert found["time/update_s"] == Series((1, 2), numbers, numbers, numbers)
+    assert found["time/update_s"] == Curve((1, 2), numbers, numbers, numbers)
     assert reads.series(store, [job.id], ["time/*"], kind="evaluation") == {job.id: {}}
     with pytest.raises(UnknownJob):
         reads.series(store, ["nobody"], ["time/*"])
-
-
-def test_a_long_curve_is_thinned_to_means_with_their_bounds(store: Store, run: RunDirectory, job: Job):
-    for iteration in range(3, 8):
-        run.append_metrics(metrics_row(iteration, **{"time/update_s": float(iteration)}))
-    sync_run(store, job.id, run)
-    # 1 .. 7 in stretches of two: {1}, {2, 3}, {4, 5}, {6, 7}
-    found = reads.series(store, [job.id], ["time/update_s"], points=4)[job.id]["time/update_s"]
-    assert found.iterations_N == (1, 3, 5, 7)
-    assert found.values_N == (1.0, 2.5, 4.5, 6.5)
-    assert found.low_N == (1.0, 2.0, 4.0, 6.0)
-    assert found.high_N == (1.0, 3.0, 5.0, 7.0)
 
 
 def test_no_curve_has_more_points_than_asked_for(store: Store, run: RunDirectory, job: Job):
@@ -90,8 +74,8 @@ def test_no_curve_has_more_points_than_asked_for(store: Store, run: RunDirectory
     sync_run(store, job.id, run)
     for points in (1, 2, 3, 5, 7, 100):
         found = reads.series(store, [job.id], ["time/update_s"], points=points)[job.id]["time/update_s"]
-        assert len(found.values_N) <= points
-        assert found.iterations_N[-1] == 7
+        assert len(found.values) <= points
+        assert found.iterations[-1] == 7
 
 
 def test_a_live_page_goes_on_from_the_last_row_that_it_has(store: Store, run: RunDirectory, job: Job):
@@ -108,8 +92,6 @@ def test_a_live_page_goes_on_from_the_last_row_that_it_has(store: Store, run: Ru
     assert new.iteration == 3
     assert reads.metric_lines(store, job.id, kind="evaluation") == seen[2:]
     assert reads.metric_lines(store, job.id, limit=1) == seen[:1]
-    assert reads.last_line(store, job.id, "iteration") == new
-    assert reads.last_line(store, job.id, "teacher") is None
 
 
 def ids(store: Store, job: Job, where: RolloutFilter) -> list[str]:
@@ -284,7 +266,7 @@ def test_pages_ask_as_many_questions_of_a_long_run_as_of_a_short_one(
         found = []
         row = reads_rollouts.rollout(store, job.id, "train/1/0/0")
         for page in (
-            lambda: reads.summaries(store, [job] * 3, ["time/update_s"]),
+            lambda: reads.refresh(store, [job] * 3),
             lambda: reads.series(store, [job.id], ["*", "time/*"]),
             lambda: reads_rollouts.rollouts(store, job.id),
             lambda: reads_rollouts.facets(store, job.id),
@@ -303,12 +285,15 @@ def test_pages_ask_as_many_questions_of_a_long_run_as_of_a_short_one(
     assert max(short) <= 4
 
 
-def listed(store: Store, where: RunFilter = ALL_RUNS, **order: Any) -> list[str]:
+EVERY = RunFilter()
+
+
+def listed(store: Store, where: RunFilter = EVERY, **order: Any) -> list[str]:
     """The names of the runs on all pages of two."""
     names, cursor = [], None
     while True:
-        page = reads.run_summaries(store, where, cursor=cursor, limit=2, **order)
-        names += [summary.job.name for summary in page.items]
+        page = reads.runs(store, where, cursor=cursor, limit=2, **order)
+        names += [job.name for job in page.items]
         cursor = page.cursor
         if cursor is None:
             return names
@@ -351,7 +336,7 @@ def test_a_cursor_of_the_list_of_runs_that_is_none_of_ours_is_refused(store: Sto
     odd = (urlsafe_b64encode(text.encode()).decode() for text in ('["x", 1]', '["2026-11-21", 1]', "[[], 1]"))
     for sort, cursor in product(("created", "finished", "outcome"), (*CURSORS, *odd)):
         with pytest.raises(UnknownCursor, match="cursor is"):
-            reads.run_summaries(store, sort=sort, cursor=cursor)
+            reads.runs(store, sort=sort, cursor=cursor)
 
 
 def test_runs_are_found_by_each_of_their_facts(store: Store, three: None):
@@ -372,19 +357,19 @@ def test_runs_are_found_by_each_of_their_facts(store: Store, three: None):
 
 
 def test_the_list_of_runs_tells_what_the_sync_has_seen_and_what_can_be_filtered_by(store: Store, three: None):
-    first, second, third = reads.run_summaries(store).items
-    assert (first.iteration, first.latest, first.evaluated) == (1, {"episode/outcome_reward": 0.5}, {})
-    assert (first.sums, first.job.environment, first.job.model) == (
-        {"rollout/failed": 2.0}, "dialogue", "Qwen3-0.6B",
-    )  # fmt: skip
-    assert (second.iteration, second.finished, second.spark, second.sums) == (0, None, None, {})
-    assert third.evaluated == {"eval/outcome_reward": 3.0}
-    assert third.spark is not None and third.spark.values_N == (1.0, 1.0)
-    facets = reads.run_facets(store)
-    assert facets.environments == {"dialogue": 2}
-    assert facets.models == {"Qwen3-0.6B": 2}
-    assert facets.states == {"paused": 1, "queued": 2}
-    assert facets.tags == {'a"b=é': 1, "of=x": 1, "who=Ann": 1, "who=Bo": 1}
+    first, second, third = reads.runs(store).items
+    assert (first.iteration, first.outcome, first.evaluation) == (1, 0.5, None)
+    assert (first.environment, first.model) == ("dialogue", "Qwen3-0.6B")
+    assert first.numbers["sums"] == {"rollout/failed": 2.0}
+    assert (second.iteration, second.finished, second.numbers) == (0, None, {})
+    assert third.numbers["evaluated"] == {"eval/outcome_reward": 3.0}
+    assert third.numbers["spark"] == [[1, 2], [1.0, 1.0]]
+    assert reads.run_facets(store) == {
+        "environments": {"dialogue": 2},
+        "models": {"Qwen3-0.6B": 2},
+        "states": {"paused": 1, "queued": 2},
+        "tags": {'a"b=é': 1, "of=x": 1, "who=Ann": 1, "who=Bo": 1},
+    }
 
 
 def test_rollouts_are_filtered_by_bounds_and_by_what_was_lost(store: Store, job: Job):

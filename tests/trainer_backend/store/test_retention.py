@@ -22,10 +22,6 @@ def file(iteration: int, *, stage: str = "train") -> RolloutFile:
     return RolloutFile(Path(), "", stage, iteration, 0, 0)
 
 
-def test_without_a_key_everything_stays():
-    assert keeps_file(RetentionTable(), file(1), newest=10**6)
-
-
 def test_files_of_evaluations_stay():
     table = RetentionTable(rollout_files_iterations=1)
     stages = ("train", "branches", "evaluation", "warmup", "prompts")

@@ -8,7 +8,6 @@ from pydantic import Field
 
 from shared_schemas.rollouts import Rollout
 from shared_schemas.rounding import clear_rounding
-from shared_schemas.trajectory import Trajectory
 from trainer_backend.core.advantages.derivation import AT_TURN, Derivation
 from trainer_backend.core.advantages.episodes import (
     Advantages,
@@ -119,19 +118,11 @@ Branches = Mapping[int, Sequence[Rollout]]
 
 
 def branch_turns(seed: int, *, count: int, max_decisions: int, first: int = 1) -> tuple[int, ...]:
-    """Turns of an episode that get branches, chosen before it is played, each turn as likely as any other.
+    """At most `count` turns of an episode of `max_decisions` at most, in order, each as likely as any other.
 
-    So nothing that happens in the episode decides it, neither an action nor what came of one: a choice that
+    They get branches, and are chosen by `seed`, from the turn `first` on, before the episode is played. So
+    nothing that happens in the episode decides it, neither an action nor what came of one: a choice that
     looks ahead would bias the gradient. A turn that the episode does not reach costs nothing.
-
-    Args:
-        seed: of the choice.
-        count: turns wanted; there may be fewer.
-        max_decisions: the longest that the episode can be.
-        first: turns before it are not chosen.
-
-    Returns:
-        Different turns, counted from 1, in order.
     """
     turns = range(first, max_decisions + 1)
     return tuple(sorted(random.Random(seed).sample(turns, min(count, len(turns)))))
@@ -147,16 +138,6 @@ def by_parent(branches: Iterable[Rollout]) -> dict[str, dict[int, list[Rollout]]
         of_parent = found.setdefault(episode.parent_rollout_id, {})
         of_parent.setdefault(episode.parent_turn + 1, []).append(rollout)
     return found
-
-
-def invalid_before(episode: Trajectory, turn: int) -> int:
-    """Decisions before that turn that were refused: a branch goes on counting where its parent was."""
-    return sum(step.step_info.invalid_reason is not None for step in episode.steps[: turn - 1])
-
-
-def seconds_before(episode: Trajectory, turn: int) -> float:
-    """Seconds that policy and environment took before that turn: a branch has so much less time."""
-    return sum(step.step_info.policy_s + step.step_info.environment_s for step in episode.steps[: turn - 1])
 
 
 PLUGS = {

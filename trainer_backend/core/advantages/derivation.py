@@ -1,7 +1,7 @@
 """How an advantage follows from its parts: in equations for a check, in a line of words for people."""
 
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 # Every part that an estimator may report, and its meaning. Names of parts in equations are these alone.
@@ -36,15 +36,15 @@ SPREAD = "their sample standard deviation, or 1 where it is 0"
 OF_GROUP = ("baseline", "mean of {compared} sibling[s] and itself")
 AT_TURN = ("baseline", "mean of {compared} sibling[s] at this turn (0 for one that has ended)")
 LATER = ("later", "what later decisions changed, discounted by gamma and lambda")
-OF_EPISODE = "episode_advantage = (score - score_baseline) / score_scale"
-OF_LEVELS = "advantage = episode_weight * episode_advantage + step_weight * step_advantage"
-OF_SCORE = ("score_baseline", "mean of the group")
 AT_STATE = "mean of {compared} other[s] in the same state and itself"
-OF_STATE = ("state_value", f"return, {AT_STATE}")
+ON_GRAPH = (
+    ("state_value", f"return, {AT_STATE}"),
+    ("graph_baseline", "mean over the decisions of the group"),
+)
 TD_ERROR = "td_error = reward + discount * next_value - state_value"
-OF_GRAPH = ("graph_baseline", "mean over the decisions of the group")
 BY_A_STD = "divides by a standard deviation"
 BY_STATE = "compares a decision with those that reached its state, itself among them"
+BY_MEANS = f"{BY_STATE}, and trusts their mean returns"
 _NAME = re.compile(r"[a-z_]+")
 
 Numbers = Mapping[str, float | None]
@@ -67,20 +67,25 @@ class Derivation:
 
         ("advantage 0.42 = return 3.31 - baseline 2.89", "baseline: mean of 3 siblings at this turn")
 
-        Args:
-            numbers: of one decision, by name: its parts, `reward` and `advantage`.
-            show: a number as text.
+        `numbers` are of one decision, by name: its parts, `reward` and `advantage`. `show` makes one a text.
         """
         known = {name: value for name, value in numbers.items() if value is not None}
+        phrases = [(name, _phrase(words, known)) for name, words in self.words]
         return [
-            (substitution(equation, lambda name: f"{name} {show(known[name])}"), self._remarks(names, known))
+            (
+                substitution(equation, lambda name: f"{name} {show(known[name])}"),
+                "; ".join(f"{name}: {phrase}" for name, phrase in phrases if phrase and name in names),
+            )
             for equation in self.equations
             if (names := set(_NAME.findall(equation))) <= known.keys()
         ]
 
-    def _remarks(self, names: Set[str], known: Mapping[str, float]) -> str:
-        phrases = [(name, _phrase(words, known)) for name, words in self.words if name in names]
-        return "; ".join(f"{name}: {phrase}" for name, phrase in phrases if phrase)
+
+def two_levels(steps: Sequence[str], *words: tuple[str, str]) -> Derivation:
+    """Of `levels.summed_levels`: the equations `steps` end with that of step_advantage."""
+    of_episode = "episode_advantage = (score - score_baseline) / score_scale"
+    summed = "advantage = episode_weight * episode_advantage + step_weight * step_advantage"
+    return Derivation((of_episode, *steps, summed), (("score_baseline", "mean of the group"), *words))
 
 
 def substitution(equation: str, number: Callable[[str], str]) -> str:

@@ -130,8 +130,7 @@ class EstimatorPlug(Generic[Keys]):
 def siblings(episodes: Sequence[EpisodeRewards]) -> Mapping[str, list[int]]:
     """Indices of the episodes of every group, groups in order of first appearance.
 
-    Raises:
-        AdvantageError: an episode without a decision, or with a reward or score that is not finite.
+    Raises AdvantageError for an episode without a decision, or with a reward or score that is not finite.
     """
     groups: dict[str, list[int]] = {}
     for index, episode in enumerate(episodes):
@@ -155,10 +154,7 @@ def refuse_incomplete(
 ) -> None:
     """Refuse an episode whose column has not one entry for each decision.
 
-    Args:
-        columns: that of each episode.
-        what: the entries, for the error.
-        why: the estimator, and what it needs them for.
+    `columns` are of the episodes; errors call the entries `what`, and `why` names the estimator and its need.
     """
     for episode, column_T in zip(episodes, columns, strict=True):
         given, decisions = len(column_T), len(episode.rewards_T)
@@ -190,8 +186,7 @@ class Compare(Protocol):
 def against_siblings(episodes: Sequence[EpisodeRewards], compare: Compare) -> Advantages:
     """[T] equal advantages for each episode, with their parts: `compare` of the scores of its group.
 
-    Raises:
-        AdvantageError: see `siblings`.
+    Raises AdvantageError as `siblings`.
     """
     names = ("score", "baseline", "compared", "scale")
     advantages: list[list[float]] = [[] for _ in episodes]
@@ -215,8 +210,7 @@ def group_counts(
 ) -> dict[str, float]:
     """What every estimator counts of its `siblings`; two or more are without spread if all have 0.
 
-    Args:
-        advantages: of each episode; empty from an estimator that compares no siblings.
+    `advantages` are of each episode; empty from an estimator that compares no siblings.
     """
     flat = [
         members

@@ -1,19 +1,8 @@
 """G2PO: how decisions changed the value of their state, compared in that state and over the group."""
 
 from collections.abc import Sequence
-from itertools import chain
 
-from trainer_backend.core.advantages.derivation import (
-    AT_STATE,
-    BY_STATE,
-    OF_EPISODE,
-    OF_GRAPH,
-    OF_LEVELS,
-    OF_SCORE,
-    OF_STATE,
-    TD_ERROR,
-    Derivation,
-)
+from trainer_backend.core.advantages.derivation import AT_STATE, BY_MEANS, ON_GRAPH, TD_ERROR, two_levels
 from trainer_backend.core.advantages.episodes import Advantages, EpisodeRewards, EstimatorPlug
 from trainer_backend.core.advantages.levels import GraphKeys, summed_levels
 from trainer_backend.core.advantages.state_graph import (
@@ -21,7 +10,6 @@ from trainer_backend.core.advantages.state_graph import (
     StateGraph,
     relative_at,
     return_sizes,
-    returns_to_go,
     state_graph,
 )
 
@@ -57,23 +45,10 @@ def _of_steps(
     episodes: Sequence[EpisodeRewards], graph: StateGraph, keys: GraphKeys
 ) -> tuple[list[float], Columns]:
     """[D] A_N + A_G and their parts."""
-    scale, returns_D = keys.scale, returns_to_go(episodes, keys.gamma)
-    sizes_D = graph.td_sizes(return_sizes(episodes, keys.gamma))
-    values_D = graph.means(returns_D)
-    next_D = graph.after(values_D)
-    rewards_D = chain.from_iterable(episode.rewards_T for episode in episodes)
-    td_errors_D = [
-        reward + keys.gamma * after - value
-        for reward, after, value in zip(rewards_D, next_D, values_D, strict=True)
-    ]
-    of_nodes_D, parts_D = relative_at(graph.anchors, td_errors_D, scale, sizes_D)
-    of_edges_D, of_graph_D = graph.relative(td_errors_D, scale, sizes_D)
-    td_parts_D = {
-        "state_value": values_D,
-        "next_value": next_D,
-        "discount": [keys.gamma] * len(values_D),
-        "td_error": td_errors_D,
-    }
+    td_parts_D = graph.td_parts(episodes, keys.gamma)
+    td_errors_D, sizes_D = td_parts_D["td_error"], graph.td_sizes(return_sizes(episodes, keys.gamma))
+    of_nodes_D, parts_D = relative_at(graph.anchors, td_errors_D, keys.scale, sizes_D)
+    of_edges_D, of_graph_D = graph.relative(td_errors_D, keys.scale, sizes_D)
     of_steps_D = [node + edge for node, edge in zip(of_nodes_D, of_edges_D, strict=True)]
     return of_steps_D, {**td_parts_D, **parts_D, **of_graph_D}
 
@@ -82,17 +57,16 @@ PLUGS = {
     "g2po": EstimatorPlug(
         g2po,
         GraphKeys,
-        Derivation(
+        two_levels(
             (
-                OF_EPISODE,
                 TD_ERROR,
                 "step_advantage = (td_error - baseline) / scale + (td_error - graph_baseline) / graph_scale",
-                OF_LEVELS,
             ),
-            (OF_SCORE, OF_STATE, ("baseline", AT_STATE), OF_GRAPH),
+            ("baseline", AT_STATE),
+            *ON_GRAPH,
         ),
         needs_state_keys=True,
         divides_by_std=True,
-        bias=f"{BY_STATE}, and trusts their mean returns",
+        bias=BY_MEANS,
     )
 }

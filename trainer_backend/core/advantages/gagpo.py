@@ -3,14 +3,7 @@
 from collections.abc import Sequence
 from itertools import chain
 
-from trainer_backend.core.advantages.derivation import (
-    BY_STATE,
-    LATER,
-    OF_GRAPH,
-    OF_STATE,
-    TD_ERROR,
-    Derivation,
-)
+from trainer_backend.core.advantages.derivation import BY_MEANS, LATER, ON_GRAPH, TD_ERROR, Derivation
 from trainer_backend.core.advantages.episodes import (
     Advantages,
     EpisodeRewards,
@@ -20,7 +13,7 @@ from trainer_backend.core.advantages.episodes import (
 )
 from trainer_backend.core.advantages.gae import LambdaKeys, generalised_advantages
 from trainer_backend.core.advantages.levels import StateKeys, by_episode
-from trainer_backend.core.advantages.state_graph import return_sizes, returns_to_go, state_graph
+from trainer_backend.core.advantages.state_graph import return_sizes, state_graph
 
 
 class GagpoKeys(LambdaKeys, StateKeys):
@@ -48,30 +41,19 @@ def gagpo(episodes: Sequence[EpisodeRewards], keys: GagpoKeys) -> Advantages:
     - its ratio by whole actions is algorithm.ratio_level = "decision", which the job sets.
     """
     graph = state_graph(episodes, "gagpo")
-    sizes_D = return_sizes(episodes, keys.gamma)
-    values_D = graph.means(returns_to_go(episodes, keys.gamma))
-    raw, td_errors = (
-        [
-            generalised_advantages(episode.rewards_T, values_T, gamma=keys.gamma, gae_lambda=share)
-            for episode, values_T in zip(episodes, by_episode(values_D, episodes), strict=True)
-        ]
-        for share in (keys.gae_lambda, 0.0)
-    )
+    td_parts_D = graph.td_parts(episodes, keys.gamma)
+    raw = [
+        generalised_advantages(episode.rewards_T, values_T, gamma=keys.gamma, gae_lambda=keys.gae_lambda)
+        for episode, values_T in zip(episodes, by_episode(td_parts_D["state_value"], episodes), strict=True)
+    ]
     raw_D = list(chain.from_iterable(raw))
-    advantages_D, of_graph_D = graph.relative(raw_D, keys.scale, sizes_D)
-    carried = keys.gamma * keys.gae_lambda
-    parts_D = {
-        "state_value": values_D,
-        "compared": graph.others_D,
-        "next_value": graph.after(values_D),
-        "discount": [keys.gamma] * len(raw_D),
-        "later": [carried * value for value in graph.after(raw_D)],
-        **of_graph_D,
-    }
+    advantages_D, of_graph_D = graph.relative(raw_D, keys.scale, return_sizes(episodes, keys.gamma))
+    later_D = [keys.gamma * keys.gae_lambda * value for value in graph.after(raw_D)]
+    parts_D = {**td_parts_D, "compared": graph.others_D, "later": later_D, **of_graph_D}
     parts = {name: by_episode(numbers_D, episodes) for name, numbers_D in parts_D.items()}
     advantages = by_episode(advantages_D, episodes)
     counts = graph.sizes | group_counts(siblings(episodes), advantages)
-    return Advantages(advantages, counts, parts | {"td_error": td_errors})
+    return Advantages(advantages, counts, parts)
 
 
 PLUGS = {
@@ -80,10 +62,10 @@ PLUGS = {
         GagpoKeys,
         Derivation(
             (TD_ERROR, "advantage = (td_error + later - graph_baseline) / graph_scale"),
-            (OF_STATE, LATER, OF_GRAPH),
+            (LATER, *ON_GRAPH),
         ),
         needs_state_keys=True,
         divides_by_std=True,
-        bias=f"{BY_STATE}, and trusts their mean returns",
+        bias=BY_MEANS,
     )
 }

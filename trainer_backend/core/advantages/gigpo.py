@@ -10,14 +10,7 @@ from pydantic import BaseModel, Field
 
 from shared_schemas.rounding import add_up
 from shared_schemas.trajectory import ObservationData
-from trainer_backend.core.advantages.derivation import (
-    AT_STATE,
-    BY_STATE,
-    OF_EPISODE,
-    OF_LEVELS,
-    OF_SCORE,
-    Derivation,
-)
+from trainer_backend.core.advantages.derivation import AT_STATE, BY_STATE, two_levels
 from trainer_backend.core.advantages.episodes import Advantages, EpisodeRewards, EstimatorPlug, siblings
 from trainer_backend.core.advantages.levels import AdditiveKeys, LevelKeys, StateKeys, summed_levels
 from trainer_backend.core.advantages.state_graph import (
@@ -103,9 +96,7 @@ def _gigpo(episodes: Sequence[EpisodeRewards], keys: AnchorKeys, weights: tuple[
 
 
 def _of_steps(
-    episodes: Sequence[EpisodeRewards],
-    met: Sequence[Sequence[int]],
-    keys: AnchorKeys,
+    episodes: Sequence[EpisodeRewards], met: Sequence[Sequence[int]], keys: AnchorKeys
 ) -> tuple[list[float], Columns]:
     """[D] A_S and its parts; `met` are the anchors of the current state alone, k = 0."""
     scale, returns_D = keys.scale, returns_to_go(episodes, keys.gamma)
@@ -277,10 +268,7 @@ def _base_rewards(
 _PLUG: EstimatorPlug[Any] = EstimatorPlug(
     gigpo,
     GigpoKeys,
-    Derivation(
-        (OF_EPISODE, "step_advantage = (return - baseline) / scale", OF_LEVELS),
-        (OF_SCORE, ("baseline", AT_STATE)),
-    ),
+    two_levels(["step_advantage = (return - baseline) / scale"], ("baseline", AT_STATE)),
     needs_state_keys=True,
     divides_by_std=True,
     bias=BY_STATE,

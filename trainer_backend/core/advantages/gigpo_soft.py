@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from shared_schemas.rounding import clear_rounding
-from trainer_backend.core.advantages.derivation import OF_EPISODE, OF_LEVELS, OF_SCORE, Derivation
+from trainer_backend.core.advantages.derivation import two_levels
 from trainer_backend.core.advantages.episodes import (
     Advantages,
     EpisodeRewards,
@@ -20,12 +20,7 @@ from trainer_backend.core.advantages.episodes import (
     refuse_incomplete,
 )
 from trainer_backend.core.advantages.levels import AdditiveKeys, summed_levels
-from trainer_backend.core.advantages.state_graph import (
-    StateGraph,
-    return_sizes,
-    returns_to_go,
-    state_graph,
-)
+from trainer_backend.core.advantages.state_graph import StateGraph, return_sizes, returns_to_go, state_graph
 
 Matrix = NDArray[np.float64]
 _TERM = re.compile(r"\w+")
@@ -103,10 +98,7 @@ def _soft_means(
 ) -> tuple[Matrix, Matrix]:
     """For each of U different texts the mean by similarity, and the effective number of others.
 
-    Args:
-        texts: [U] different ones.
-        counts_U: how many decisions have each.
-        sums_U: the sum of their returns.
+    `counts_U` decisions have each text, and `sums_U` is the sum of their returns.
     """
     if temperature == 0.0:
         return sums_U / counts_U, counts_U - 1.0
@@ -149,9 +141,9 @@ PLUGS = {
     "gigpo_soft": EstimatorPlug(
         gigpo_soft,
         SoftKeys,
-        Derivation(
-            (OF_EPISODE, "step_advantage = return - baseline", OF_LEVELS),
-            (OF_SCORE, ("baseline", "mean by similarity, worth {compared} other[s] and itself")),
+        two_levels(
+            ["step_advantage = return - baseline"],
+            ("baseline", "mean by similarity, worth {compared} other[s] and itself"),
         ),
         needs_texts=True,
         bias="compares a decision with those of similar states, itself among them",

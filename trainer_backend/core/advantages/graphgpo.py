@@ -6,14 +6,7 @@ from collections.abc import Sequence, Set
 from pydantic import Field
 
 from shared_schemas.rounding import TOLERANCE, has_spread
-from trainer_backend.core.advantages.derivation import (
-    AT_STATE,
-    BY_STATE,
-    OF_EPISODE,
-    OF_LEVELS,
-    OF_SCORE,
-    Derivation,
-)
+from trainer_backend.core.advantages.derivation import AT_STATE, BY_STATE, two_levels
 from trainer_backend.core.advantages.episodes import Advantages, EpisodeRewards, EstimatorPlug, siblings
 from trainer_backend.core.advantages.levels import GraphKeys, summed_levels
 from trainer_backend.core.advantages.state_graph import Columns, StateGraph, relative_at, state_graph
@@ -142,9 +135,10 @@ PLUGS = {
     "graphgpo": EstimatorPlug(
         graphgpo,
         GraphgpoKeys,
-        Derivation(
-            (OF_EPISODE, "step_advantage = (closeness - baseline) / scale", OF_LEVELS),
-            (OF_SCORE, ("baseline", AT_STATE), ("closeness", "{next_distance} decision[s] from the goal")),
+        two_levels(
+            ["step_advantage = (closeness - baseline) / scale"],
+            ("baseline", AT_STATE),
+            ("closeness", "{next_distance} decision[s] from the goal"),
         ),
         needs_state_keys=True,
         divides_by_std=True,

@@ -67,11 +67,8 @@ def summed_levels(
 
         A_E(i) = (R_i - mean_j R_j) / Fnorm,     R_i the score, over the siblings j
 
-    Args:
-        of_steps_D: A_S of all decisions, one episode after the other.
-        parts_D: what A_S was made of.
-        met: metrics of how often states met.
-        scale: Fnorm of the scores.
+    `of_steps_D` are A_S of all decisions, one episode after the other, made of `parts_D`; `met` are metrics
+    of how often states met, and `scale` is Fnorm of the scores.
     """
     groups = siblings(episodes)
     of_episodes = _of_episodes(episodes, groups, keys.episode_baseline, scale)

@@ -70,12 +70,9 @@ def flat_groups(episodes: Sequence[EpisodeRewards], advantages: Sequence[Sequenc
     flat = []
     of_batch = largest(value for row in advantages for value in row)
     for group_id, members in siblings(episodes).items():
-        size = max(_size(episodes[index]) for index in members)
+        of_members = [episodes[index] for index in members]
+        size = max(max(math.fsum(map(abs, item.rewards_T)), abs(item.score)) for item in of_members)
         of_group = largest(value for index in members for value in advantages[index])
         if is_rounding(of_group, size=max(of_batch, min(size, 1.0))):
             flat.append(group_id)
     return flat
-
-
-def _size(episode: EpisodeRewards) -> float:
-    return max(math.fsum(map(abs, episode.rewards_T)), abs(episode.score))

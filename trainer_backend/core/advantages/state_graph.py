@@ -83,12 +83,26 @@ class StateGraph:
         """[D] the value of the decision that follows; 0 after the last one of an episode."""
         return [0.0 if after is None else values_D[after] for after in self.next_D]
 
+    def td_parts(self, episodes: Sequence[EpisodeRewards], gamma: float) -> dict[str, list[float]]:
+        """[D] the parts of r + gamma * V(s') - V(s), where V is the mean return of a state, and that."""
+        values_D = self.means(returns_to_go(episodes, gamma))
+        next_D = self.after(values_D)
+        rewards_D = chain.from_iterable(episode.rewards_T for episode in episodes)
+        columns = zip(rewards_D, next_D, values_D, strict=True)
+        td_errors_D = [reward + gamma * after - value for reward, after, value in columns]
+        discount_D = [gamma] * len(values_D)
+        return {
+            "state_value": values_D,
+            "next_value": next_D,
+            "discount": discount_D,
+            "td_error": td_errors_D,
+        }
+
 
 def state_graph(episodes: Sequence[EpisodeRewards], reader: str) -> StateGraph:
     """The graph of the batch, by the episodes' state keys; `reader` is the estimator that errors name.
 
-    Raises:
-        AdvantageError: see `siblings`; state keys that are not one a decision.
+    Raises AdvantageError as `siblings`, and where state keys are not one a decision.
     """
     groups = siblings(episodes)
     refuse_missing_keys(episodes, reader)

@@ -6,8 +6,6 @@ from trainer_backend.store.tables import METADATA
 
 # Our metadata gives indexes and constraints their names. SQLite's DDL is transactional as we drive it.
 context.configure(
-    connection=context.config.attributes["connection"],
-    target_metadata=METADATA,
-    transactional_ddl=True,
+    connection=context.config.attributes["connection"], target_metadata=METADATA, transactional_ddl=True
 )
 context.run_migrations()

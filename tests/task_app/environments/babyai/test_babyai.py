@@ -11,8 +11,8 @@ pytest.importorskip("minigrid", reason="minigrid is not installed: pip install '
 from task_app.environments.babyai.environment import BABYAI_STATE_KEYS, BabyAIConfig, BabyAIEnvironment
 from task_app.environments.babyai.level import level_id
 from task_app.environments.babyai.text import compact_text, full_text
-from task_app.policies.babyai_teacher import BabyAITeacher
 from task_app.policies.random_calls import DetourConfig
+from task_app.policies.teachers import BabyAITeacher
 from task_app.protocols import DecisionOutcome, Observation, ToolRequest
 
 

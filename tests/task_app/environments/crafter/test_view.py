@@ -5,7 +5,7 @@ import numpy as np
 from task_app.environments.crafter.environment import CrafterEnvironment
 from task_app.environments.crafter.objects import Arrow, Cow, Plant, Skeleton, Zombie
 from task_app.environments.crafter.picture import _textures
-from tests.task_app.environments.crafter.hand_made import MIDNIGHT, act, meadow, put
+from tests.task_app.environments.crafter.hand_made import act, meadow, put
 
 
 def test_the_view_is_seven_rows_of_nine_with_the_player_in_the_centre():
@@ -20,23 +20,6 @@ def test_what_lies_up_and_right_stands_up_and_right_in_the_rows():
     engine = meadow()
     put(engine, "table", 34, 31)  # two to the right, one up
     assert engine.view().rows[2][6] == "table"
-
-
-def test_a_step_to_the_right_shifts_the_picture_to_the_left():
-    engine = meadow()
-    put(engine, "table", 34, 31)
-    act(engine, "move_right")
-    view = engine.view()
-    assert view.rows[2][5] == "table"
-    assert view.rows[3][4] == "player"
-    assert (engine.position, engine.player.facing) == ((33, 32), (1, 0))
-
-
-def test_a_step_down_shifts_the_picture_up():
-    engine = meadow()
-    put(engine, "table", 34, 31)
-    act(engine, "move_down")
-    assert engine.view().rows[1][6] == "table"
 
 
 def test_the_rows_lie_as_the_picture_shows_them():
@@ -99,11 +82,3 @@ def test_an_observation_is_a_copy_that_later_steps_leave_alone():
     environment._engine.inventory["wood"] = 5
     assert data["inventory"]["wood"] == 0
     assert len(data["inventory"]) == 16
-
-
-def test_the_engine_tells_night_and_sleep():
-    engine = meadow(step=MIDNIGHT)
-    engine.inventory["energy"] = 3
-    act(engine, "sleep")
-    assert engine.player.sleeping
-    assert engine.world.daylight < 0.5

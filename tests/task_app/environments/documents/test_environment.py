@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from shared_schemas.documents import MAX_DOCUMENT_CHARS
 from task_app.environments.documents.environment import DocumentsConfig, DocumentsEnvironment
 from task_app.errors import EpisodeOver
-from task_app.protocols import ConversationalEnvironment, RestorableEnvironment, ToolRequest
+from task_app.protocols import ToolRequest
 
 ROW = {
     "document_content": "The sea is blue. " * 20 + "The harbour is red. " + "The sky is grey. " * 20,
@@ -31,11 +31,6 @@ def told(environment, tool, **arguments):
     """The text of one call."""
     (text,) = environment.step([call(tool, **arguments)]).results
     return text
-
-
-def test_it_is_conversational_and_can_be_restored():
-    assert isinstance(reading(), ConversationalEnvironment)
-    assert isinstance(reading(), RestorableEnvironment)
 
 
 def test_it_opens_with_the_question_and_never_with_the_document():
@@ -78,8 +73,9 @@ def test_a_right_answer_pays_1_at_finish_and_ends_the_episode():
         environment.answer("red")
 
 
-def test_a_wrong_answer_pays_nothing_and_ends_it_too():
-    outcome = reading().step([call("finish", answer="blue")])
+@pytest.mark.parametrize("wrong", ["blue", "crimson or blue"])
+def test_a_wrong_answer_pays_nothing_and_ends_it_too(wrong):
+    outcome = reading().step([call("finish", answer=wrong)])
     assert (outcome.env_rewards, outcome.terminated) == ((0.0,), True)
 
 

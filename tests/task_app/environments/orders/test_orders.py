@@ -14,8 +14,8 @@ from task_app.environments.orders.environment import (
     database_key,
 )
 from task_app.environments.orders.shop import CITIES, CUSTOMERS, PRODUCTS, Order, Request, Shop, draw_shop
-from task_app.policies.orders_teacher import OrdersTeacher, next_call
 from task_app.policies.random_calls import DetourConfig
+from task_app.policies.teachers import OrdersTeacher, next_call
 from task_app.protocols import DecisionOutcome, Observation, PolicyObservation, ToolRequest
 
 SHOP = Shop(

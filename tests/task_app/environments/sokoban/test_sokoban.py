@@ -18,7 +18,7 @@ from task_app.environments.sokoban.environment import (
 from task_app.environments.sokoban.solver import best_push, is_solvable, key_of, pushes_left
 from task_app.environments.sokoban.text import compact_text
 from task_app.policies.random_calls import DetourConfig
-from task_app.policies.sokoban_teacher import SokobanTeacher
+from task_app.policies.teachers import SokobanTeacher
 from task_app.protocols import DecisionOutcome, Observation, PolicyObservation, ToolRequest, steps_quickly
 
 # One push right solves it: from the left of the box, three moves away.

@@ -7,6 +7,7 @@ from typing import Any
 import sqlalchemy as sa
 import tomli
 from alembic import op
+from sqlalchemy.schema import SchemaItem
 
 from trainer_backend.store.tables import UtcDateTime
 
@@ -58,8 +59,9 @@ def upgrade() -> None:
     if sa.inspect(op.get_bind()).has_table("jobs"):
         _convert()
     else:
-        _create_jobs()
-        _create_index()
+        op.create_table("jobs", *job_columns_of_1(), *_job_columns(), sqlite_autoincrement=True)
+        op.create_table("synced_files", *file_columns_of_1(), *_mark_columns())
+        op.create_table("rollouts", *rollout_columns_of_1(), _place_column())
 
 
 def downgrade() -> None:
@@ -68,73 +70,57 @@ def downgrade() -> None:
         op.drop_table(table)
 
 
-def _refer(column: str, table: str) -> sa.Column[int]:
+def refer(column: str, table: str) -> sa.Column[int]:
     return sa.Column(column, sa.Integer, sa.ForeignKey(f"{table}.number", ondelete="CASCADE"), nullable=False)
 
 
-def _create_jobs() -> None:
-    op.create_table(
-        "jobs",
+def needed(kind: Any, *names: str) -> list[sa.Column[Any]]:
+    return [sa.Column(name, kind, nullable=False) for name in names]
+
+
+def optional(kind: Any, *names: str) -> list[sa.Column[Any]]:
+    return [sa.Column(name, kind) for name in names]
+
+
+# Columns that version 1 has, too.
+def job_columns_of_1() -> tuple[SchemaItem, ...]:
+    return (
         sa.Column("number", sa.Integer, primary_key=True),
         sa.Column("id", sa.Text, nullable=False, unique=True),
-        sa.Column("name", sa.Text, nullable=False),
         sa.Column("state", sa.Text, nullable=False, index=True),
-        sa.Column("wanted", sa.Text, nullable=False),
-        sa.Column("config", sa.Text, nullable=False),
         sa.Column("run_dir", sa.Text, unique=True),
-        sa.Column("run_id", sa.Text),
-        sa.Column("origin", sa.Text, nullable=False),
-        sa.Column("home", sa.Text, nullable=False),
-        sa.Column("idempotency_key", sa.Text),
-        sa.Column("body_hash", sa.Text),
-        sa.Column("tags", sa.JSON, nullable=False),
-        sa.Column("attempt", sa.Integer, nullable=False),
-        sa.Column("created", UtcDateTime, nullable=False),
-        sa.Column("started", UtcDateTime),
-        sa.Column("ended", UtcDateTime),
-        sa.Column("code", sa.Text),
-        sa.Column("detail", sa.Text),
-        sa.Column("version", sa.Integer, nullable=False),
-        *_job_columns(),
+        *needed(sa.Text, "name", "wanted", "config", "origin", "home"),
+        *optional(sa.Text, "run_id", "idempotency_key", "body_hash", "code", "detail"),
+        *needed(sa.JSON, "tags"),
+        *needed(sa.Integer, "attempt", "version"),
+        *needed(UtcDateTime, "created"),
+        *optional(UtcDateTime, "started", "ended"),
         sa.UniqueConstraint("home", "idempotency_key", name="uq_jobs_home_idempotency_key"),
-        sqlite_autoincrement=True,
     )
 
 
-def _create_index() -> None:
-    op.create_table(
-        "synced_files",
+def file_columns_of_1() -> tuple[SchemaItem, ...]:
+    return (
         sa.Column("number", sa.Integer, primary_key=True),
-        _refer("job", "jobs"),
-        sa.Column("name", sa.Text, nullable=False),
-        sa.Column("size", sa.BigInteger, nullable=False),
-        sa.Column("modified_ns", sa.BigInteger, nullable=False),
-        sa.Column("digest", sa.Text),
-        *_mark_columns(),
+        refer("job", "jobs"),
+        *needed(sa.Text, "name"),
+        *needed(sa.BigInteger, "size", "modified_ns"),
+        *optional(sa.Text, "digest"),
         sa.Index(None, "job", "name", unique=True),
     )
-    op.create_table(
-        "rollouts",
+
+
+def rollout_columns_of_1() -> tuple[SchemaItem, ...]:
+    return (
         sa.Column("number", sa.Integer, primary_key=True),
-        _refer("job", "jobs"),
-        _refer("file", "synced_files"),
-        sa.Column("rollout_id", sa.Text, nullable=False),
-        sa.Column("stage", sa.Text, nullable=False),
-        sa.Column("iteration", sa.Integer, nullable=False),
-        sa.Column("group_id", sa.Text, nullable=False),
-        sa.Column("sibling", sa.Integer, nullable=False),
-        sa.Column("attempt", sa.Integer, nullable=False),
-        sa.Column("policy", sa.Text, nullable=False),
-        sa.Column("status", sa.Text, nullable=False),
-        sa.Column("seed", sa.BigInteger),
-        sa.Column("outcome_reward", sa.Double),
-        sa.Column("reward", sa.Double),
-        sa.Column("unique_achievements", sa.Integer),
-        sa.Column("decisions", sa.Integer, nullable=False),
-        sa.Column("env_steps", sa.Integer),
-        sa.Column("stop_reason", sa.Text),
-        sa.Column("failure_code", sa.Text),
-        _place_column(),
+        refer("job", "jobs"),
+        refer("file", "synced_files"),
+        *needed(sa.Text, "rollout_id", "stage", "group_id", "policy", "status"),
+        *needed(sa.Integer, "iteration", "sibling", "attempt", "decisions"),
+        *optional(sa.BigInteger, "seed"),
+        *optional(sa.Double, "outcome_reward", "reward"),
+        *optional(sa.Integer, "unique_achievements", "env_steps"),
+        *optional(sa.Text, "stop_reason", "failure_code"),
         sa.Index(None, "file", "rollout_id", unique=True),
         sa.Index(None, "job", "rollout_id"),
         sa.Index(None, "job", "stage", "iteration"),

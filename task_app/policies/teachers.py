@@ -1,0 +1,144 @@
+"""The teachers of orders, Sokoban and BabyAI: each a class that reads the prompt's data."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from task_app.environments.babyai.level import NOOP, Level
+from task_app.environments.sokoban.board import Board, cells, read_xsb
+from task_app.environments.sokoban.environment import MAX_MOVES
+from task_app.environments.sokoban.solver import Key, best_push, pushes_left
+from task_app.policies.random_calls import DetourConfig, DetourTeacher, Tools, call_answer, random_call
+from task_app.protocols import PolicyAnswer
+
+Call = tuple[str, dict[str, Any]]
+
+
+class OrdersTeacher(DetourTeacher[DetourConfig]):
+    """At the shop's desk: looks customers up one by one, and grants what they ask for; remembers nothing."""
+
+    name = "orders_teacher"
+    config_type = DetourConfig
+
+    async def choose(self, observation: Any, tools: Tools) -> PolicyAnswer:
+        detour = self.makes_detour()
+        if detour and tools:
+            name, arguments = random_call(tools, self._random, longest=1)
+        else:
+            name, arguments = next_call(observation.data)
+        return call_answer(name, arguments, exploratory=detour)
+
+
+def next_call(data: Mapping[str, Any]) -> Call:
+    """The call for the first request that is not granted yet, or `done`."""
+    calls = (_call_for(request, data) for request in data["requests"])
+    return next(filter(None, calls), ("done", {}))
+
+
+def _call_for(request: Mapping[str, Any], data: Mapping[str, Any]) -> Call | None:
+    customer = request["customer"]
+    if customer not in data["cities"]:
+        return "find", {"customer": customer}
+    if request["city"] is not None:
+        moved = data["cities"][customer] == request["city"]
+        return None if moved else ("move", {"customer": customer, "city": request["city"]})
+    order = next(
+        row for row in data["orders"] if (row["customer"], row["product"]) == (customer, request["product"])
+    )
+    if request["count"] is not None:
+        # An order that was ended by mistake keeps its count.
+        if order["count"] == request["count"] or order["status"] != "open":
+            return None
+        return "count", {"order": order["id"], "count": request["count"]}
+    tool = {"open": "cancel", "sent": "refund"}.get(order["status"])
+    return (tool, {"order": order["id"]}) if tool else None
+
+
+class SokobanTeacher(DetourTeacher[DetourConfig]):
+    """Plays the shortest solution of the board that it sees, a push a decision, and remembers it."""
+
+    name = "sokoban_teacher"
+    config_type = DetourConfig
+
+    def __init__(self, config: DetourConfig | None = None) -> None:
+        self._board: Board | None = None
+        self._left: Mapping[Key, int] = {}  # pushes_left of the board
+        super().__init__(config)
+
+    async def choose(self, observation: Any, tools: Tools) -> PolicyAnswer:
+        board, state = read_xsb(observation.data["rows"])
+        if board != self._board:  # the first decision on it: a search of up to a tenth of a second
+            self._board, self._left = board, await asyncio.to_thread(pushes_left, board)
+        detour = self.makes_detour()
+        possible = list(board.pushes(state))
+        push = self._random.choice(possible) if detour and possible else best_push(board, state, self._left)
+        if "push" not in {tool["function"]["name"] for tool in tools}:
+            # The way to the push, and the push; where there is none, a move up.
+            moves = ("up",) if push is None else (*push.way, push.direction)
+            return call_answer("move", {"moves": list(moves)[:MAX_MOVES]}, exploratory=detour)
+        word = "1-up"  # where no push leads to a solution, one of the first box
+        if push is not None:
+            word = f"{list(cells(state.boxes)).index(push.box) + 1}-{push.direction}"
+        return call_answer("push", {"pushes": [word]}, exploratory=detour)
+
+
+_DETOURS = ("left", "right", "forward")
+
+
+class BabyAITeacher(DetourTeacher[DetourConfig]):
+    """Minigrid's own bot, an action a decision; it plays along in a level of its own."""
+
+    name = "babyai_teacher"
+    config_type = DetourConfig
+
+    def __init__(self, config: DetourConfig | None = None) -> None:
+        super().__init__(config)
+        self._world: tuple[str, int] | None = None
+        self._level: Level | None = None
+        self._bot: Any = None
+        self._done: list[str] = []
+        self._advice: str | None = None
+
+    async def choose(self, observation: Any, tools: Tools) -> PolicyAnswer:
+        self._follow(observation.data["episode"], observation.data["max_steps"])
+        detour = self.makes_detour() or self._advice is None
+        action = self._random.choice(_DETOURS) if detour else self._advice
+        return call_answer("act", {"actions": [action]}, exploratory=detour)
+
+    def _follow(self, episode: Mapping[str, Any], max_steps: int) -> None:
+        """Bring the own level to the state of the episode, and ask the bot after each step."""
+        world, actions = (episode["level"], episode["seed"]), list(episode["actions"])
+        if self._level is None or world != self._world or actions[: len(self._done)] != self._done:
+            self._level, self._bot = Level(world[0], max_steps=max_steps), None
+            self._world, self._done = world, []
+            self._level.reset(world[1])
+            self._ask(self._level, None)
+        for action in actions[len(self._done) :]:
+            self._level.act(action)
+            self._done.append(action)
+            self._ask(self._level, action)
+
+    def _ask(self, level: Level, action: str | None) -> None:
+        """Let the bot plan on after an action; a new one from here where it has lost its way.
+
+        The advice is None where that has no plan either: where a box with a key was opened, for instance.
+        """
+        self._advice = None
+        if self._bot is not None and action is not None:
+            self._advice = _plan(self._bot, level.env.actions[action])
+        if self._advice is None:
+            from minigrid.utils.baby_ai_bot import BabyAIBot
+
+            make: Any = BabyAIBot  # without types
+            self._bot = make(level.env)
+            self._advice = _plan(self._bot, None)
+
+
+def _plan(bot: Any, action: Any) -> str | None:
+    """The action that the bot suggests; None if it has none but to be done."""
+    # A detour may break its plans: it then ends in an assert, or in whatever error comes first.
+    try:
+        name = str(bot.replan(action).name)
+    except Exception:
+        return None
+    return None if name == NOOP else name
