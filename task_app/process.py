@@ -9,9 +9,9 @@ from dataclasses import replace
 import structlog
 from fastapi import FastAPI
 
-from service_kit.children import READY
 from service_kit.keys import TASK_APP_KEY
 from service_kit.logs import configure_logs
+from service_kit.process import READY
 from service_kit.server import Listener, Server
 from shared_schemas.urls import is_loopback
 from task_app.app import create_app

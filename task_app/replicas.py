@@ -8,23 +8,19 @@ import asyncio
 import json
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from urllib.parse import urlsplit
 
 import structlog
 
-from service_kit.children import PIPE, Child, when_parent_ends
+from service_kit.process import PIPE, Child, Process, Worker, when_parent_ends
 from task_app.settings import Settings
 
 log = structlog.get_logger("task_app")
 
 # Exit code for wrong settings, port or plug-in file; another start would not help.
 _BAD_SETTINGS = 2
-_FIRST_PAUSE_S, _MOST_PAUSE_S = 0.5, 10.0
-# A replica that lived this long is restarted at once.
-_HEALTHY_S = 30.0
 # Time limit for a process to end after its drain.
 _END_S = 15.0
 
@@ -33,53 +29,42 @@ class StartFailed(Exception):
     """A replica cannot start; it has printed the reason."""
 
 
-class Replica:
-    """One process, restarted whenever it ends; its index, from 0, is part of its log lines.
+class Replica(Worker):
+    """One process; its index, from 0, is part of its log lines.
 
     A free port that it takes for port 0 stays its own over restarts.
     """
 
     def __init__(self, index: int, arguments: Sequence[str], port: int, *, end_s: float) -> None:
-        self.url = ""
-        self.ready = asyncio.Event()
-        self._index, self._arguments, self._port, self._end_s = index, tuple(arguments), port, end_s
-        self._child: Child | None = None
+        super().__init__()
+        self.url, self.stop_s = "", end_s
+        self._index, self._arguments, self._port = index, tuple(arguments), port
 
-    async def run_forever(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Run until cancelled, which ends the process in order."""
-        pause_s = 0.0
-        try:
-            while True:
-                await asyncio.sleep(pause_s)
-                start_s = clock()
-                code = await self._run_once()
-                if code == _BAD_SETTINGS and not self.url:
-                    raise StartFailed
-                lifetime_s = clock() - start_s
-                pause_s = (
-                    min(max(2 * pause_s, _FIRST_PAUSE_S), _MOST_PAUSE_S) if lifetime_s < _HEALTHY_S else 0.0
-                )
-                log.warning(
-                    "replica_ended", replica=self._index, url=self.url, exit_code=code,
-                    lifetime_s=round(lifetime_s, 1), next_start_in_s=pause_s,
-                )  # fmt: skip
-        finally:
-            await self._end()
-
-    async def _run_once(self) -> int:
+    async def start(self) -> Child:
         command = (sys.executable, "-m", "task_app", "--port", str(self._port), *self._arguments)
-        self._child = child = await Child.start(command, stdout=PIPE)
-        url = await child.address()
+        return await Child.start(command, stdout=PIPE)
+
+    async def serve(self, process: Process) -> bool:
+        url = await process.address()
         if url is not None:
             self.url = url
             self._port = urlsplit(url).port or self._port
-            log.info("replica_ready", replica=self._index, url=url, pid=child.pid)
-            self.ready.set()
-        return await child.ended()
+            log.info("replica_ready", replica=self._index, url=url, pid=process.pid)
+        return url is not None
 
-    async def _end(self) -> None:
-        if self._child is not None and await self._child.end(self._end_s):
-            log.warning("replica_killed", replica=self._index, after_s=self._end_s)
+    def on_end(self, code: int | None, lasted_s: float, pause_s: float) -> None:
+        if code == _BAD_SETTINGS and not self.url:
+            raise StartFailed
+        log.warning(
+            "replica_ended", replica=self._index, url=self.url, exit_code=code,
+            lifetime_s=round(lasted_s, 1), next_start_in_s=pause_s,
+        )  # fmt: skip
+
+    async def end(self, process: Process) -> bool:
+        was_killed = await super().end(process)
+        if was_killed:
+            log.warning("replica_killed", replica=self._index, after_s=self.stop_s)
+        return was_killed
 
 
 async def supervise(replicas: Sequence[Replica], stop: asyncio.Event, *, tell: Callable[[str], None]) -> int:
@@ -87,7 +72,7 @@ async def supervise(replicas: Sequence[Replica], stop: asyncio.Event, *, tell: C
 
     `tell` is called with the line for a job's [services] when all are ready.
     """
-    tasks = [asyncio.ensure_future(replica.run_forever()) for replica in replicas]
+    tasks = [asyncio.ensure_future(replica.keep()) for replica in replicas]
     stop_task = asyncio.ensure_future(_all_set([stop]))
     ready = asyncio.ensure_future(_all_set([replica.ready for replica in replicas]))
     try:

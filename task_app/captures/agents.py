@@ -6,11 +6,9 @@ in a plug-ins file gives the environment `agent:guess`. The process gets its tas
 standard input, and its model as OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY.
 """
 
-import asyncio
 import json
 import os
 import shutil
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,9 +17,9 @@ from typing import Any
 
 from pydantic import ConfigDict
 
-from service_kit.children import end_group
 from service_kit.errors import SettingsError
 from service_kit.output import Output
+from service_kit.process import Child
 from shared_schemas.base import Body
 from shared_schemas.json_text import encodable
 from shared_schemas.messages import Message, ToolSpec
@@ -115,9 +113,9 @@ def agent_plugin(name: str, agent: Agent) -> EnvironmentPlugin[AgentConfig]:
 
 
 class AgentProcess:
-    """A running agent, the leader of a process group of its own; `end` kills all of it."""
+    """A running agent; `end` kills it with all that it has started."""
 
-    def __init__(self, process: Process, output: Output) -> None:
+    def __init__(self, process: Child, output: Output) -> None:
         self._process, self._output = process, output
 
     @classmethod
@@ -140,11 +138,10 @@ class AgentProcess:
         del own["PYTHONPATH"]  # the agent's Python may be another one
         output = Output("agent", name, is_for_debugging=True, secret=key)
         with output.given() as descriptor:
-            process = await asyncio.create_subprocess_exec(
-                *agent.command, stdin=PIPE, stdout=descriptor, stderr=descriptor, cwd=agent.folder,
-                env={**own, **agent.variables, **model}, start_new_session=True,
+            process = await Child.start(
+                agent.command, stdout=descriptor, stderr=descriptor, folder=agent.folder, is_ours=False,
+                env={**own, **agent.variables, **model},
             )  # fmt: skip
-        assert process.stdin is not None
         with suppress(BrokenPipeError, ConnectionResetError):  # one that reads no task
             process.stdin.write(json.dumps(task).encode())
             process.stdin.close()
@@ -152,12 +149,13 @@ class AgentProcess:
 
     async def wait(self) -> int:
         """Wait for its end, and return the exit code; negative if a signal killed it."""
-        return await self._process.wait()
+        return await self._process.ended()
 
     def last_output(self) -> str:
         """The end of what it wrote to stdout and stderr, without the key; all of it is there after `end`."""
         return encodable(self._output.last_text())
 
     async def end(self) -> None:
-        """Kill what is left of the group, and release its pipes."""
-        await end_group(self._process, self._output)
+        """Kill what is left of it, and release its pipes."""
+        await self._process.end_all()
+        self._output.end()

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from service_kit.children import name_exit
+from service_kit.process import name_exit
 from shared_schemas.messages import Message
 from shared_schemas.rollouts import MultiTurn, RolloutRequest
 from shared_schemas.trajectory import StepData, StopReason, Trajectory

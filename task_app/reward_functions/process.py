@@ -4,14 +4,13 @@ import asyncio
 import json
 import os
 import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
-from service_kit.children import end_group, name_exit, without_keys
 from service_kit.output import Output
+from service_kit.process import PIPE, Child, name_exit, without_keys
 from shared_schemas.base import Body
 from shared_schemas.evaluate_result import EvaluateResult
 from shared_schemas.json_text import encodable
@@ -34,7 +33,7 @@ class _Reply(Body):
 class RewardProcess:
     """Made by `start`. The owner ends it once `waits` is False."""
 
-    def __init__(self, name: str, process: Process, output: Output, settings: Settings) -> None:
+    def __init__(self, name: str, process: Child, output: Output, settings: Settings) -> None:
         self._name = name
         self._process = process
         self._output = output
@@ -46,10 +45,10 @@ class RewardProcess:
         """Start a process, and wait until it has imported the function."""
         output = Output("reward_function", name)
         with output.given() as stderr:
-            child = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-u", "-m", "task_app.reward_functions.child", plugin.source, name,
-                stdin=PIPE, stdout=PIPE, stderr=stderr, limit=settings.max_reward_bytes,
-                env=environment_of(os.environ, settings.reward_variables), start_new_session=True,
+            child = await Child.start(
+                (sys.executable, "-P", "-u", "-m", "task_app.reward_functions.child", plugin.source, name),
+                stdout=PIPE, stderr=stderr, line_bytes=settings.max_reward_bytes, is_ours=False,
+                env=environment_of(os.environ, settings.reward_variables),
             )  # fmt: skip
         process = cls(name, child, output, settings)
         try:
@@ -80,19 +79,19 @@ class RewardProcess:
     @property
     def waits(self) -> bool:
         """Whether the process lives and has answered every call."""
-        return self._has_answered and self._process.returncode is None
+        return self._has_answered and self._process.exit_code is None
 
     async def end(self) -> None:
-        """Kill the process group, and wait for it, also where the wait is cancelled: its pipes must close."""
-        assert self._process.stdin is not None
+        """Kill it with all that it has started, also where the wait is cancelled: its pipes must close."""
         self._process.stdin.close()
-        task = asyncio.ensure_future(end_group(self._process, self._output, at_most_s=_END_S))
+        task = asyncio.ensure_future(self._process.end_all(at_most_s=_END_S))
         cancellation = None
         while not task.done():
             try:
                 await asyncio.wait([task])
             except asyncio.CancelledError as exc:
                 cancellation = exc
+        self._output.end()
         if cancellation is not None:
             raise cancellation
         task.result()
@@ -101,7 +100,6 @@ class RewardProcess:
         self, timeout_s: float, deadline_s: float, failure: str, *, request: str | None = None
     ) -> dict[str, Any]:
         """The next line of the process, a JSON object; where there is a request, its answer."""
-        assert self._process.stdin is not None and self._process.stdout is not None
         loop = asyncio.get_running_loop()
         start_s = loop.time()  # before the child can begin to count: it may reach its deadline first
         if request is not None:
@@ -110,7 +108,7 @@ class RewardProcess:
             async with asyncio.timeout(timeout_s):
                 line = await self._process.stdout.readline()
                 # The child may have closed stdout and live on.
-                code = 0 if line.endswith(b"\n") else await self._process.wait()
+                code = 0 if line.endswith(b"\n") else await self._process.ended()
         except TimeoutError as exc:
             raise self._late(failure, deadline_s) from exc
         except ValueError as exc:  # StreamReader's error for a line beyond its limit

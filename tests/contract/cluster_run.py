@@ -39,6 +39,7 @@ class Killing:
         self.say(text)
 
     def stage(self, name: str, done: int, total: int) -> None:
+        self.say(f"stage: {name}")
         if name in self._stages and done < total and (done or name.startswith("update")):
             kill(self._stages.pop(name), os.getpid())
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from service_kit.children import PIPE, Child
+from service_kit.process import PIPE, Child
 
 # Prints a path that it was given, and one that a file of the user names.
 COMMAND = """

@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
-from service_kit.children import Child, last_line, name_exit
 from service_kit.errors import SettingsError
 from service_kit.keys import TASK_APP_KEY, key_from_environ
+from service_kit.process import Child, last_line, name_exit
 from shared_schemas.urls import is_loopback
 from trainer_backend.collect.apps import TaskApps, Tell, log_sentence
 from trainer_backend.collect.sources import Rows, bytes_of

@@ -23,8 +23,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import psutil
 
-from service_kit.children import name_exit
 from service_kit.console import utf8_output
+from service_kit.process import kill_with_parent, name_exit
 from trainer_backend.errors import CheckEnded, TooManyChecks, TrainerError
 from trainer_backend.jobs.processes import WITHHELD
 
@@ -181,6 +181,7 @@ def serve(connection: Connection) -> None:
             return
         child = os.fork()
         if child == 0:
+            kill_with_parent()
             _answer(connection, request)
             os._exit(0)
         _, status = os.waitpid(child, 0)
@@ -209,6 +210,7 @@ def main(descriptor: str, *plugins: str) -> None:
     import trainer_backend.jobs.posted  # noqa: F401  # for all forks
     from trainer_backend.operator_plugins import load_packages, load_plugins
 
+    kill_with_parent()
     with suppress(TrainerError):  # the job that is checked will tell it
         load_packages()
         load_plugins([Path(file) for file in plugins])

@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from service_kit.children import Child
 from service_kit.keys import TRAINER_KEY
+from service_kit.process import Child
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.jobs.states import Ending, explain, is_stop
 from trainer_backend.learner.calls import KEYS_OF_THE_LEARNER

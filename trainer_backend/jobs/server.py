@@ -8,9 +8,9 @@ from contextlib import closing, contextmanager
 
 import structlog
 
-from service_kit.children import READY
 from service_kit.keys import TRAINER_KEY, Keys
 from service_kit.logs import configure_logs
+from service_kit.process import READY
 from service_kit.server import Listener, Server
 from trainer_backend.jobs.app import TrainerApp, create_app
 from trainer_backend.jobs.check_process import CheckProcess

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-from service_kit.children import name_exit
+from service_kit.process import name_exit
 from trainer_backend.rundir.state import (
     DONE,
     FAULTY,

@@ -7,13 +7,13 @@ is up to the role: most start another one.
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from service_kit.children import PIPE, Child, last_line, name_exit
+from service_kit.process import PIPE, Child, Process, last_line, name_exit
 
 # The name of the learner's role.
 LEARNER = "learner"
@@ -69,32 +69,8 @@ class Role:
     """Whether it prints its address when it is ready; otherwise its stdout is a log too."""
     descriptors: Sequence[int] = ()
     """Open files that a child inherits."""
-
-
-class Process(Protocol):
-    """The process of a role; `service_kit.children.Child` is one."""
-
-    @property
-    def pid(self) -> int:
-        """Of its machine."""
-
-    async def address(self) -> str | None:
-        """Return the address that it prints when it is ready; None if it ends before."""
-
-    def lines(self) -> AsyncIterator[str]:
-        """Yield the further lines of its stdout, until it closes."""
-
-    async def ended(self) -> int:
-        """Wait for its end, and return the exit code; negative if a signal or its node's loss ended it."""
-
-    def signal(self, number: int) -> None:
-        """Send it a signal; none if it has ended."""
-
-    async def end(self, grace_s: float) -> bool:
-        """Ask it to end, and kill it after `grace_s`; return whether it was killed."""
-
-    def kill_rest(self) -> None:
-        """Kill the processes that it has left behind, right after its end; later calls do nothing."""
+    is_ours: bool = True
+    """Whether it ends by itself when its standard input closes; another program gets a guard."""
 
 
 class Launcher(Protocol):
@@ -120,6 +96,7 @@ class LocalLauncher:
                 stderr=log,
                 env={**own, **role.environment},
                 descriptors=role.descriptors,
+                is_ours=role.is_ours,
             )
 
     def key(self, variable: str) -> str:

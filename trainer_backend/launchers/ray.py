@@ -37,7 +37,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from service_kit.children import PIPE, Child, address_in
+from service_kit.process import PIPE, Child, address_in
 from trainer_backend.errors import JobError, NotPlaced
 from trainer_backend.launchers.launcher import LOCAL, PACKAGE, Place, Process, Resources, Role
 
@@ -85,6 +85,7 @@ class Host:
         withheld: frozenset[str],
         log_file: Path,
         has_ready_line: bool,
+        is_ours: bool,
     ) -> int:
         """Start a process in place of one that may still run; return its number.
 
@@ -101,6 +102,7 @@ class Host:
                     stdout=PIPE if has_ready_line else log,
                     stderr=log,
                     env={**own, **environment},
+                    is_ours=is_ours,
                 )
         except OSError as error:  # Ray's event loop and pickle leave its file out
             raise OSError(f"{error.filename or command[0]}: {error.strerror or error}") from error
@@ -381,7 +383,9 @@ class RayLauncher:
             words = [on_node(word, node) for word in command]
             environment = {name: on_node(value, node) for name, value in role.environment.items()}
             log = log_file if rank == 0 else log_file.with_suffix(f".{rank}.log")
-            pid = host.start.remote(words, environment, role.withheld, log.absolute(), role.has_ready_line)
+            pid = host.start.remote(
+                words, environment, role.withheld, log.absolute(), role.has_ready_line, role.is_ours
+            )
             try:
                 pids.append(await answer(pid, _ANSWER_S))
             except RayTaskError as error:

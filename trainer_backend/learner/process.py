@@ -13,7 +13,7 @@ import gc
 import os
 import sys
 
-from service_kit.children import READY, begin_imports, end_imports, end_with_parent, kill_with_parent
+from service_kit.process import READY, begin_imports, end_imports, end_with_parent, kill_with_parent
 
 if __name__ == "__main__":
     begin_imports()

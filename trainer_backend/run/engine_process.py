@@ -8,7 +8,7 @@ why.
 """
 
 from service_kit.boundary import describe_error
-from service_kit.children import READY, begin_imports, end_imports, end_with_parent, kill_with_parent
+from service_kit.process import READY, begin_imports, end_imports, end_with_parent, kill_with_parent
 
 if __name__ == "__main__":
     begin_imports()

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from service_kit.children import READY, last_line, name_exit
+from service_kit.process import READY, last_line, name_exit
 from service_kit.replies import ReplyTooLarge, read_bounded
 from service_kit.server import Listener
 from shared_schemas.base import Body

@@ -8,7 +8,7 @@ Exit codes: 0 stopped, 1 its engine's process has died, 2 the policy cannot be s
 it is started, 3 its engine has failed, or something passing; the last line of stderr says why.
 """
 
-from service_kit.children import READY, begin_imports, end_imports, end_with_parent, name_exit
+from service_kit.process import READY, begin_imports, end_imports, end_with_parent, name_exit
 
 if __name__ == "__main__":
     begin_imports()

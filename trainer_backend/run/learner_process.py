@@ -18,7 +18,7 @@ from typing import Any, Self, cast
 
 import httpx
 
-from service_kit.children import last_line, name_exit
+from service_kit.process import last_line, name_exit
 from service_kit.release import version
 from service_kit.replies import Lines, ReplyTooLarge, bounded, redirect_target
 from shared_schemas.problem import Problem

@@ -15,7 +15,7 @@ from typing import Any
 
 import structlog
 
-from service_kit.children import Child
+from service_kit.process import Child
 from shared_schemas.base import Body
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import ContextLengthExceeded, EngineStopped, EngineTimeout

@@ -21,8 +21,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from service_kit.children import last_line, name_exit
 from service_kit.keys import TASK_APP_KEY, TRAINER_KEY
+from service_kit.process import last_line, name_exit
 from trainer_backend.errors import EngineBusy, JobError, RemoteRefused, RemoteUnavailable, TrainerError
 from trainer_backend.inference.keys import CONTRACT
 from trainer_backend.inference.vllm_engine import VllmEngine, refuse_release
@@ -252,7 +252,7 @@ class VllmServers:
             Role(
                 f"vllm_{server.number}", partial(self._command, server), environment, server.log_file,
                 withheld=frozenset(_KEPT_BACK), replica=server.number, resources=self._resources,
-                has_ready_line=False,
+                has_ready_line=False, is_ours=False,
             )
         )  # fmt: skip
         if server.place.host is not None:

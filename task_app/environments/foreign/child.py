@@ -10,8 +10,8 @@ from contextlib import suppress
 from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 from typing import IO, Any
 
-from service_kit.children import without_keys
 from service_kit.output import Output
+from service_kit.process import Guarded, without_keys
 from task_app.environments.foreign.peer import ForeignDeadline, ForeignFailed
 from task_app.environments.foreign.wire import json_of, late, too_much
 from task_app.settings import Reach
@@ -19,8 +19,8 @@ from task_app.settings import Reach
 # For the imports and downloads of a start, which take seconds on an idle machine.
 START_S = 120.0
 _CHUNK_BYTES = 65_536
-# Process groups of all that are open.
-_open: set[int] = set()
+# All that are open.
+_open: set[Guarded] = set()
 
 
 class Child:
@@ -46,13 +46,13 @@ class Child:
         try:
             self._output = Output("environment", name)
             with self._output.given() as stderr:
-                self._process = subprocess.Popen(
+                self._process = Guarded(
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, cwd=folder,
-                    env={**without_keys(os.environ), **(variables or {})}, start_new_session=True,
+                    env={**without_keys(os.environ), **(variables or {})},
                 )  # fmt: skip
         except (OSError, ValueError) as exc:  # ValueError: a variable's name that no process may have
             raise ForeignFailed(f"{name}: the command of {source} does not run: {exc}") from exc
-        _open.add(self._process.pid)
+        _open.add(self._process)
         assert self._process.stdin is not None and self._process.stdout is not None, "made with pipes"
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         os.set_blocking(self._stdin.fileno(), False)
@@ -96,13 +96,13 @@ class Child:
             if grace_s:
                 self._stdin.close()
                 if not self._ends_within(grace_s):
-                    _signal(self._process.pid, signal.SIGTERM)
+                    self._process.terminate()
                     self._ends_within(grace_s)
         except OSError:
             pass  # there are no descriptors left to wait with
         finally:
-            _signal(self._process.pid, signal.SIGKILL)
-            _open.discard(self._process.pid)
+            self._process.kill()
+            _open.discard(self._process)
             for pipe in (self._stdin, self._stdout):
                 with suppress(OSError):
                     pipe.close()
@@ -148,10 +148,5 @@ def end_all(grace_s: float) -> None:
         until_s = time.monotonic() + grace_s
         while _open and time.monotonic() < until_s:
             time.sleep(0.02)
-        for group in tuple(_open):
-            _signal(group, number)
-
-
-def _signal(group: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, number)
+        for process in tuple(_open):
+            process.send_signal(number)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from service_kit.children import Child
+from service_kit.process import Child
 from tests.conftest import TASK_APP_KEY, task_app, tiny_job
 from trainer_backend import job_parts
 from trainer_backend.errors import JobError, TaskAppError

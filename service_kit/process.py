@@ -1,0 +1,521 @@
+"""Child processes of a service: they are started, found ready, watched, started again, and end with it.
+
+A child's standard input is a pipe whose other end only the parent holds, so it closes however the parent
+ends: our own programs end then (`end_with_parent`). A command that is not ours runs under a guard
+(`service_kit/guard.py`), which ends all that it starts. `Worker` keeps the process of a role running.
+"""
+
+import asyncio
+import ctypes
+import errno
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from asyncio.subprocess import PIPE as PIPE
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, NoReturn, Protocol, Self
+
+import structlog
+
+from service_kit.console import utf8_output
+
+log = structlog.get_logger("service_kit")
+
+# Variables that a program and its libraries need to run as they do here, and that hold no keys.
+_WITHOUT_KEYS = (
+    "PATH", "HOME", "USER", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH",
+    "SSL_CERT_FILE", "SSL_CERT_DIR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY",
+    "GOMP_SPINCOUNT", "HF_HOME",
+)  # fmt: skip
+# A service prints this with its address to stdout when it is ready.
+READY = "listening on "
+_GUARD = Path(__file__).parent / "guard.py"
+# For a guard to kill what it guards; it takes milliseconds.
+_GUARD_S = 10.0
+_PROBE_EVERY_S = 10.0
+_ORPHANED = 1
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_TAIL_BYTES = 65_536
+
+
+class Child:
+    """A child process; `start` makes one."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._guarded_pid: int | None = None
+        self._has_rest = True
+
+    @classmethod
+    async def start(
+        cls,
+        command: Sequence[str],
+        *,
+        stdout: int | IO[bytes] | None = None,
+        stderr: int | IO[bytes] | None = None,
+        env: Mapping[str, str] = os.environ,
+        folder: Path | str | None = None,
+        descriptors: Sequence[int] = (),
+        is_ours: bool = True,
+        line_bytes: int = 65_536,
+    ) -> Self:
+        """Start the command, whose output goes to a file, or is this process's own.
+
+        Args:
+            stdout: with PIPE `address` and `lines` can read it.
+            descriptors: open ones that it inherits under the same numbers.
+            is_ours: it ends by itself when its standard input closes. Another command gets a guard, which
+                ends it, and whatever it has started.
+            line_bytes: most of a line that is kept.
+
+        Raises:
+            OSError: it cannot be run.
+        """
+
+        # In its own session, so that Ctrl-C reaches only this process, which ends its children in order.
+        async def spawn(command: Sequence[str], *more: int) -> asyncio.subprocess.Process:
+            return await asyncio.create_subprocess_exec(
+                *command, stdin=PIPE, stdout=stdout, stderr=stderr, env=utf8_output(env), cwd=folder,
+                start_new_session=True, pass_fds=(*descriptors, *more), limit=line_bytes,
+            )  # fmt: skip
+
+        if is_ours or not can_guard():
+            return cls(await spawn(command))
+        with Report() as report:
+            process = await spawn(report.guarded(command), report.far_end)
+            report.let_go()
+            child = cls(process)
+            try:
+                child._guarded_pid = report.read(await report.said())
+            except BaseException:
+                await child.end_all()
+                raise
+            return child
+
+    @property
+    def pid(self) -> int:
+        """Of the command itself."""
+        return self._guarded_pid or self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative if a signal killed it."""
+        return self._process.returncode
+
+    @property
+    def stdin(self) -> asyncio.StreamWriter:
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+    @property
+    def stdout(self) -> asyncio.StreamReader:
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    async def address(self) -> str | None:
+        """The address that it prints when it is ready; None if it ends before."""
+        return await address_in(self.lines())
+
+    async def lines(self) -> AsyncIterator[str]:
+        """The further lines of its stdout, until it closes; a long one is cut, and says so."""
+        while line := await _line(self.stdout):
+            yield line.decode(errors="replace").strip()
+
+    async def ended(self) -> int:
+        """Wait for its end, and return the exit code."""
+        if self._process.stdout is not None:
+            while await self._process.stdout.read(65_536):
+                pass  # a full pipe would block it
+        return await self._process.wait()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the command; SIGKILL to all that it has started, if it has a guard."""
+        # Not the process's own send_signal: that reaps a child that has just ended, and then asyncio finds no
+        # exit code and makes one up.
+        if self._process.returncode is None:
+            is_guarded_kill = self._guarded_pid is not None and number == signal.SIGKILL
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGQUIT if is_guarded_kill else number)
+
+    def kill_rest(self) -> None:
+        """Kill what it has left behind, right after its end; later calls do nothing.
+
+        Its number may be another process's by then.
+        """
+        if not self._has_rest or self._guarded_pid is not None:  # a guard does it
+            return
+        self._has_rest = False
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def end(self, grace_s: float) -> bool:
+        """Ask it to end, and kill it after `grace_s`; return whether it was killed."""
+        self.signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._process.wait()
+        except TimeoutError:
+            await self._kill()
+            return True
+        return False
+
+    async def end_all(self, *, at_most_s: float | None = None) -> None:
+        """Kill it and what it has started, and release its pipes.
+
+        Without a guard a process that it started in another session may hold its pipes for ever: their end is
+        waited for so long.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(at_most_s):
+                await self._kill()
+        self.kill_rest()
+        # asyncio's Process has no public way to close a pipe that another process still holds, or that was
+        # too full to read on. It takes effect in the loop's next turn.
+        self._process._transport.close()  # type: ignore[attr-defined]
+        await asyncio.sleep(0)
+
+    async def _kill(self) -> None:
+        if self._guarded_pid is None:
+            self.kill_rest()
+        self.signal(signal.SIGKILL)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_GUARD_S):
+                await self._process.wait()
+                return
+        if self._process.returncode is None:  # a guard that was stopped; the next one sees that it has ended
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
+
+
+def can_guard() -> bool:
+    """Whether the system has what a guard needs; otherwise the log says once what is missing."""
+    global _can_guard
+    if _can_guard is None:
+        try:
+            os.close(os.pidfd_open(os.getpid()))
+            _can_guard = sys.platform == "linux"
+        except (AttributeError, OSError):
+            _can_guard = False
+        if not _can_guard:
+            log.warning(
+                "no_guard", why="the system has no pidfd and subreaper; a process that an agent, environment "
+                "or function starts in a session of its own may outlive it",
+            )  # fmt: skip
+    return _can_guard
+
+
+_can_guard: bool | None = None
+
+
+class Report:
+    """The pipe by which a guard says whether its command runs."""
+
+    def __init__(self) -> None:
+        self._near_end, self.far_end = os.pipe()
+        self._is_held = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.let_go()
+        os.close(self._near_end)
+
+    def guarded(self, command: Sequence[str]) -> list[str]:
+        """The command under a guard, which inherits `far_end`."""
+        self._command = command[0]
+        return [sys.executable, "-I", "-S", str(_GUARD), str(self.far_end), *command]
+
+    def let_go(self) -> None:
+        """Close `far_end` here, once the guard has it."""
+        if self._is_held:
+            self._is_held = False
+            os.close(self.far_end)
+
+    async def said(self) -> bytes:
+        reader = asyncio.StreamReader()
+        with open(os.dup(self._near_end), "rb", buffering=0) as pipe:
+            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(reader), pipe
+            )
+            try:
+                return await reader.read()
+            finally:
+                transport.close()
+
+    def read(self, said: bytes | None = None) -> int:
+        """Return the process id of the command; OSError: it cannot be run. Without `said` this waits."""
+        if said is None:
+            said = b""
+            while part := os.read(self._near_end, 64):
+                said += part
+        pid, _, number = said.partition(b"\n")
+        if number or not pid:
+            code = int(number or errno.ESRCH)
+            raise OSError(code, os.strerror(code), self._command)
+        return int(pid)
+
+
+class Guarded(subprocess.Popen[bytes]):
+    """A command under a guard, for code on threads; SIGKILL ends all that it has started.
+
+    It leads a process group, to which signals go where the system has no guard.
+
+    Args:
+        options: of Popen.
+
+    Raises:
+        OSError: it cannot be run.
+    """
+
+    def __init__(self, command: Sequence[str], **options: Any) -> None:
+        if not (has_guard := can_guard()):
+            super().__init__(command, start_new_session=True, **options)
+        else:
+            with Report() as report:
+                super().__init__(
+                    report.guarded(command), start_new_session=True, pass_fds=(report.far_end,), **options
+                )
+                report.let_go()
+                try:
+                    report.read()
+                except OSError:
+                    self.__exit__(None, None, None)  # closes its pipes
+                    raise
+        self._has_guard = has_guard
+
+    def send_signal(self, sig: int) -> None:
+        if not self._has_guard:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, sig)
+        else:
+            super().send_signal(signal.SIGQUIT if sig == signal.SIGKILL else sig)
+
+
+class Process(Protocol):
+    """The process of a role; `Child` is one on this machine."""
+
+    @property
+    def pid(self) -> int:
+        """Of its machine."""
+
+    async def address(self) -> str | None:
+        """Return the address that it prints when it is ready; None if it ends before."""
+
+    def lines(self) -> AsyncIterator[str]:
+        """Yield the further lines of its stdout, until it closes."""
+
+    async def ended(self) -> int:
+        """Wait for its end, and return the exit code; negative if a signal or its node's loss ended it."""
+
+    def signal(self, number: int) -> None:
+        """Send it a signal; none if it has ended."""
+
+    async def end(self, grace_s: float) -> bool:
+        """Ask it to end, and kill it after `grace_s`; return whether it was killed."""
+
+    def kill_rest(self) -> None:
+        """Kill the processes that it has left behind, right after its end; later calls do nothing."""
+
+
+class Worker:
+    """Keeps the process of a role running: it is started again whenever it ends.
+
+    A role is a subclass: it says how its process starts, when that is ready, and what its end means.
+    """
+
+    name: str
+    stop_s = 10.0
+    """Between the request to end and the kill."""
+    ready_s: float | None = None
+    """Most time from the start until it is ready."""
+    silence_s: float | None = None
+    """A process that gives no sign of life for so long is killed; None: it is not probed."""
+    pauses_s = (0.5, 10.0)
+    """First and longest pause before a new start; it doubles."""
+    healthy_s = 30.0
+    """A process that lived so long is started again at once."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.process: Process | None = None
+        self.ready = asyncio.Event()
+        self.restarts = 0
+        self._clock = clock
+
+    async def start(self) -> Process:
+        """Start the process."""
+        raise NotImplementedError
+
+    def on_end(self, code: int | None, lasted_s: float, pause_s: float) -> None:
+        """Report an end, by its exit code, and when the next start is; an error that this raises ends `keep`.
+
+        None: `start` raised what `is_passing` takes.
+        """
+        raise NotImplementedError
+
+    async def serve(self, process: Process) -> bool:
+        """Return once the process is ready; False if it ends before."""
+        return await process.address() is not None
+
+    async def probe(self) -> None:
+        """Ask for a sign of life; any answer is one, also an error."""
+
+    def on_silence(self, what: str) -> None:
+        """Report that it is killed, since it was not ready in time, or gave no sign of life."""
+
+    def is_passing(self, error: Exception) -> bool:
+        """Return whether another start may succeed after an error of `start`."""
+        return False
+
+    async def keep(self) -> NoReturn:
+        """Run the process, one after another, until cancelled, which ends it in order."""
+        pause_s = 0.0
+        while True:
+            await asyncio.sleep(pause_s)
+            start_s = self._clock()
+            try:
+                code = await self._run_once()
+            except Exception as error:
+                if self.process is not None or not self.is_passing(error):
+                    raise
+                code = None
+            lasted_s = self._clock() - start_s
+            first_s, most_s = self.pauses_s
+            pause_s = 0.0 if lasted_s >= self.healthy_s else min(max(2 * pause_s, first_s), most_s)
+            self.on_end(code, lasted_s, pause_s)
+            self.restarts += 1
+
+    async def _run_once(self) -> int:
+        self.process = None
+        process = self.process = await self.start()
+        watch = None
+        try:
+            async with asyncio.timeout(self.ready_s):
+                is_ready = await self.serve(process)
+            if is_ready:
+                self.ready.set()
+                watch = asyncio.ensure_future(self._kill_if_silent(process))
+            return await process.ended()
+        except TimeoutError:
+            self.on_silence(f"did not serve within {self.ready_s:g} s")
+        finally:
+            self.ready.clear()
+            if watch is not None:
+                watch.cancel()
+            await self.end(process)
+        return await process.ended()
+
+    async def end(self, process: Process) -> bool:
+        """End the process, and what it has left behind; return whether it was killed."""
+        was_killed = await process.end(self.stop_s)
+        process.kill_rest()
+        return was_killed
+
+    async def _kill_if_silent(self, process: Process) -> None:
+        while self.silence_s is not None:
+            await asyncio.sleep(min(_PROBE_EVERY_S, self.silence_s))
+            with suppress(Exception):
+                try:
+                    async with asyncio.timeout(self.silence_s):
+                        await self.probe()
+                except TimeoutError:
+                    self.on_silence(f"has given no sign of life for {self.silence_s:g} s")
+                    process.signal(signal.SIGKILL)
+                    return
+
+
+async def address_in(lines: AsyncIterator[str]) -> str | None:
+    """The address in the ready line of a service's stdout; None if that closes before."""
+    async for line in lines:
+        if line.startswith(READY):
+            return line.removeprefix(READY)
+    return None
+
+
+async def _line(stream: asyncio.StreamReader) -> bytes:
+    """The next line, of which no more is kept than fits the stream's buffer; empty where the stream ends."""
+    kept, cut = b"", 0
+    while True:
+        try:
+            part, ends = await stream.readuntil(b"\n"), True
+        except asyncio.IncompleteReadError as error:
+            part, ends = error.partial, True
+        except asyncio.LimitOverrunError as error:
+            part, ends = await stream.readexactly(error.consumed), False
+        if kept:
+            cut += len(part.rstrip(b"\n"))
+        else:
+            kept = part
+        if ends:
+            return kept if not cut else kept + f" ... and {cut} more bytes\n".encode()
+
+
+def name_exit(code: int) -> str:
+    """Name how a process ended, by its exit code: `exit code 3`, or the signal that killed it."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+    return f"{name} (often the system, short of memory)" if name == "SIGKILL" else name
+
+
+def last_line(log: Path) -> str:
+    """The last line of a child's log that says something, from its last bytes; empty where there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().decode("utf-8", "replace").strip().splitlines()
+    except OSError:
+        return ""
+    return lines[-1].strip() if lines else ""
+
+
+def without_keys(ours: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, str]:
+    """Of a service's environment variables those that a child may have: without keys, or listed by name."""
+    return {name: ours[name] for name in (*_WITHOUT_KEYS, *more) if name in ours}
+
+
+def begin_imports() -> None:
+    """Stop the garbage collector, which looks through all imports so far: a sixth of their time."""
+    gc.disable()
+
+
+def end_imports() -> None:
+    """Let it collect again, but never look through what was imported."""
+    gc.freeze()
+    gc.enable()
+
+
+def end_with_parent() -> None:
+    """End this process without saving when its parent ends; all files are valid at any time."""
+    when_parent_ends(lambda: os._exit(_ORPHANED))
+
+
+def kill_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends, even if this one is stopped.
+
+    Linux alone has that; elsewhere nothing happens, and `end_with_parent` ends a process that still runs.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def when_parent_ends(call: Callable[[], object]) -> None:
+    """Call the function on a thread when standard input closes."""
+
+    def watch() -> None:
+        # Read the descriptor, because a thread inside sys.stdin holds its lock when the interpreter ends.
+        while os.read(sys.stdin.fileno(), 65_536):
+            pass
+        call()
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

@@ -1,0 +1,44 @@
+"""A run in processes whose orchestrator is killed, and a child of it at the same moment: nothing is left."""
+
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.contract.test_cluster import SHORT
+from tests.contract.test_killed_and_resumed import exact_job
+from trainer_backend.job.load import dump_job
+from trainer_backend.job.tables import ClusterTable
+
+ROLES = ("learner.process", "run.gateway_process", "run.engine_process")
+
+
+def children(process: psutil.Process) -> dict[psutil.Process, str]:
+    """All processes below one, with their commands."""
+    found = {}
+    for child in process.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has just ended, or its parent has not taken note of it
+            found[child] = " ".join(child.cmdline())
+    return found
+
+
+@pytest.mark.timeout(240)  # four processes start, three with an import of torch
+def test_after_a_kill_no_process_of_a_run_is_left(tmp_path: Path):
+    job = exact_job(**SHORT | {"training__iterations": 50})
+    inference = job.inference.model_copy(update={"own_process": True})
+    file = tmp_path / "job.toml"
+    file.write_text(dump_job(job.model_copy(update={"cluster": ClusterTable(), "inference": inference})))
+    command = [sys.executable, "-m", "tests.contract.cluster_run", str(file), str(tmp_path / "run"), ""]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        assert any(line == "stage: collect 2\n" for line in run.stdout)
+        family = children(psutil.Process(run.pid))
+        by_role = {role: one for role in ROLES for one, command in family.items() if role in command}
+        assert by_role.keys() == set(ROLES)
+        run.kill()
+        by_role["run.gateway_process"].kill()  # the parent of the engine
+        _, alive = psutil.wait_procs(family, timeout=5)
+        assert [family[one] for one in alive] == []
