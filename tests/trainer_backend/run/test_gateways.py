@@ -82,29 +82,21 @@ class Story:
     urls: tuple[str, ...] = ()
     refusals: list[str] = field(default_factory=list)
     served: list[list[int]] = field(default_factory=list)
-    strangers: list[int] = field(default_factory=list)
     pids: list[int] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     states: list[tuple[str, str]] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
 
 
-async def asked_of_each(inference: Inference, method: str, path: str) -> list[tuple[int, Any]]:
-    """Status and body of each gateway's reply to a request with the gateway's key."""
-    assert inference.key is not None
-    headers, replies = {"Authorization": f"Bearer {inference.key.get_secret_value()}"}, []
-    async with aiohttp.ClientSession(headers=headers) as session:
-        for url in inference.urls:
-            async with session.request(method, url + path, data=b"{}") as reply:
-                replies.append((reply.status, await reply.json()))
-    return replies
-
-
 async def versions(inference: Inference) -> list[int]:
     """The version that each gateway serves."""
-    return [
-        body["data"][0]["policy_version"] for _, body in await asked_of_each(inference, "GET", "/v1/models")
-    ]
+    assert inference.key is not None
+    headers, served = {"Authorization": f"Bearer {inference.key.get_secret_value()}"}, []
+    async with aiohttp.ClientSession(headers=headers) as session:
+        for url in inference.urls:
+            async with session.get(f"{url}/v1/models") as reply:
+                served.append((await reply.json())["data"][0]["policy_version"])
+    return served
 
 
 def killed_amid(server: Gateways, gateway: int) -> Any:
@@ -156,9 +148,6 @@ async def in_processes(
                     await server.publish(2 + len(damage))
                 story.refusals.append(str(caught.value))
                 story.served.append(await versions(gateways.inference))
-            for method, path in (("POST", "/control/load"), ("GET", "/control/totals")):
-                replies = await asked_of_each(gateways.inference, method, path)
-                story.strangers += [status for status, _ in replies]
             story.pids = [gateway.pid for gateway in server.gateways]
     story.lines = reporter.lines
     story.states = [(name, state) for role, name, state in reporter.processes if role == "gateway"]
@@ -230,10 +219,6 @@ def test_a_publish_that_was_cut_short_is_refused_and_the_version_before_serves(s
     assert story.served == [[1, 1], [1, 1]]
 
 
-def test_the_key_of_the_gateway_opens_no_control_route(story: Story):
-    assert story.strangers == [401] * 4
-
-
 def test_the_processes_end_with_the_run(story: Story):
     for pid in story.pids:
         with pytest.raises(ProcessLookupError):
@@ -266,7 +251,7 @@ async def test_a_gateway_that_dies_again_and_again_ends_the_run_with_its_logs_la
 class Unplaced:
     """A gateway that nobody has room for; it stands for the weights too."""
 
-    renew, serve_again, restarts, known_totals = None, None, 0, {"requests": 3}
+    renew, serve_again, servers, restarts, known_totals = None, None, None, 0, {"requests": 3}
 
     async def write(self, policy_version: int) -> None: ...
 
