@@ -15,8 +15,8 @@ at the same time. HTTP costs half a millisecond a call, which is too much for ea
     caller -> server      3 call update [...]      3 stop
     server -> caller      3 progress [3, 10]       3 result [...]      3 error {...}
 
-Numbers cross bit for bit, NaN and infinity too. An error arrives as its own class, or as the nearest one that
-the reader knows. What either side reads is bounded and fits the type of the table; anything else is a
+Numbers cross bit for bit, NaN and infinity too, but of pydantic models, whose own config says how. An error
+arrives as its own class, or as the nearest one that the reader knows. What either side reads is bounded and fits the type of the table; anything else is a
 `failure` that names call, field and value.
 """
 
@@ -316,7 +316,7 @@ async def reply_lines(table: Table[Any], name: str, handler: Handler, body: byte
     lines: asyncio.Queue[bytes] = asyncio.Queue()
 
     def say(line: bytes) -> None:
-        if lines.qsize() >= _MOST_WAITING_LINES:
+        if line.startswith(b"progress") and lines.qsize() >= _MOST_WAITING_LINES:
             raise table.failure(f"the caller of {name!r} does not read its progress")
         lines.put_nowait(line)
 

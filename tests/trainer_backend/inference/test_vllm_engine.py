@@ -309,7 +309,12 @@ async def test_what_a_lost_replica_had_is_sampled_elsewhere_and_it_serves_again_
     with two_fakes(folders[0]) as (fakes, urls):
         async with pool_of(urls, lines) as pool:
             second = pool.replicas[1]
-            pool.watch(lambda one, version: states.append((one.state, version)) if one is second else None)
+
+            def report(name: str, *, state: str, version: int | None, **facts: Any) -> None:
+                if name in second.engine.url:
+                    states.append((state, version))
+
+            pool.watch(report)
             await pool.load(publication(0, folders, models))
             await asyncio.gather(*(sample(pool, f"r{name}") for name in range(4)))
             fakes[1].down = True
