@@ -53,7 +53,7 @@ from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import save_model_folder
 from trainer_backend.models.folder import load_tokenizer
 from trainer_backend.protocols import Hardware
-from trainer_backend.run.replicas import servers_of
+from trainer_backend.run.replicas import make_servers
 from trainer_backend.run.vllm_servers import VllmServers, check_environment, own_servers
 from trainer_backend.run.weight_broadcast import WeightBroadcast
 from trainer_backend.run.weight_folders import WeightFolders
@@ -201,7 +201,7 @@ async def beside(job: JobConfig, directory: RunDirectory) -> dict[str, Any]:
         tokens = table.max_model_len - 1
         folder = WeightFolders(learner, directory.weights, prompt_tokens=tokens)
         sent = WeightBroadcast(learner, directory.weights, table)
-        pool = servers_of(table, learner.facts(), print, None, sent.serve_again)
+        pool = make_servers(table, learner.facts(), print, None, sent.serve_again)
 
         async def publish(weights: WeightFolders, number: int) -> None:
             version = await weights.write(number)

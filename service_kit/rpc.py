@@ -16,8 +16,8 @@ at the same time. HTTP costs half a millisecond a call, which is too much for ea
     server -> caller      3 progress [3, 10]       3 result [...]      3 error {...}
 
 Numbers cross bit for bit, NaN and infinity too, but of pydantic models, whose own config says how. An error
-arrives as its own class, or as the nearest one that the reader knows. What either side reads is bounded and fits the type of the table; anything else is a
-`failure` that names call, field and value.
+arrives as its own class, or as the nearest one that the reader knows. What either side reads is bounded and
+fits the type of the table; anything else is a `failure` that names call, field and value.
 """
 
 import asyncio

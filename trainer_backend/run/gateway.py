@@ -120,6 +120,8 @@ class _Life:
     """Where it answers requests."""
     announced: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once it answers requests."""
+    moves: list[tuple[str, str]] = field(default_factory=list)
+    """Former and new addresses of vLLM servers that it does not know of yet."""
     has_answered: bool = False
     reason: str = ""
     """Why the policies cannot be served any more, by any process."""
@@ -243,10 +245,11 @@ class Gateway:
             return [f"{self.name}: {line}" for line in lines]
 
     async def move_server(self, url: str, new_url: str) -> None:
-        """Have it take the new address of a vLLM server; a process that starts now has that already."""
-        with suppress(aiohttp.ClientError, OSError, InferenceError):
+        """Have it take the new address of a vLLM server, now or once it serves."""
+        if self._life is not None:
+            self._life.moves.append((url, new_url))
             if self._ready.is_set():
-                await self._call("move_server", url, new_url, timeout_s=_TOTALS_S)
+                await self._pass_moves_on(self._life)
 
     async def ready(self) -> None:
         """Wait until its process serves."""
@@ -358,6 +361,12 @@ class Gateway:
         self._report("serving")
         if self.restarts:
             self._say(f"{self.name} serves version {life.version.number} again")
+        await self._pass_moves_on(life)
+
+    async def _pass_moves_on(self, life: _Life) -> None:
+        with suppress(aiohttp.ClientError, OSError, InferenceError):  # its end is about to be seen
+            while life.moves:
+                await self._call("move_server", *life.moves.pop(0), timeout_s=_TOTALS_S)
 
     async def _kill_if_silent(self, life: _Life) -> None:
         """Kill the process once it lives and gives no sign of life; then it is started again."""

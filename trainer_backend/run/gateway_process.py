@@ -57,7 +57,7 @@ from trainer_backend.run.gateway_calls import (
 )
 from trainer_backend.run.policy_server import engine_of_folder, first_breakdown
 from trainer_backend.run.process_engine import EngineLost, ProcessEngine
-from trainer_backend.run.replicas import servers_of
+from trainer_backend.run.replicas import make_servers
 from trainer_backend.rundir.fixed_record import continue_record
 from trainer_backend.rundir.layout import open_run
 
@@ -170,7 +170,7 @@ async def make_engine(setup: GatewaySetup, tell: Tell) -> tuple[Engine, Tokenize
     if table.engine == "vllm":
         renew = None if table.vllm_python is None else lambda url: tell(ServerAway(url=url))
         say = partial(_say, tell)
-        return servers_of(table, facts, say, renew, lambda: tell(ServerAsks())), facts.tokenizer
+        return make_servers(table, facts, say, renew, lambda: tell(ServerAsks())), facts.tokenizer
     engine = ProcessEngine(EngineSetup(model=setup.model, keys=keys, version=version))
     try:
         await engine.begin()

@@ -38,7 +38,7 @@ from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.models.sources import in_folder
 from trainer_backend.protocols import Reporter
 from trainer_backend.run.fixed_policies import FixedPolicies
-from trainer_backend.run.replicas import servers_of
+from trainer_backend.run.replicas import make_servers
 from trainer_backend.run.stopping import end_tasks, while_unbroken
 from trainer_backend.run.weight_broadcast import deliver_to_servers
 from trainer_backend.run.weight_folders import WeightCopies, WeightFolders
@@ -167,7 +167,9 @@ class PolicyServer:
                 learner, self.table, self._weights.directory, self._tell,
                 broadcasts=self._weights.broadcasts, has_adapters=has_adapters,
             )  # fmt: skip
-            return servers_of(table, learner.facts(), self._tell, weights.renew, weights.serve_again), weights
+            return make_servers(
+                table, learner.facts(), self._tell, weights.renew, weights.serve_again
+            ), weights
 
         def read(version: PolicyVersion) -> WeightSource:
             if self._weights is None:

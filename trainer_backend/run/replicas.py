@@ -12,7 +12,7 @@ from trainer_backend.learner.device import place
 _CANARY_LIMIT_FLOAT32, _CANARY_LIMIT_BFLOAT16 = 1e-4, 0.05
 
 
-def servers_of(
+def make_servers(
     table: InferenceTable,
     facts: PolicyFacts,
     tell: Callable[[str], None],

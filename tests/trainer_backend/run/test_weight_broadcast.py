@@ -13,7 +13,7 @@ from tests.trainer_backend.learner.hand_made import learner_of, tiny_tokenizer
 from trainer_backend.errors import LearnerLost
 from trainer_backend.inference.pool import Servers
 from trainer_backend.learner.learner import LocalLearner
-from trainer_backend.run.replicas import servers_of
+from trainer_backend.run.replicas import make_servers
 from trainer_backend.run.weight_broadcast import WeightBroadcast
 
 
@@ -39,7 +39,9 @@ class Run:
             update={"urls": tuple(urls), "engine": "vllm", "replica_wait_s": 30.0}
         )
         self.weights = WeightBroadcast(learner, folder, table)
-        self.pool: Servers = servers_of(table, learner.facts(), lines.append, None, self.weights.serve_again)
+        self.pool: Servers = make_servers(
+            table, learner.facts(), lines.append, None, self.weights.serve_again
+        )
 
     async def publish(self, number: int) -> None:
         version = await self.weights.write(number)
