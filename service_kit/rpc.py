@@ -9,8 +9,8 @@
                           times, and then one `result [...]` or `error {...}`
 
 Over a socket (`Caller`, `serve_calls`) the same lines begin with the number of their call, and many calls run
-at the same time. HTTP costs half a millisecond a call, which is too much for each sample of an engine
-(`bench/call_cost.py`).
+at the same time. Over HTTP a call costs twenty times as much, which is too much for each sample of an
+engine (`bench/call_cost.py`).
 
     caller -> server      3 call update [...]      3 stop
     server -> caller      3 progress [3, 10]       3 result [...]      3 error {...}
@@ -22,6 +22,7 @@ fits the type of the table; anything else is a `failure` that names call, field 
 
 import asyncio
 import os
+import reprlib
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ from service_kit.gate import Gate, KeyDoor, whole_body
 from service_kit.keys import Keys
 from service_kit.problems import install_problem_handlers
 from service_kit.replies import Lines, ReplyTooLarge, redirect_target
-from shared_schemas.base import FIRST_ERROR_ONLY, Body, shown
+from shared_schemas.base import FIRST_ERROR_ONLY, Body
 from shared_schemas.json_text import encodable
 from shared_schemas.problem import Problem
 
@@ -60,7 +61,7 @@ _MIB = 1 << 20
 MOST_REFUSAL_BYTES = _MIB
 _MOST_WAITING_LINES = 10_000
 _MOST_UNSENT_BYTES = 64 * _MIB
-_MOST_DIGITS = 18
+_MOST_DIGITS, _SHOWN = 18, 60
 
 
 class Call:
@@ -225,7 +226,7 @@ class _Fit:
             first = error.errors(include_url=False, include_context=False)[0]
             field = ".".join(map(str, first["loc"][self._outer :]))
             at = f" at {field}" if field else ""
-            fault = f"{at}: {first['msg']}; there is {shown(first['input'])}"
+            fault = f"{at}: {first['msg']}; there is {_show(first['input'])}"
         elif isinstance(error, ValueError):  # of bytes that are no array
             fault = f": {error}"
         else:
@@ -274,7 +275,7 @@ class Reply:
                     self.unwelcome = error
             return False
         if kind not in (b"result", b"error") or self._end is not None:
-            words = shown(line[:200])
+            words = _show(line)
             raise self._table.failure(f"the reply to {self.name!r} does not fit: it has the line {words}")
         self._end = line
         return True
@@ -518,6 +519,12 @@ async def serve_calls(table: Table[Any], handlers: Mapping[str, Handler], connec
             task.cancel()
         await asyncio.gather(*tasks.values(), return_exceptions=True)
         connection.abort("it was stopped")
+
+
+def _show(value: Any) -> str:
+    """A value that may be large, for a sentence."""
+    start = value[:_SHOWN] if isinstance(value, str | bytes) else value
+    return f"{reprlib.repr(start)} ({type(value).__name__})"
 
 
 def _number(text: bytes) -> int:

@@ -299,7 +299,7 @@ class Gateway:
             async with asyncio.timeout(self._load_s) as until_ready:
                 address = await life.child.address()
                 if address is not None:
-                    life.url = address
+                    life.url, life.version = address, self._version or version
                     ended = asyncio.ensure_future(life.child.ended())  # it reads what libraries print, too
                     announced = asyncio.ensure_future(life.announced.wait())
                     serving = asyncio.ensure_future(self._serve(life))

@@ -82,10 +82,13 @@ class GatewayHost:
         self._engine: Engine | None = None
         self._policy: ServedPolicy | None = None
         self._fixed = FixedPolicies()
-        self.ended = asyncio.Event()
+        self._has_begun, self.ended = False, asyncio.Event()
         self.last_word = ""
 
     async def serve(self, setup: GatewaySetup, tell: Tell) -> str:
+        if self._has_begun:
+            raise InferenceError("it serves already, or has done so")
+        self._has_begun = True
         try:
             self.last_word = await self._serve(setup, tell)
         except ServiceError as error:
