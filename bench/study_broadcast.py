@@ -154,7 +154,7 @@ async def swaps(job: JobConfig, directory: RunDirectory, folders: Sequence[Path]
             engines_of(servers.urls, folders[0], "wait"), wait_s=300.0, canary_limit=LIMIT, tell=lines.append
         )
         killer, began = Senders(pool, folders, killed_at=3), time.monotonic()
-        await killer.load(1)
+        await killer.publish(1)
         results["killed_amid_a_pass"] = {
             "passes": killer.passes,
             "seconds": time.monotonic() - began,

@@ -61,6 +61,8 @@ _MIB = 1 << 20
 MOST_REFUSAL_BYTES = _MIB
 _MOST_WAITING_LINES = 10_000
 _MOST_UNSENT_BYTES = 64 * _MIB
+# Number, verb and name of a call over a socket, before its arguments.
+_MOST_HEAD_BYTES = 200
 _MOST_DIGITS, _SHOWN = 18, 60
 
 
@@ -430,10 +432,10 @@ class Caller:
         self._connection: _Connection | None = None
 
     async def connect(self, connected: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        self._connection = _Connection(self._table.most_reply_bytes, self._hear, self.close, self._who)
-        await loop.create_connection(lambda: self._connection, sock=connected)
-        self._gone = None
+        """Call over a socket from now on."""
+        connection = _Connection(self._table.most_reply_bytes, self._hear, self.close, self._who)
+        await asyncio.get_running_loop().create_connection(lambda: connection, sock=connected)
+        self._connection, self._gone = connection, None
 
     async def call(self, name: str, *arguments: Any, tell: Tell | None = None) -> Any:
         """Make a call and return its result. Cancelling it, and an error of `tell`, stop it.
@@ -483,6 +485,11 @@ async def serve_calls(table: Table[Any], handlers: Mapping[str, Handler], connec
     """Answer the calls of a socket until its other end has gone; return the reason."""
     loop = asyncio.get_running_loop()
     gone: asyncio.Future[str] = loop.create_future()
+
+    def lose(reason: str) -> None:
+        if not gone.done():
+            gone.set_result(reason)
+
     tasks: dict[int, asyncio.Task[None]] = {}
 
     def hear(line: bytes) -> None:
@@ -505,12 +512,7 @@ async def serve_calls(table: Table[Any], handlers: Mapping[str, Handler], connec
         tasks[number] = asyncio.ensure_future(carry_out(table, word, handlers[word], body, say))
         tasks[number].add_done_callback(lambda task: tasks.pop(number, None))
 
-    connection = _Connection(
-        table.most_argument_bytes + 200,
-        hear,
-        lambda reason: gone.done() or gone.set_result(reason),
-        "its caller",
-    )
+    connection = _Connection(table.most_argument_bytes + _MOST_HEAD_BYTES, hear, lose, "its caller")
     await loop.create_connection(lambda: connection, sock=connected)
     try:
         return await gone

@@ -44,16 +44,16 @@ class EngineHost:
 
     async def serve(self, setup: EngineSetup, tell: Tell) -> str:
         version = setup.version
-        self._engine, tokenizer = await asyncio.to_thread(
+        engine, tokenizer = await asyncio.to_thread(
             engine_of_folder, setup.model, version.folder, setup.keys, version=version.number
         )
-        self._renderer = ChatRenderer(tokenizer)
-        self._engine.start()
+        self._engine, self._renderer = engine, ChatRenderer(tokenizer)
+        engine.start()
         tell()
         try:
-            return await asyncio.wrap_future(self._engine.breakdown)
+            return await asyncio.wrap_future(engine.breakdown)
         finally:
-            self._engine.stop()
+            engine.stop()
 
     async def generate(self, call: EngineCall, tell: Tell) -> tuple[Generation, EngineCounters]:
         engine = self._serving()
