@@ -25,7 +25,6 @@ import os
 import reprlib
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from http import HTTPStatus
 from itertools import count
 from typing import Annotated, Any, Generic, TypeVar, cast
@@ -64,6 +63,7 @@ _MOST_UNSENT_BYTES = 64 * _MIB
 # Number, verb and name of a call over a socket, before its arguments.
 _MOST_HEAD_BYTES = 200
 _MOST_DIGITS, _SHOWN = 18, 60
+_MOST_BODY_S = 600.0
 
 
 class Call:
@@ -338,14 +338,7 @@ async def reply_lines(table: Table[Any], name: str, handler: Handler, body: byte
 Begin = Callable[[Request, str, bytes], AsyncIterator[bytes]]
 
 
-def calls_app(
-    table: Table[Any],
-    begin: Begin,
-    keys: Keys,
-    *,
-    routes: Sequence[BaseRoute] = (),
-    max_body_s: float = 600.0,
-) -> Starlette:
+def calls_app(table: Table[Any], begin: Begin, keys: Keys, routes: Sequence[BaseRoute] = ()) -> Starlette:
     """Build the ASGI app of a process whose calls are posted; `routes` are further ones under its key."""
 
     async def call(request: Request) -> Response:
@@ -362,7 +355,7 @@ def calls_app(
         Gate,
         door=KeyDoor(keys, open_paths=()),
         max_body_bytes=table.most_argument_bytes,
-        max_body_s=max_body_s,
+        max_body_s=_MOST_BODY_S,
         unreadable=None,  # each call reads its own arguments
     )
     app = Starlette(routes=[Route(PATH + "{name}", call, methods=["POST"]), *routes], middleware=[gate])
@@ -413,21 +406,13 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
 
-@dataclass(slots=True)
-class _Open:
-    """A call that waits for its end."""
-
-    reply: Reply
-    end: asyncio.Future[None]
-
-
 class Caller:
     """Calls over a socket; it belongs to one event loop. `who` is the other end, for errors."""
 
     def __init__(self, table: Table[Any], who: str = "its process") -> None:
         self._table, self._who = table, who
         self._numbers = count(1)
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, tuple[Reply, asyncio.Future[None]]] = {}
         self._gone: str | None = f"{who} was not started"
         self._connection: _Connection | None = None
 
@@ -449,7 +434,7 @@ class Caller:
         assert self._connection is not None
         number, reply = next(self._numbers), Reply(self._table, name, tell)
         end = asyncio.get_running_loop().create_future()
-        self._open[number] = _Open(reply, end)
+        self._open[number] = reply, end
         try:
             body = self._table.write_arguments(name, arguments)
             self._connection.say(b"%d call %s " % (number, name.encode()) + body)
@@ -465,20 +450,20 @@ class Caller:
         self._gone = self._gone or reason
         if self._connection is not None:
             self._connection.abort(reason)
-        for call in self._open.values():
-            if not call.end.done():
-                call.end.set_exception(Unanswered(self._gone))
+        for _, end in self._open.values():
+            if not end.done():
+                end.set_exception(Unanswered(self._gone))
 
     def _hear(self, line: bytes) -> None:
         number, _, rest = line.partition(b" ")
-        call = self._open.get(_number(number))
-        if call is None or call.end.done():
+        reply, end = self._open.get(_number(number), (None, None))
+        if reply is None or end is None or end.done():
             return  # no call waits for it any more
         try:
-            if call.reply.hear(rest) or call.reply.unwelcome is not None:
-                call.end.set_result(None)
+            if reply.hear(rest) or reply.unwelcome is not None:
+                end.set_result(None)
         except ServiceError as error:
-            call.end.set_exception(error)
+            end.set_exception(error)
 
 
 async def serve_calls(table: Table[Any], handlers: Mapping[str, Handler], connected: socket.socket) -> str:
@@ -494,22 +479,21 @@ async def serve_calls(table: Table[Any], handlers: Mapping[str, Handler], connec
 
     def hear(line: bytes) -> None:
         start, _, rest = line.partition(b" ")
-        number, verb, (name, _, body) = _number(start), *_verb(rest)
+        verb, _, rest = rest.partition(b" ")
+        number = _number(start)
         if verb == b"stop":
             if number in tasks:
                 tasks[number].cancel()
             return
-        if verb != b"call" or number in tasks:
-            raise ValueError(f"no call: {line[:80]!r}")
+        word, _, body = rest.partition(b" ")
+        name = word.decode()
+        if verb != b"call" or number in tasks or name not in table:
+            raise ValueError(f"no call: {line[:_SHOWN]!r}")
 
         def say(text: bytes) -> None:
             connection.say(start + b" " + text)
 
-        word = name.decode()
-        if word not in table:
-            say(table.write_error(table.failure(f"there is no call {word!r:.80}"), word))
-            return
-        tasks[number] = asyncio.ensure_future(carry_out(table, word, handlers[word], body, say))
+        tasks[number] = asyncio.ensure_future(carry_out(table, name, handlers[name], body, say))
         tasks[number].add_done_callback(lambda task: tasks.pop(number, None))
 
     connection = _Connection(table.most_argument_bytes + _MOST_HEAD_BYTES, hear, lose, "its caller")
@@ -531,10 +515,5 @@ def _show(value: Any) -> str:
 
 def _number(text: bytes) -> int:
     if not text.isdigit() or len(text) > _MOST_DIGITS:
-        raise ValueError(f"no number of a call: {text[:80]!r}")
+        raise ValueError(f"no number of a call: {text[:_SHOWN]!r}")
     return int(text)
-
-
-def _verb(rest: bytes) -> tuple[bytes, tuple[bytes, bytes, bytes]]:
-    verb, _, more = rest.partition(b" ")
-    return verb, more.partition(b" ")

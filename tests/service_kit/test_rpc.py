@@ -319,14 +319,21 @@ async def test_a_faulty_reply_over_a_socket_fails_its_call_alone():
 
 @pytest.mark.parametrize(
     "content",
-    [b"call count [1]\n", b"1 fry\n", b"1 call wait []\n1 call wait []\n", b"1 call \xff []\n", b"\n"],
+    [
+        b"call count [1]\n",
+        b"1 fry\n",
+        b"1 call fry []\n",
+        b"1 call wait []\n1 call wait []\n",
+        b"1 call \xff []\n",
+        b"\n",
+    ],
 )
 async def test_a_server_cuts_a_caller_that_it_cannot_understand_and_ends_its_calls(content: bytes):
     ours, theirs = socket.socketpair()
     kitchen = Kitchen()
     serving = asyncio.ensure_future(serve_calls(TABLE, handlers(kitchen), theirs))
     _, writer = await asyncio.open_connection(sock=ours)
-    writer.write(b"3 call fry []\n3 call count [1]\n4 stop\n" + content)
+    writer.write(b"3 call count [1]\n4 stop\n" + content)
     assert "what its caller said could not be read" in await serving
     assert kitchen.waiting.is_set() == kitchen.stopped.is_set()
     writer.close()

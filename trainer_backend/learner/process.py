@@ -279,7 +279,7 @@ def create_app(calls: Calls, keys: Keys) -> Starlette:
         Route("/leave", leave, methods=["POST"]),
         Route("/about", about),
     ]
-    return calls_app(CALLS, begin, keys, routes=routes)
+    return calls_app(CALLS, begin, keys, routes)
 
 
 def _session(request: Request) -> str:
