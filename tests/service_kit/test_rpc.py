@@ -3,6 +3,7 @@
 import asyncio
 import math
 import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -163,6 +164,15 @@ async def test_a_call_brings_its_result_its_progress_and_its_error(connected: An
             await ask("bake", replace(LOAF, slices="x"), 1.0)
         with pytest.raises(Failure, match=r"result of 'lie' .* at slices: .*; there is 'many' \(str\)"):
             await ask("lie")
+
+
+@given(st.lists(st.floats()))
+def test_numbers_cross_bit_for_bit(numbers: list[float]):
+    def bits(values: list[float]) -> list[bytes]:
+        return [b"nan" if math.isnan(value) else struct.pack("d", value) for value in values]
+
+    loaf, _ = TABLE.read_arguments("bake", TABLE.write_arguments("bake", (Loaf(1, numbers), 1.0)))
+    assert bits(loaf.weights) == bits(numbers)
 
 
 @pytest.mark.parametrize("way", ["cancel", "tell"])

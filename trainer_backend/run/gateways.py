@@ -56,7 +56,7 @@ class Gateways:
         for gateway in gateways:
             gateway.renew, gateway.serve_again = weights.renew, weights.serve_again
         if weights.servers is not None:
-            weights.servers.moved = self._move_server
+            weights.servers.moved = self.move_server
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._keepers: list[asyncio.Task[str]] = []
 
@@ -101,7 +101,7 @@ class Gateways:
         for gateway in self.gateways:
             await gateway.close()
 
-    async def _move_server(self, url: str, new_url: str) -> None:
+    async def move_server(self, url: str, new_url: str) -> None:
         """Tell the gateways that a vLLM server has another address; the one that asks it takes that."""
         await _all(gateway.move_server(url, new_url) for gateway in self.gateways)
 

@@ -370,6 +370,21 @@ async def test_a_replica_that_stays_away_is_started_anew_where_the_run_can(folde
             assert renewed == urls[:1]
 
 
+async def test_a_server_that_was_placed_elsewhere_is_asked_there_once_it_has_the_weights(folders, models):
+    with two_fakes(folders[0]) as (fakes, urls):
+        async with pool_of(urls[:1], []) as pool:
+            await pool.load(publication(0, folders, models))
+            states: list[tuple[str, str]] = []
+            pool.watch(lambda name, *, state, **facts: states.append((name, state)))
+            pool.move(*urls)
+            watch = asyncio.ensure_future(pool.look_after())
+            assert (await sample(pool, "r")).versions == ((0, 0),)
+            watch.cancel()
+    assert [len(fake.served) for fake in fakes] == [0, 1]
+    first, second = (url.removeprefix("http://") for url in urls)
+    assert states == [(first, "serving"), (first, "gone"), (second, "lost"), (second, "serving")]
+
+
 async def test_a_replica_that_is_brought_back_amid_a_publish_never_serves_the_version_before(folders, models):
     with fake_vllm(folders[0]) as (fake, url):
         async with pool_of([url], []) as pool:

@@ -351,6 +351,21 @@ async def test_a_process_that_started_with_the_version_before_a_load_serves_nobo
     assert reporter.lines[-1] == "gateway_0 serves version 1 again"
 
 
+async def test_a_gateway_that_starts_is_told_of_servers_that_have_moved_once_it_serves(
+    scripted: Scripted, tmp_path: Path
+):
+    async with scripted("hears of moves") as (server, _):
+        assert server.gateways[0].pid is not None
+        os.kill(server.gateways[0].pid, signal.SIGKILL)
+        while (tmp_path / "starts").read_text().split() != ["0", "0"]:
+            await asyncio.sleep(0.01)
+        await server.move_server("http://a", "http://b")
+        (tmp_path / "ready").touch()
+        while not (tmp_path / "moves").exists():
+            await asyncio.sleep(0.01)
+    assert (tmp_path / "moves").read_text() == '["http://a","http://b"]'
+
+
 async def test_a_load_that_meets_a_dead_engine_before_its_gateway_ended_is_asked_again(
     scripted: Scripted, tmp_path: Path
 ):

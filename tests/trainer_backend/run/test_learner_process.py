@@ -5,7 +5,6 @@ import math
 import os
 import shutil
 import signal
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,8 +13,6 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from service_kit.keys import Keys
@@ -24,7 +21,7 @@ from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 from tests.conftest import ListReporter, tiny_job
 from tests.trainer_backend.learner.receiver import Receiver
 from trainer_backend import job_parts, learner_parts
-from trainer_backend.core.critic import ByToken, CriticTargets
+from trainer_backend.core.critic import CriticTargets
 from trainer_backend.core.segments import segments_of
 from trainer_backend.errors import (
     CheckpointError,
@@ -35,7 +32,7 @@ from trainer_backend.errors import (
     TrainerError,
 )
 from trainer_backend.inference.vllm_worker.turnwise_transfer import Worker
-from trainer_backend.learner.calls import CALLS, LEARNER_KEY, NUMBER_HEADER, SESSION_HEADER
+from trainer_backend.learner.calls import LEARNER_KEY, NUMBER_HEADER, SESSION_HEADER
 from trainer_backend.learner.process import Call, Calls, create_app
 from trainer_backend.learner.ranks import ALONE
 from trainer_backend.learner.relay import Relay
@@ -380,23 +377,3 @@ def test_a_learner_that_says_nothing_is_lost_after_its_deadline():
     told = r"nothing for 0\.1 s \(learner\.timeout_s\)"
     with served(Host()) as connect, pytest.raises(LearnerLost, match=told):
         connect(silence_s=0.1).ask("update", [], 1, None)
-
-
-@given(
-    st.lists(
-        st.floats() | st.integers(0, 2**64 - 1).map(lambda n: struct.unpack("d", n.to_bytes(8, "big"))[0])
-    )
-)
-def test_numbers_cross_bit_for_bit(numbers: list[float]):
-    def bits(values: Any) -> list[bytes]:
-        return [b"nan" if math.isnan(value) else struct.pack("d", value) for value in values]
-
-    episode = CreditedEpisode("r", [], numbers, CriticTargets(ByToken([numbers]), numbers))
-    types = CALLS["update"].arguments
-    ((back,), _, _) = types.validate_json(types.dump_json(([episode], 1, None)))
-    assert (
-        bits(back.advantages)
-        == bits(back.critic.values.rows_T[0])
-        == bits(back.critic.returns)
-        == bits(numbers)
-    )
