@@ -24,7 +24,7 @@ import asyncio
 import os
 import reprlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
 from itertools import count
 from typing import Annotated, Any, Generic, TypeVar, cast
@@ -145,7 +145,7 @@ class ErrorBody(Body):
         return error
 
 
-class Table(Mapping[str, Call], Generic[Error]):
+class Table(dict[str, Call], Generic[Error]):
     """Calls by name.
 
     Args:
@@ -154,37 +154,31 @@ class Table(Mapping[str, Call], Generic[Error]):
     """
 
     def __init__(self, calls: Mapping[str, Call], *, errors: type[Error], failure: type[Error]) -> None:
-        self._calls, self._errors, self.failure = dict(calls), errors, failure
+        super().__init__(calls)
+        self._errors, self.failure = errors, failure
         self.most_argument_bytes = max(call.most_argument_bytes for call in calls.values())
         self.most_reply_bytes = max(call.most_reply_bytes for call in calls.values())
 
-    def __getitem__(self, name: str) -> Call:
-        return self._calls[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._calls)
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
     def write_arguments(self, name: str, arguments: Sequence[Any]) -> bytes:
-        call = self._calls[name]
+        call = self[name]
         return call.encode(call.arguments, tuple(arguments))
 
     def read_arguments(self, name: str, body: bytes) -> tuple[Any, ...]:
         """The arguments of a call; a `failure` where they do not fit."""
-        call = self._calls[name]
-        with _Fit(self, f"the list of arguments of {name!r}"):
+        call = self[name]
+        try:
             arguments: tuple[Any, ...] = call.decode(call.arguments, body)
+        except ValueError as error:
+            raise self.misfit(f"the list of arguments of {name!r}", error) from error
         return arguments
 
     def write_progress(self, name: str, values: tuple[Any, ...]) -> bytes:
-        progress = self._calls[name].progress
+        progress = self[name].progress
         assert progress is not None, "it declares none"
         return b"progress " + progress.dump_json(values)
 
     def write_result(self, name: str, result: Any) -> bytes:
-        return b"result " + self._calls[name].result.dump_json((result,))
+        return b"result " + self[name].result.dump_json((result,))
 
     def write_error(self, error: Exception, name: str) -> bytes:
         """The line of an error; one that is none of a service becomes a `failure`."""
@@ -194,8 +188,20 @@ class Table(Mapping[str, Call], Generic[Error]):
         return b"error " + ErrorBody.of(error).model_dump_json().encode()
 
     def read_error(self, body: bytes | str, name: str) -> Error:
-        with _Fit(self, f"the error of {name!r}"):
+        try:
             return ErrorBody.model_validate_json(body).error(self._errors, self.failure)
+        except ValueError as error:
+            raise self.misfit(f"the error of {name!r}", error) from error
+
+    def misfit(self, whole: str, error: ValueError, outer: int = 0) -> Error:
+        """What does not fit its type: where, what is allowed, and what stands there."""
+        fault = f": {error}"  # of bytes that are no array
+        if isinstance(error, ValidationError):
+            first = error.errors(include_url=False, include_context=False)[0]
+            field = ".".join(map(str, first["loc"][outer:]))
+            at = f" at {field}" if field else ""
+            fault = f"{at}: {first['msg']}; there is {_show(first['input'])}"
+        return self.failure(f"{whole} does not fit its type{fault}")
 
     def refusal(self, url: str, status: int, location: str | None, body: bytes) -> Error:
         """The error of a reply over HTTP that does not answer the call; of its class where it names one."""
@@ -212,28 +218,6 @@ class Table(Mapping[str, Call], Generic[Error]):
         error = kind.__new__(kind)
         ServiceError.__init__(error, problem.detail, where=problem.where, hint=problem.hint)
         return error
-
-
-class _Fit:
-    """Turns what does not fit a type into a `failure`: where, what is allowed, and what stands there."""
-
-    def __init__(self, table: Table[Any], whole: str, outer: int = 0) -> None:
-        self._table, self._whole, self._outer = table, whole, outer
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, ValidationError):
-            first = error.errors(include_url=False, include_context=False)[0]
-            field = ".".join(map(str, first["loc"][self._outer :]))
-            at = f" at {field}" if field else ""
-            fault = f"{at}: {first['msg']}; there is {_show(first['input'])}"
-        elif isinstance(error, ValueError):  # of bytes that are no array
-            fault = f": {error}"
-        else:
-            return
-        raise self._table.failure(f"{self._whole} does not fit its type{fault}") from error
 
 
 class Reply:
@@ -268,8 +252,10 @@ class Reply:
         """Read a line; return whether the reply has ended with it."""
         kind, _, text = line.partition(b" ")
         if kind == b"progress" and self._call.progress is not None and self._end is None:
-            with _Fit(self._table, f"the progress of {self.name!r}"):
+            try:
                 values = self._call.progress.validate_json(text)
+            except ValueError as error:
+                raise self._table.misfit(f"the progress of {self.name!r}", error) from error
             if self._tell is not None and self.unwelcome is None:
                 try:
                     self._tell(*values)
@@ -290,8 +276,10 @@ class Reply:
         kind, _, text = self._end.partition(b" ")
         if kind == b"error":
             raise self._table.read_error(text, self.name)
-        with _Fit(self._table, f"the result of {self.name!r}", outer=1):
+        try:
             return self._call.result.validate_json(text)[0]
+        except ValueError as error:
+            raise self._table.misfit(f"the result of {self.name!r}", error, outer=1) from error
 
 
 async def carry_out(

@@ -435,20 +435,10 @@ class Gateway:
         except TrainerError as error:
             if name == "serve":
                 raise
-            if isinstance(error, EngineStopped) and await self._ends(life):
-                raise ConnectionResetError(f"{self.name} ended with its engine") from error
+            if isinstance(error, EngineStopped):  # the process ends, as its engine has
+                raise ConnectionResetError(f"{self.name}: {error}") from error
             error.detail = f"{self.name}: {error.detail}"
             raise
-
-    async def _ends(self, life: _Life) -> bool:
-        """Whether the process ends by itself, as one does whose engine has; it may take a moment."""
-        try:
-            async with asyncio.timeout(_STOP_S):
-                while self._life is life and self._ready.is_set():
-                    await asyncio.sleep(_LOOK_S)
-        except TimeoutError:
-            return False
-        return True
 
 
 def load_s(table: InferenceTable) -> float:

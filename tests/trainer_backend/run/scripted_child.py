@@ -57,8 +57,8 @@ class Handler(BaseHTTPRequestHandler):
         name = self.path.removeprefix("/calls/")
         if name == "serve":
             self.serve(json.loads(body)[0]["version"]["number"])
-        elif name == "load":
-            self.load(json.loads(body)[0]["number"])
+        elif name == "load" and self.load(json.loads(body)[0]["number"]):
+            return
         elif name == "probe" and SCRIPT == "wedges" and is_first("wedged"):
             wait_for("never")
         elif (
@@ -92,14 +92,17 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
         end(3, "its engine has failed")
 
-    def load(self, number: int) -> None:
+    def load(self, number: int) -> bool:
+        """Whether it has answered."""
         if SCRIPT == "dies in loads":
             end(9, f"no memory for version {number}")
-        elif SCRIPT == "outlives its engine" and is_first("answered"):
+        elif SCRIPT == "outlives its engine" and not (HERE / "ended").exists():
             self.answer(error("engine_stopped", "its process has ended"))
             self.wfile.flush()
-            wait_for("end")
-            end(1, "the engine's process has ended")
+            is_first("answered")
+            if (HERE / "end").exists() and is_first("ended"):
+                end(1, "the engine's process has ended")
+            return True
         elif SCRIPT == "breaks in loads":
             (HERE / "broken").touch()
             wait_for("never")
@@ -110,6 +113,7 @@ class Handler(BaseHTTPRequestHandler):
             wait_for("answer")
             self.answer("result [null]\n")
             os._exit(0)
+        return False
 
     def answer(self, text: str) -> None:
         self.send_response(200)
