@@ -43,7 +43,7 @@ from bench.study_vllm import (
     server_processes,
 )
 from trainer_backend import learner_parts
-from trainer_backend.inference.pool import Servers
+from trainer_backend.inference.servers import Servers
 from trainer_backend.inference.versions import WeightAddress
 from trainer_backend.inference.vllm_engine import VllmEngine
 from trainer_backend.job.schema import JobConfig
@@ -53,7 +53,7 @@ from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import save_model_folder
 from trainer_backend.models.folder import load_tokenizer
 from trainer_backend.protocols import Hardware
-from trainer_backend.run.replicas import make_servers
+from trainer_backend.run.policy_server import make_servers
 from trainer_backend.run.vllm_servers import VllmServers, check_environment, own_servers
 from trainer_backend.run.weight_broadcast import WeightBroadcast
 from trainer_backend.run.weight_folders import WeightFolders

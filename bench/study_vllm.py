@@ -31,8 +31,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bench import kit
 from bench.kit import ROOT
 from shared_schemas.trajectory import Sampling
-from trainer_backend.inference.pool import Servers
 from trainer_backend.inference.protocol import Extras, Generation
+from trainer_backend.inference.servers import Servers
 from trainer_backend.inference.stop_strings import StopStrings
 from trainer_backend.inference.versions import PolicyVersion, ScoredPrompt
 from trainer_backend.inference.vllm_engine import VllmEngine

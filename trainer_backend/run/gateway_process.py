@@ -37,9 +37,9 @@ from trainer_backend.errors import InferenceError
 from trainer_backend.inference.asgi import error_response
 from trainer_backend.inference.chat_check import Tokenizer
 from trainer_backend.inference.gateway import create_gateway
-from trainer_backend.inference.pool import Servers
 from trainer_backend.inference.protocol import Engine
 from trainer_backend.inference.served_policy import PolicyFacts, ServedPolicy
+from trainer_backend.inference.servers import Servers
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.run.engine_calls import EngineSetup
 from trainer_backend.run.fixed_policies import FixedPolicies
@@ -55,9 +55,8 @@ from trainer_backend.run.gateway_calls import (
     ServerAway,
     Serving,
 )
-from trainer_backend.run.policy_server import engine_of_folder, first_breakdown
+from trainer_backend.run.policy_server import engine_of_folder, first_breakdown, make_servers
 from trainer_backend.run.process_engine import EngineLost, ProcessEngine
-from trainer_backend.run.replicas import make_servers
 from trainer_backend.rundir.fixed_record import continue_record
 from trainer_backend.rundir.layout import open_run
 

@@ -26,8 +26,10 @@ from trainer_backend.inference.engine import LocalEngine, stop_token_ids
 from trainer_backend.inference.gateway import GatewayLimits, create_gateway
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.protocol import Engine, WeightSource
-from trainer_backend.inference.served_policy import ServedPolicy
+from trainer_backend.inference.served_policy import PolicyFacts, ServedPolicy
+from trainer_backend.inference.servers import Servers
 from trainer_backend.inference.versions import PolicyVersion
+from trainer_backend.inference.vllm_engine import VllmEngine
 from trainer_backend.job.tables import InferenceTable, ModelTable
 from trainer_backend.learner.adapter_folder import FOLDER, read_adapter
 from trainer_backend.learner.device import place
@@ -38,13 +40,14 @@ from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.models.sources import in_folder
 from trainer_backend.protocols import Reporter
 from trainer_backend.run.fixed_policies import FixedPolicies
-from trainer_backend.run.replicas import make_servers
 from trainer_backend.run.stopping import end_tasks, while_unbroken
 from trainer_backend.run.weight_broadcast import deliver_to_servers
 from trainer_backend.run.weight_folders import WeightCopies, WeightFolders
 from trainer_backend.rundir.layout import RunDirectory
 
 Result = TypeVar("Result")
+# Differences of log-probs that arithmetic explains, by the precision that serves.
+_CANARY_LIMIT_FLOAT32, _CANARY_LIMIT_BFLOAT16 = 1e-4, 0.05
 NOBODY: Mapping[str, ServedPolicy] = MappingProxyType({})
 
 
@@ -256,3 +259,28 @@ def engine_of_folder(
         read=lambda later: new_weights(later.folder, placement),
     )
     return engine, tokenizer
+
+
+def make_servers(
+    table: InferenceTable,
+    facts: PolicyFacts,
+    tell: Callable[[str], None],
+    renew: Callable[[str], None] | None,
+    ask: Callable[[], None],
+) -> Servers:
+    """The replicas of inference.urls, none of which serves yet.
+
+    Args:
+        renew: starts the server of an address anew; None: they are not the run's own.
+        ask: has the learner send its weights to a server that is about to ask for them.
+    """
+    engines = [
+        VllmEngine(
+            url, stop_ids=facts.stop_ids, vocabulary=facts.vocabulary, max_model_len=table.max_model_len,
+            wait_s=table.replica_wait_s, weight_update=table.weight_update, ask=ask,
+        )
+        for url in table.urls
+    ]  # fmt: skip
+    is_exact = place(facts.table.device).low is None
+    limit = _CANARY_LIMIT_FLOAT32 if is_exact else _CANARY_LIMIT_BFLOAT16
+    return Servers(engines, wait_s=table.replica_patience_s, canary_limit=limit, tell=tell, renew=renew)

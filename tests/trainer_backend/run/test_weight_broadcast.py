@@ -11,9 +11,9 @@ import torch
 from tests.trainer_backend.inference.fake_vllm import FakeVllm, fake_vllm
 from tests.trainer_backend.learner.hand_made import learner_of, tiny_tokenizer
 from trainer_backend.errors import LearnerLost
-from trainer_backend.inference.pool import Servers
+from trainer_backend.inference.servers import Servers
 from trainer_backend.learner.learner import LocalLearner
-from trainer_backend.run.replicas import make_servers
+from trainer_backend.run.policy_server import make_servers
 from trainer_backend.run.weight_broadcast import WeightBroadcast
 
 
