@@ -29,7 +29,7 @@ LEARNER_KEY = "TURNWISE_LEARNER_KEY"
 # Where an orchestrator may have that of somebody else's learner.
 KEYS_OF_THE_LEARNER = frozenset({LEARNER_KEY, f"{LEARNER_KEY}_FILE"})
 SESSION_HEADER, NUMBER_HEADER = "X-Turnwise-Session", "X-Turnwise-Call"
-MOST_BODY_BYTES = 16 << 30
+_MOST_BYTES = 16 << 30
 
 
 class About(Body):
@@ -46,37 +46,36 @@ class About(Body):
 _Episodes = tuple[dict[str, list[Segment]]]
 _Metrics = dict[str, float]
 _STEPS = tuple[int, int]  # done, and in total
-# Arguments hold all tokens of an iteration, at 4 to 12 bytes each, and some replies a number for each of
-# them. Only the orchestrator and its learner send them.
-_call = partial(Call, most_argument_bytes=MOST_BODY_BYTES, encode=columns.encoded, decode=columns.decoded)
+# Those with tokens: they may hold all of an iteration, at 4 to 12 bytes each, and some replies a number for
+# each of them. Only the orchestrator and its learner send them.
+_tokens = partial(Call, most_argument_bytes=_MOST_BYTES, encode=columns.encoded, decode=columns.decoded)
+_numbers = partial(_tokens, most_reply_bytes=_MOST_BYTES)
 # By name: `open` comes first, then `fresh` or `resumed`, and then the methods of `protocols.Learner`;
 # `gradient_cosines` needs `open` alone. Those with progress heed a stop.
 CALLS = Table(
     {
-        "open": _call(tuple[str], None),
-        "sees": _call(tuple[Path, str], bool),
-        "fixed_folders": _call(tuple[Path | None], dict[str, Path]),
-        "plan_memory": _call(tuple[Path | None, list[Path]], str),
-        "fresh": _call(tuple[list[Trajectory], Path | None], None),
-        "resumed": _call(tuple[Path], Progress),
-        "gradient_cosines": _call(
+        "open": Call(tuple[str], None),
+        "sees": Call(tuple[Path, str], bool),
+        "fixed_folders": Call(tuple[Path | None], dict[str, Path]),
+        "plan_memory": Call(tuple[Path | None, list[Path]], str),
+        "fresh": _tokens(tuple[list[Trajectory], Path | None], None),
+        "resumed": Call(tuple[Path], Progress),
+        "gradient_cosines": _tokens(
             tuple[Path, list[CreditedEpisode], dict[str, list[OfEpisode]]],
             list[tuple[str, str, float]],
             progress=_STEPS,
         ),
-        "warm_up": _call(tuple[list[Trajectory]], _Metrics, progress=_STEPS),
-        "values": _call(_Episodes, dict[str, OfEpisode], most_reply_bytes=MOST_BODY_BYTES),
-        "score": _call(_Episodes, dict[str, ScoredTokens], most_reply_bytes=MOST_BODY_BYTES),
-        "update": _call(tuple[list[CreditedEpisode], int, int | None], _Metrics),
-        "save": _call(tuple[Path, Progress], None),
-        "publish": _call(tuple[Path, WeightPart], None),
-        "offer": _call(tuple[str], tuple[str, int]),
-        "broadcast": _call(tuple[int, float], int, progress=_STEPS),
-        "find_long": _call(
-            tuple[list[list[dict[str, Any]]], int], list[LongPrompt], most_reply_bytes=MOST_BODY_BYTES
-        ),
-        "logprobs_of": _call(tuple[list[int]], list[float], most_reply_bytes=MOST_BODY_BYTES),
-        "hardware": _call(tuple[()], Hardware),
+        "warm_up": _tokens(tuple[list[Trajectory]], _Metrics, progress=_STEPS),
+        "values": _numbers(_Episodes, dict[str, OfEpisode]),
+        "score": _numbers(_Episodes, dict[str, ScoredTokens]),
+        "update": _tokens(tuple[list[CreditedEpisode], int, int | None], _Metrics),
+        "save": Call(tuple[Path, Progress], None),
+        "publish": Call(tuple[Path, WeightPart], None),
+        "offer": Call(tuple[str], tuple[str, int]),
+        "broadcast": Call(tuple[int, float], int, progress=_STEPS),
+        "find_long": _numbers(tuple[list[list[dict[str, Any]]], int], list[LongPrompt]),
+        "logprobs_of": _numbers(tuple[list[int]], list[float]),
+        "hardware": Call(tuple[()], Hardware),
     },
     errors=TrainerError,
     failure=LearnerFailed,

@@ -6,7 +6,7 @@ import shutil
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.plan import Inference, retried
 from trainer_backend.errors import EngineStopped, NotPlaced, WeightsRefused
 from trainer_backend.inference.served_policy import PolicyFacts
+from trainer_backend.launchers.launcher import LOCAL, Place, Process, Role
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import load_model_folder
 from trainer_backend.run.fixed_setup import FixedSetup
@@ -112,6 +113,19 @@ def killed_amid(server: Gateways, gateway: int) -> Any:
     return tell
 
 
+class FirstElsewhere:
+    """A launcher that places the first gateway as on another machine, at ports of its own."""
+
+    async def start(self, role: Role) -> Process:
+        if role.name != "gateway_0":
+            return await LOCAL.start(role)
+        place = Place(host="127.0.0.1")
+        return await LOCAL.start(replace(role, command=lambda here: role.command(place), descriptors=()))
+
+    def key(self, variable: str) -> str:
+        return LOCAL.key(variable)
+
+
 async def in_one_process(job: Any, learner: Learner, dispatcher: Dispatcher, story: Story) -> None:
     with policy_server(job) as server:
         async with server.serving(learner.real) as actor:
@@ -126,7 +140,7 @@ async def in_processes(
     job: Any, learner: Learner, dispatcher: Dispatcher, directory: RunDirectory, story: Story
 ) -> None:
     reporter = ListReporter()
-    with job_parts.gateways(job, FixedSetup(), directory, reporter.say) as gateways:
+    with job_parts.gateways(job, FixedSetup(), directory, reporter.say, FirstElsewhere()) as gateways:
         planner = job_parts.planner(job, "apart", gateways.inference)
         story.urls = gateways.inference.urls
         async with gateways.serving(learner) as server:
