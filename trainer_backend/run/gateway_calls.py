@@ -93,7 +93,7 @@ GATEWAY_CALLS = Table(
         # WeightsRefused: the version before continues to be served.
         "load": Call(tuple[PolicyVersion], None),
         # The actor's counts since the start of the process.
-        "totals": Call(tuple[()], dict[str, float]),
+        "totals": Call(tuple[()], dict[str, int | float]),
         # It ends once the engine has given a sign of life.
         "probe": Call(tuple[()], None),
         # A line for each fixed policy with a local model, whose weights are as they were loaded.
