@@ -9,7 +9,7 @@
                           times, and then one `result [...]` or `error {...}`
 
 Over a socket (`Caller`, `serve_calls`) the same lines begin with the number of their call, and many calls run
-at the same time. Over HTTP a call costs twenty times as much, which is too much for each sample of an
+at the same time. Over HTTP a call costs seven times as much, which is too much for each sample of an
 engine (`bench/call_cost.py`).
 
     caller -> server      3 call update [...]      3 stop
@@ -66,6 +66,11 @@ _MOST_DIGITS, _SHOWN = 18, 60
 _MOST_BODY_S = 600.0
 
 
+def _read(adapter: TypeAdapter[Any], body: bytes) -> Any:
+    # A text is no number, at any depth: models that are lax elsewhere are strict here.
+    return adapter.validate_json(body, strict=True)
+
+
 class Call:
     """How the arguments, the progress and the result of a call are written and read.
 
@@ -86,9 +91,9 @@ class Call:
         most_argument_bytes: int = 16 * _MIB,
         most_reply_bytes: int = _MIB,
         encode: Callable[[TypeAdapter[Any], Any], bytes] = TypeAdapter.dump_json,
-        decode: Callable[[TypeAdapter[Any], bytes], Any] = TypeAdapter.validate_json,
+        decode: Callable[[TypeAdapter[Any], bytes], Any] = _read,
     ) -> None:
-        config = ConfigDict(ser_json_inf_nan="constants")
+        config = ConfigDict(ser_json_inf_nan="constants", strict=True)
 
         def adapt(kind: Any) -> TypeAdapter[Any]:
             return TypeAdapter(Annotated[kind, FIRST_ERROR_ONLY], config=config)
@@ -253,7 +258,7 @@ class Reply:
         kind, _, text = line.partition(b" ")
         if kind == b"progress" and self._call.progress is not None and self._end is None:
             try:
-                values = self._call.progress.validate_json(text)
+                values = _read(self._call.progress, text)
             except ValueError as error:
                 raise self._table.misfit(f"the progress of {self.name!r}", error) from error
             if self._tell is not None and self.unwelcome is None:
@@ -277,7 +282,7 @@ class Reply:
         if kind == b"error":
             raise self._table.read_error(text, self.name)
         try:
-            return self._call.result.validate_json(text)[0]
+            return _read(self._call.result, text)[0]
         except ValueError as error:
             raise self._table.misfit(f"the result of {self.name!r}", error, outer=1) from error
 

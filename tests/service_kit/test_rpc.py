@@ -227,7 +227,7 @@ async def test_a_caller_that_reads_nothing_fills_no_memory():
 
 FAULTY = [
     b"\n", b"\xff\xfe\n", b"fry 1\n", b"result\n", b"result [\n", b"result []\n", b"result [3]\n",
-    b"error {}\n", b'result ["a", "b"]\n', b"progress [1]\n", b'progress [1, "x"]\n',
+    b"error {}\n", b'result ["a", "b"]\n', b"progress [1]\n", b'progress [1, "2"]\n',
     b"progress " + b"[" * 5_000 + b"\n",
     b'error {"classes": [], "code": "x"}\n', b'result ["a"]\nresult ["b"]\n',
     b'result ["a"]\nprogress [1, 2]\n',

@@ -168,6 +168,7 @@ class Gateway:
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {role.keys[CONTROL_KEY]}"},
             connector=aiohttp.TCPConnector(force_close=True),  # none outlives the process that it led to
+            auto_decompress=False,  # no process of a run compresses, and a small reply might grow a lot
         )
 
     @property

@@ -179,7 +179,7 @@ class LearnerConnection:
         with self._client.stream("POST", path, content=body, headers=number, timeout=timeout) as reply:
             if not reply.is_success:
                 raise self._refusal(reply)
-            for part in reply.iter_bytes():
+            for part in reply.iter_raw():
                 if call.take(part):
                     try:
                         return call.result()
@@ -451,6 +451,6 @@ class LearnerProcess:
 def _content(reply: httpx.Response) -> bytes:
     """The content of a short reply, which is no result of a call."""
     try:
-        return b"".join(bounded(reply.iter_bytes(), MOST_REFUSAL_BYTES))
+        return b"".join(bounded(reply.iter_raw(), MOST_REFUSAL_BYTES))
     except ReplyTooLarge as error:
         raise LearnerFailed(f"{reply.url} answered, and not as a learner does: {error}") from error
