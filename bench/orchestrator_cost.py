@@ -98,8 +98,8 @@ def stage_costs(job: JobConfig, rollouts: Sequence[Rollout], folder: Path) -> di
     text, credit = page.model_dump_json(), job_parts.credit(job)
     spool = Spool(folder / "spool.jsonl", {}, {})
     credited = credit.credit(rollouts)
-    update, arguments = CALLS["update"], (credited.episodes, 1, None)
-    body = update.body(arguments)
+    arguments = (credited.episodes, 1, None)
+    body = CALLS.write_arguments("update", arguments)
     segments = [segment for episode in credited.episodes for segment in episode.segments]
 
     def keep() -> None:
@@ -111,8 +111,8 @@ def stage_costs(job: JobConfig, rollouts: Sequence[Rollout], folder: Path) -> di
         "keep": keep,
         "credit": lambda: credit.credit(rollouts),
         "store": lambda: write_rollouts(folder / "rollouts.parquet", rollouts, credited.credits),
-        "send": lambda: update.body(arguments),
-        "receive": lambda: update.arguments_of(body),
+        "send": lambda: CALLS.write_arguments("update", arguments),
+        "receive": lambda: CALLS.read_arguments("update", body),
         "pack": lambda: pack_segments(segments, row_tokens=_ROW_TOKENS),
     }
     return {name: kit.least(work, repeats=3).cpu_s for name, work in stages.items()}

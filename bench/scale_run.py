@@ -2,7 +2,7 @@
 
 From the project: which iterations may be asked for (`train.iterations_open`), the plan and each rollout's
 gateway (`collect.plan`), the queue of the task apps (`collect.dispatcher`), which gateway has which server
-(`run.gateways.share_of`), and sticky sessions, pauses and publishing (`inference.pool`).
+(`run.gateways.share_of`), and sticky sessions, pauses and publishing (`inference.servers`).
 """
 
 import asyncio
@@ -23,8 +23,8 @@ from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.plan import Inference
-from trainer_backend.inference.pool import ReplicaPool
 from trainer_backend.inference.protocol import Extras
+from trainer_backend.inference.servers import Servers
 from trainer_backend.inference.versions import PolicyVersion, ScoredPrompt
 from trainer_backend.job.load import parse_job
 from trainer_backend.job.schema import JobConfig
@@ -87,7 +87,7 @@ class SimulatedGateway:
 
     def __init__(self, cost: CpuCost, engines: Sequence[SimulatedReplica]) -> None:
         self.core, self.cost = Core(), cost
-        self.pool = ReplicaPool(engines, wait_s=_FOR_EVER_S, canary_limit=1e-4, tell=lambda line: None)
+        self.pool = Servers(engines, wait_s=_FOR_EVER_S, canary_limit=1e-4, tell=lambda line: None)
 
     async def chat(self, rollout_id: str, prompt: int, new: int, answer: int) -> None:
         await self.core.use(self.cost.seconds(new + answer))
@@ -227,7 +227,7 @@ class SimulatedRun:
     async def _publish(self, version: int) -> None:
         start = asyncio.get_running_loop().time()
         publication = PolicyVersion(number=version, folder=Path("weights"), prompt=CANARY)
-        await asyncio.gather(*(gateway.pool.publish(publication) for gateway in self.gateways.values()))
+        await asyncio.gather(*(gateway.pool.load(publication) for gateway in self.gateways.values()))
         self._publish_s += asyncio.get_running_loop().time() - start
 
     def _totals(self) -> Totals:

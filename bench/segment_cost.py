@@ -31,6 +31,7 @@ import tempfile
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,10 @@ class Way:
 
 
 WAYS = {
-    "": Way(lambda episodes: CALLS["update"].body((episodes, 1, None)), CALLS["update"].arguments_of),
+    "": Way(
+        lambda episodes: CALLS.write_arguments("update", (episodes, 1, None)),
+        partial(CALLS.read_arguments, "update"),
+    ),
     "plain ": Way(TypeAdapter(list[Plain]).dump_json, TypeAdapter(list[Plain]).validate_json),
 }
 

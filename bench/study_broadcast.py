@@ -43,7 +43,7 @@ from bench.study_vllm import (
     server_processes,
 )
 from trainer_backend import learner_parts
-from trainer_backend.inference.pool import ReplicaPool
+from trainer_backend.inference.servers import Servers
 from trainer_backend.inference.versions import WeightAddress
 from trainer_backend.inference.vllm_engine import VllmEngine
 from trainer_backend.job.schema import JobConfig
@@ -53,7 +53,7 @@ from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import save_model_folder
 from trainer_backend.models.folder import load_tokenizer
 from trainer_backend.protocols import Hardware
-from trainer_backend.run.replicas import pool_of
+from trainer_backend.run.policy_server import make_servers
 from trainer_backend.run.vllm_servers import VllmServers, check_environment, own_servers
 from trainer_backend.run.weight_broadcast import WeightBroadcast
 from trainer_backend.run.weight_folders import WeightFolders
@@ -76,7 +76,7 @@ class Senders:
         killed_at: the place of the tensor at which a server is killed; None: never.
     """
 
-    def __init__(self, pool: ReplicaPool, folders: Sequence[Path], killed_at: int | None = None) -> None:
+    def __init__(self, pool: Servers, folders: Sequence[Path], killed_at: int | None = None) -> None:
         self._pool, self._folders, self._killed_at = pool, folders, killed_at
         self._sending: asyncio.Task[None] | None = None
         self.passes = 0
@@ -88,7 +88,7 @@ class Senders:
         host, port = sender.address
         self._sending = asyncio.ensure_future(self._send(sender, self._folders[version]))
         address = WeightAddress(host=host, port=port)
-        await self._pool.publish(publication(self._folders, version).model_copy(update={"address": address}))
+        await self._pool.load(publication(self._folders, version).model_copy(update={"address": address}))
 
     async def end(self) -> None:
         if self._sending is not None:
@@ -111,7 +111,7 @@ class Senders:
 
 
 @asynccontextmanager
-async def servers_of(job: JobConfig, directory: RunDirectory, folder: Path) -> Any:
+async def started_servers(job: JobConfig, directory: RunDirectory, folder: Path) -> Any:
     servers = own_servers(job.inference, Hardware("float32"), directory, print, broadcasts=True)
     assert isinstance(servers, VllmServers)
     try:
@@ -136,9 +136,9 @@ async def swaps(job: JobConfig, directory: RunDirectory, folders: Sequence[Path]
     """Swap weights under running requests, then kill a server amid a pass, and send them to the other one."""
     lines: list[str] = []
     results: dict[str, Any] = {}
-    async with servers_of(job, directory, folders[0]) as servers:
+    async with started_servers(job, directory, folders[0]) as servers:
         for mode in ("wait", "keep"):
-            pool = ReplicaPool(
+            pool = Servers(
                 engines_of(servers.urls, folders[0], mode),
                 wait_s=300.0,
                 canary_limit=LIMIT,
@@ -150,7 +150,7 @@ async def swaps(job: JobConfig, directory: RunDirectory, folders: Sequence[Path]
             await pool.close()
 
         results["replicas_lost"] = len(lines)
-        pool = ReplicaPool(
+        pool = Servers(
             engines_of(servers.urls, folders[0], "wait"), wait_s=300.0, canary_limit=LIMIT, tell=lines.append
         )
         killer, began = Senders(pool, folders, killed_at=3), time.monotonic()
@@ -196,16 +196,16 @@ async def timed(publish: Coroutine[Any, Any, None]) -> tuple[float, float]:
 async def beside(job: JobConfig, directory: RunDirectory) -> dict[str, Any]:
     """Publish a larger model in both ways in turn."""
     learner = LocalLearner.fresh(learner_parts.learner_config(job), [])
-    async with servers_of(job, directory, job.model.path) as servers:
+    async with started_servers(job, directory, job.model.path) as servers:
         table: InferenceTable = job.inference.model_copy(update={"urls": servers.urls})
         tokens = table.max_model_len - 1
         folder = WeightFolders(learner, directory.weights, prompt_tokens=tokens)
         sent = WeightBroadcast(learner, directory.weights, table)
-        pool = pool_of(table, learner.facts(), print, None, sent.serve_again)
+        pool = make_servers(table, learner.facts(), print, None, sent.serve_again)
 
         async def publish(weights: WeightFolders, number: int) -> None:
             version = await weights.write(number)
-            await weights.deliver(pool.publish(version))
+            await weights.deliver(pool.load(version))
 
         costs: dict[str, list[tuple[float, float]]] = {"folder": [], "broadcast": []}
         for weights in (folder, sent):

@@ -31,8 +31,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bench import kit
 from bench.kit import ROOT
 from shared_schemas.trajectory import Sampling
-from trainer_backend.inference.pool import ReplicaPool
 from trainer_backend.inference.protocol import Extras, Generation
+from trainer_backend.inference.servers import Servers
 from trainer_backend.inference.stop_strings import StopStrings
 from trainer_backend.inference.versions import PolicyVersion, ScoredPrompt
 from trainer_backend.inference.vllm_engine import VllmEngine
@@ -214,7 +214,7 @@ async def swaps(table: InferenceTable, folders: Sequence[Path], log: Path) -> di
         results = {}
         for mode in ("wait", "keep"):
             engine = engine_at(servers.urls[0], folders[0], weight_update=mode)
-            pool = ReplicaPool([engine], wait_s=300.0, canary_limit=LIMIT, tell=lines.append)
+            pool = Servers([engine], wait_s=300.0, canary_limit=LIMIT, tell=lines.append)
             results[mode] = await in_flight(pool, folders, partial(by_folder, pool, folders))
             await pool.close()
         return results | {"replicas_lost": len(lines)}
@@ -238,12 +238,12 @@ def publication(folders: Sequence[Path], version: int) -> PolicyVersion:
     return PolicyVersion(number=version, folder=folders[version], prompt=prompt)
 
 
-async def by_folder(pool: ReplicaPool, folders: Sequence[Path], version: int) -> None:
-    await pool.publish(publication(folders, version))
+async def by_folder(pool: Servers, folders: Sequence[Path], version: int) -> None:
+    await pool.load(publication(folders, version))
 
 
 async def in_flight(
-    pool: ReplicaPool, folders: Sequence[Path], publish: Callable[[int], Coroutine[Any, Any, None]]
+    pool: Servers, folders: Sequence[Path], publish: Callable[[int], Coroutine[Any, Any, None]]
 ) -> dict[str, Any]:
     """Requests whose weights are swapped under them.
 

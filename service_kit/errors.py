@@ -3,9 +3,10 @@
 The errors of the task app (`task_app.errors`) and of the trainer (`trainer_backend.errors`) derive from it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http import HTTPStatus
-from typing import Self
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
 
 from shared_schemas.json_text import encodable
 from shared_schemas.problem import Problem
@@ -29,6 +30,8 @@ class ServiceError(Exception):
     """When a client should try again, if that may help."""
     recurs = False
     """Whether another try would fail too, because the cause is in code, data or a setting."""
+    carries: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """The types of its further attributes, by name, that cross with it to another process (`rpc`)."""
 
     def __init_subclass__(
         cls,

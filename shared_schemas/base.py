@@ -34,8 +34,8 @@ def _fail_fast(schema: Any) -> None:
             _fail_fast(part)
 
 
-class _FailFast(BaseModel):
-    """A model that reads a list only up to its first bad element.
+class _FirstErrorOnly:
+    """Annotates a type whose lists are read only up to their first bad element.
 
     Pydantic would otherwise keep an error for each: a megabyte of `{}` would cost 10 s and 2 GB.
     """
@@ -45,6 +45,13 @@ class _FailFast(BaseModel):
         schema = handler(source)
         _fail_fast(schema)
         return schema
+
+
+FIRST_ERROR_ONLY = _FirstErrorOnly()
+
+
+class _FailFast(_FirstErrorOnly, BaseModel):
+    """A model that reads a list only up to its first bad element."""
 
 
 class Body(_FailFast):

@@ -8,6 +8,8 @@ HTTP status of a reply with this error, `where` names the place and `hint` the l
 """
 
 import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from service_kit.errors import ServiceError
 from shared_schemas.chat import CONTEXT_LENGTH_EXCEEDED
@@ -24,6 +26,7 @@ class TrainerError(ServiceError, code="trainer_error", title="Trainer error"):
 
     rollout_ids: tuple[str, ...] = ()
     """The rollouts at fault, where they are several; of one, `where` is the place."""
+    carries: ClassVar[Mapping[str, Any]] = {"rollout_ids": tuple[str, ...]}
 
 
 class JobError(TrainerError, code="job_invalid", status=400, title="Invalid job"):
@@ -73,6 +76,7 @@ class UpdateStopped(TrainerError, code="update_stopped", title="The update could
 
     steps_taken: int = 0
     """Optimizer steps of this update before it; 0: the weights are those of the last iteration."""
+    carries: ClassVar[Mapping[str, Any]] = {**TrainerError.carries, "steps_taken": int}
 
 
 class OutOfMemory(UpdateStopped, code="out_of_memory", title="The update ran out of memory"):
@@ -117,6 +121,8 @@ class BadChatRequest(InferenceError, code="invalid_request", status=400, title="
 
 class ContextLengthExceeded(BadChatRequest, code=CONTEXT_LENGTH_EXCEEDED, title="The context is full"):
     """The context is full. It carries the counts, so that callers can check a budget."""
+
+    carries: ClassVar[Mapping[str, Any]] = {"prompt_tokens": int, "max_tokens": int, "max_model_len": int}
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +20,12 @@ from service_kit.server import Listener, ServerThread
 from shared_schemas.trajectory import Sampling
 from task_app.environments.foreign.wire import Http
 from task_app.settings import Reach
-from tests.conftest import tiny_job
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.inference.protocol import Extras
 from trainer_backend.inference.remote_engine import RemoteEngine
 from trainer_backend.inference.vllm_engine import VllmEngine
-from trainer_backend.run.gateway import CONTROL_KEY, Gateway, GatewayRole
+from trainer_backend.run.gateway import Gateway, GatewayRole
+from trainer_backend.run.gateway_calls import CONTROL_KEY
 from trainer_backend.run.learner_process import LearnerConnection
 from trainer_backend.terminal.jobs_client import JobsClient
 
@@ -72,9 +73,10 @@ async def ask_learner(at: Listener) -> None:
 
 async def ask_gateway(at: Listener) -> None:
     role = GatewayRole(0, {CONTROL_KEY: KEY}, Path("gateway.log"))
-    gateway = Gateway(role, at, {"inference": tiny_job().inference}, lambda line: None)
+    gateway: Any = Gateway(role, at, lambda version, first: None, print)
+    gateway._life = SimpleNamespace(url=at.url)
     try:
-        await gateway._ask("GET", "/control/totals", timeout_s=30)
+        await gateway._call("totals", timeout_s=30)
     finally:
         await gateway.close()
 
@@ -148,7 +150,7 @@ async def test_no_client_follows_a_redirect_and_none_sends_its_key_to_another_ad
     [
         (ask_task_app, "services.task_url must name the final address"),
         (ask_jobs, "Name the final address with --url or TURNWISE_URL"),
-        (ask_learner, "The launcher must know the learner's final address"),
+        (ask_learner, "The launcher must know the process's final address"),
     ],
 )
 async def test_an_address_that_redirects_is_named_with_the_other_one_and_what_to_do(ask, hint):

@@ -15,9 +15,11 @@ Left out: a compiled decode (compiling takes longer than many a run's first iter
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from functools import partial
+from operator import attrgetter
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -29,6 +31,7 @@ from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.paged_runner import PageLimits
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, WeightSource
 from trainer_backend.inference.request import Request
+from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.inference.weights import ServedWeights, read_weights
 from trainer_backend.inference.worker import EngineWorker
 from trainer_backend.models.folder import embedding_rows
@@ -50,6 +53,7 @@ class LocalEngine:
             moved together (`decoder`); it must not be moved to another device afterwards.
         stop_ids: see `stop_token_ids`.
         keys: absent: the defaults, and the model's `max_position_embeddings` as the longest request.
+        read: finds the weights of a version; by default they are its folder's.
         paged: whether the cache is in pages; None: where there are kernels for it, on CUDA.
         prefill_tokens: the most of a turn, padding included; one prompt always fits.
     """
@@ -64,10 +68,12 @@ class LocalEngine:
         stop_ids: Sequence[int],
         version: int = 0,
         keys: EngineKeys | None = None,
+        read: Callable[[PolicyVersion], WeightSource] = attrgetter("folder"),
         paged: bool | None = None,
         prefill_tokens: int = 2048,
         max_waiting: int = 4096,
     ) -> None:
+        self._read = read
         longest = model.config.get_text_config().max_position_embeddings
         self.keys = keys or EngineKeys(max_model_len=longest)
         self._vocabulary = embedding_rows(model)
@@ -111,6 +117,10 @@ class LocalEngine:
             self._inbox.abort(request_id)
             raise
 
+    async def load(self, version: PolicyVersion) -> None:
+        """Serve this version from now on; see `load_weights`."""
+        await self.load_weights(version.number, await asyncio.to_thread(self._read, version))
+
     async def load_weights(self, version: int, source: WeightSource) -> None:
         """Replace the weights. Running requests finish first and new ones wait; none is lost.
 
@@ -139,6 +149,15 @@ class LocalEngine:
     async def release(self) -> None:
         """Give a cache in pages back to the device; requests that run wait, and are computed again."""
         await self._wait_for(self._inbox.command(self._worker.release))
+
+    def totals(self) -> dict[str, float]:
+        return asdict(self.counters)
+
+    async def look_after(self) -> None:
+        """Do nothing: it looks after itself."""
+
+    def watch(self, report: Callable[..., None]) -> None:
+        """It has no process of its own."""
 
     async def abort(self, request_id: str) -> bool:
         """End a request with its partial result; return False if no such request waits or runs."""

@@ -1,4 +1,4 @@
-"""The interface of an inference engine: the local one here, others (vLLM) with the same methods."""
+"""The interfaces of inference engines: with weights that others manage, and of the trained policy."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from shared_schemas.trajectory import Sampling
 from trainer_backend.inference.stop_strings import StopStrings
+from trainer_backend.inference.versions import PolicyVersion
 
 if TYPE_CHECKING:  # torch, which whoever only checks a server does without
     from torch import Tensor
@@ -115,3 +116,25 @@ class FrozenEngine(Protocol):
 
     async def close(self) -> None:
         """Release what belongs to the running event loop. The gateway calls it before its loop ends."""
+
+
+class Engine(FrozenEngine, Protocol):
+    """The engine of the actor, whose weights are replaced: `LocalEngine`, or the `Servers` of vLLM."""
+
+    async def load(self, version: PolicyVersion) -> None:
+        """Serve this version from now on; WeightsRefused where the one before goes on serving."""
+
+    async def release(self) -> None:
+        """Free the memory that it shares with the learner, because nothing is sampled for a while."""
+
+    def totals(self) -> dict[str, float]:
+        """Counts since its start: requests, prompt_tokens, sampled_tokens, steps, and more."""
+
+    async def probe(self) -> None:
+        """Return once it has given a sign of life."""
+
+    async def look_after(self) -> None:
+        """Keep it serving, as long as that needs something; an error says why it cannot be kept."""
+
+    def watch(self, report: Callable[..., None]) -> None:
+        """Report its processes, if it has any, and each change of one; `report` is `Reporter.process`."""

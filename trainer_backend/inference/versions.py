@@ -1,19 +1,8 @@
-"""A version of the policy on disk, as it is handed to whoever serves it. No torch here.
-
-POST /control/load      a `PolicyVersion`; the reply comes once it serves
-GET  /control/totals    the actor's counts since the start of the process
-GET  /control/probe     an empty reply, once the engine has answered
-GET  /control/verify    a line for each fixed policy with a local model, whose weights are as they were loaded
-"""
+"""A version of the policy on disk, as it is handed to whoever serves it. No torch here."""
 
 from pathlib import Path
 
 from shared_schemas.base import Body
-
-# Routes of a gateway that a run controls (`inference.control`).
-CONTROL = "/control/"
-LOAD, TOTALS = f"{CONTROL}load", f"{CONTROL}totals"
-PROBE, VERIFY = f"{CONTROL}probe", f"{CONTROL}verify"
 
 
 class ScoredPrompt(Body):

@@ -162,12 +162,16 @@ class VllmEngine(RemoteEngine):
         ask: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(url, "", stop_ids=stop_ids, vocabulary=vocabulary, max_model_len=max_model_len)
-        self.url = url.rstrip("/")
-        self.label, self._url = f"vLLM at {self.url}", self.url + _GENERATE
+        self.move(url)
         self._weight_update, self._wait_s, self._ask = weight_update, wait_s, ask
         self._name = ""  # of the last load, as is the version
         self._versions = {"": 0}  # by name, of weights that were accepted
         self._loads, self._signs = False, 0  # signs of life: answers, chunks, loads
+
+    def move(self, url: str) -> None:
+        """Ask at this address from now on."""
+        self.url = url.rstrip("/")
+        self.label, self._url = f"vLLM at {self.url}", self.url + _GENERATE
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS

@@ -31,24 +31,21 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import structlog
 import tomli
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
-from service_kit.errors import MalformedRequest, RouteError, ServiceError
-from service_kit.gate import Gate, KeyDoor, whole_body
+from service_kit.errors import MalformedRequest, ServiceError
 from service_kit.keys import Keys, key_from_environ
 from service_kit.logs import configure_logs_from
-from service_kit.problems import install_problem_handlers
 from service_kit.release import version
+from service_kit.rpc import calls_app
 from service_kit.server import Listener, Server
 from service_kit.settings import ConnectionSettings
 from shared_schemas.trajectory import Trajectory
@@ -58,12 +55,9 @@ from trainer_backend.job.load import parse_job
 from trainer_backend.learner.calls import (
     CALLS,
     LEARNER_KEY,
-    MOST_BODY_BYTES,
     NUMBER_HEADER,
     SESSION_HEADER,
     About,
-    ErrorBody,
-    line_of,
     run_of,
 )
 from trainer_backend.learner.device import place
@@ -75,7 +69,6 @@ from trainer_backend.protocols import CreditedEpisode, Progress
 
 log = structlog.get_logger("learner")
 
-_BODY_S = 600.0
 # For the answer of a call to leave this process, before it ends because its ranks are not in step any more.
 _LAST_WORDS_S, _BROKEN = 0.25, 3
 # Calls that need a job, and no learner.
@@ -160,21 +153,21 @@ class Call(Caller):
             news, is_done = self._news, self.is_done
             if self._progress != told:
                 told = self._progress
-                yield told
+                yield told + b"\n"
             if is_done:
                 break
             await news.wait()
-        yield self._answer
+        yield self._answer + b"\n"
 
     def tell(self, done: int, total: int) -> None:
-        self.loop.call_soon_threadsafe(self._hear, line_of("progress", f"[{done}, {total}]".encode()))
+        self.loop.call_soon_threadsafe(self._hear, CALLS.write_progress(self.name, (done, total)))
 
     def is_halted(self) -> bool:
         return self.halt.is_set()
 
     def broken(self, error: TrainerError) -> None:
         log.error("ranks_broken", call=self.name, error=str(error))
-        self.end(_error_line(error))
+        self.end(CALLS.write_error(error, self.name))
         self.loop.call_soon_threadsafe(self.loop.call_later, _LAST_WORDS_S, os._exit, _BROKEN)
 
     def end(self, line: bytes) -> None:
@@ -257,28 +250,18 @@ class Calls:
         began = time.monotonic()
         try:
             result = self._relay.call(call.name, body, call)
-            line = line_of("result", CALLS[call.name].result.dump_json((result,)))
+            line = CALLS.write_result(call.name, result)
         except Exception as error:  # of a library too; whoever waits must hear of it
-            line = _error_line(call_error(error, call.name))
+            line = CALLS.write_error(call_error(error, call.name), call.name)
         log.info("call_ended", call=call.name, number=call.number, seconds=round(time.monotonic() - began, 3))
         call.end(line)
-
-
-def _error_line(error: TrainerError) -> bytes:
-    return line_of("error", ErrorBody.of(error).model_dump_json().encode())
 
 
 def create_app(calls: Calls, keys: Keys) -> Starlette:
     """Build the ASGI app of a learner's process."""
 
-    async def call(request: Request) -> Response:
-        name = request.path_params["name"]
-        if name not in CALLS:
-            detail = f"a learner has no call {name!r}; known: {', '.join(CALLS)}"
-            raise RouteError(HTTPStatus.NOT_FOUND, detail, where="path")
-        session, number = _session(request), _number(request)
-        running = calls.call(session, number, name, await whole_body(request.receive))
-        return StreamingResponse(running.lines(), media_type="text/plain")
+    def begin(request: Request, name: str, body: bytes) -> AsyncIterator[bytes]:
+        return calls.call(_session(request), _number(request), name, body).lines()
 
     async def stop(request: Request) -> Response:
         calls.stop(_session(request), _number(request))
@@ -291,25 +274,12 @@ def create_app(calls: Calls, keys: Keys) -> Starlette:
     async def about(request: Request) -> Response:
         return Response(calls.about().model_dump_json(), media_type="application/json")
 
-    app = Starlette(
-        routes=[
-            Route("/calls/{name}", call, methods=["POST"]),
-            Route("/stop", stop, methods=["POST"]),
-            Route("/leave", leave, methods=["POST"]),
-            Route("/about", about),
-        ],
-        middleware=[
-            Middleware(
-                Gate,
-                door=KeyDoor(keys, open_paths=()),
-                max_body_bytes=MOST_BODY_BYTES,
-                max_body_s=_BODY_S,
-                unreadable=None,  # each call reads its own body, on its thread
-            )
-        ],
-    )
-    install_problem_handlers(app)
-    return app
+    routes = [
+        Route("/stop", stop, methods=["POST"]),
+        Route("/leave", leave, methods=["POST"]),
+        Route("/about", about),
+    ]
+    return calls_app(CALLS, begin, keys, routes)
 
 
 def _session(request: Request) -> str:

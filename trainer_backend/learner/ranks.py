@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from service_kit.boundary import describe_error
 from service_kit.release import version
+from service_kit.rpc import ErrorBody
 from trainer_backend.errors import JobError, LearnerFailed, TrainerError
 from trainer_backend.job.tables import RANKS_JOIN_S, LearnerTable
-from trainer_backend.learner.calls import ErrorBody
 
 # One rank loads a model, while others wait for their turn.
 _LOAD_S = 3600.0
@@ -144,7 +144,7 @@ class Ranks:
             raise own
         body = bodies[failed]
         assert body is not None
-        raise body.error()
+        raise body.error(TrainerError, LearnerFailed)
 
     def in_turns(self, work: Callable[[], Result]) -> Result:
         """Do on a node's ranks, one by one, what needs much main memory and does not communicate."""

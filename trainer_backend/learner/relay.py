@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from service_kit.boundary import describe_error
+from service_kit.rpc import ErrorBody
 from trainer_backend.errors import LearnerFailed, LearnerLost, TrainerError, UpdateStopped
-from trainer_backend.learner.calls import CALLS, ErrorBody
+from trainer_backend.learner.calls import CALLS
 from trainer_backend.learner.ranks import Ranks
 
 log = structlog.get_logger("learner")
@@ -67,7 +68,7 @@ class Relay:
         self._store.set(f"call/{self._number}", name)
         own: Exception | None = None
         result = None
-        with self._watch(caller):
+        with self._watch(name, caller):
             try:
                 result = self._carry_out(name, self._share(body), caller)
             except Exception as error:
@@ -77,7 +78,7 @@ class Relay:
             first = call_error(own, name)
             # Where the ranks have lost each other, there is nothing to wait for.
             limit = timedelta() if isinstance(first, LearnerLost) else _GRACE
-        ends = [first, *self._ends(limit)]
+        ends = [first, *self._ends(name, limit)]
         errors = [error for error in ends if error is not None]
         if errors and (len(errors) < len(ends) or any(isinstance(error, LearnerLost) for error in errors)):
             caller.broken(_cause(errors))
@@ -101,9 +102,8 @@ class Relay:
             self._store.set(self._end_of(self._ranks.index), text)
 
     def _carry_out(self, name: str, body: bytes, caller: Caller) -> Any:
-        types = CALLS[name]
-        arguments = types.arguments_of(body)
-        if not types.reports:
+        arguments = CALLS.read_arguments(name, body)
+        if CALLS[name].progress is None:
             return self._do(name, *arguments)
 
         def tell(done: int, total: int) -> None:
@@ -129,7 +129,7 @@ class Relay:
         """Where a rank says that it has failed."""
         return f"failure/{self._number}"
 
-    def _ends(self, limit: timedelta) -> list[TrainerError | None]:
+    def _ends(self, name: str, limit: timedelta) -> list[TrainerError | None]:
         """The errors with which the call has ended on the other ranks; None: without one."""
         store, others = self._store, range(1, self._ranks.count)
         assert store is not None
@@ -141,11 +141,11 @@ class Relay:
                 ends.append(LearnerLost(f"rank {rank} of the learner does not end the call"))
                 continue
             text = store.get(self._end_of(rank))
-            ends.append(ErrorBody.model_validate_json(text).error() if text else None)
+            ends.append(CALLS.read_error(text, name) if text else None)
         return ends
 
     @contextmanager
-    def _watch(self, caller: Caller) -> Iterator[None]:
+    def _watch(self, name: str, caller: Caller) -> Iterator[None]:
         """Tell the caller of a rank that fails in here, where this rank would wait for it."""
         store, over = self._store, threading.Event()
         assert store is not None
@@ -154,7 +154,7 @@ class Relay:
             while not over.wait(_LOOK.total_seconds()):
                 if store.check([self._failure]):
                     if not over.wait(_GRACE.total_seconds()):
-                        error = ErrorBody.model_validate_json(store.get(self._failure)).error()
+                        error = CALLS.read_error(store.get(self._failure), name)
                         caller.broken(_cause([error]))
                     return
 

@@ -1,14 +1,10 @@
 """`python -m trainer_backend.run.engine_process --socket N`: a gateway's local engine, in its own process.
 
-`run.process_engine` starts it: it is asked over a socket that it inherits (`run.engine_frames`), begins with
-the version of its setup, says so on stdout, and ends with its parent. Logs go to stderr.
-
-Exit codes: 0 stopped, 2 the policy cannot be served, 3 the engine has failed; the last line of stderr says
-why.
+`run.process_engine` starts it and calls it over a socket that it inherits (`run.engine_calls`). It ends with
+its parent. Logs go to stderr.
 """
 
-from service_kit.boundary import describe_error
-from service_kit.process import READY, begin_imports, end_imports, end_with_parent, kill_with_parent
+from service_kit.process import begin_imports, end_imports, end_with_parent, kill_with_parent
 
 if __name__ == "__main__":
     begin_imports()
@@ -19,110 +15,78 @@ if __name__ == "__main__":
 
 import argparse
 import asyncio
-import os
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import astuple
-from typing import Any
+from collections.abc import Sequence
+from itertools import count
 
-from service_kit.errors import ServiceError
 from service_kit.logs import configure_logs_from
+from service_kit.rpc import Tell, serve_calls
 from service_kit.server import run
-from trainer_backend.errors import EngineStopped, TrainerError
+from trainer_backend.errors import EngineStopped
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.protocol import Extras, Generation
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.stop_strings import StopStrings
 from trainer_backend.inference.versions import PolicyVersion
-from trainer_backend.learner.calls import ErrorBody
-from trainer_backend.learner.device import Placement, place
-from trainer_backend.learner.loading import new_weights
-from trainer_backend.run.engine_frames import TO_ENGINE, TO_GATEWAY, EngineCall, Frame, Line
-from trainer_backend.run.gateway import BREAKDOWN, REFUSAL
+from trainer_backend.inference.worker import EngineCounters
+from trainer_backend.run.engine_calls import ENGINE_CALLS, EngineCall, EngineSetup
 from trainer_backend.run.policy_server import engine_of_folder
-from trainer_backend.run.process_engine import SETUP, EngineSetup
 
 
 class EngineHost:
-    """Answers frames with an engine of this process."""
+    """Does the calls with an engine of this process."""
 
-    def __init__(self, engine: LocalEngine, renderer: ChatRenderer, placement: Placement, line: Line) -> None:
-        self._engine, self._renderer, self._placement, self._line = engine, renderer, placement, line
-        self._calls: dict[str, Callable[..., Coroutine[Any, Any, Any]]] = {
-            "generate": self._generate,
-            "load": self._load,
-            "probe": self._probe,
-            "abort": self._abort,
-        }
-        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
+    def __init__(self) -> None:
+        self._engine: LocalEngine | None = None
+        self._renderer: ChatRenderer | None = None
+        self._numbers = count(1)
 
-    async def serve(self) -> int:
-        """Answer until the gateway goes or the engine fails; return the exit code."""
-        broken = asyncio.wrap_future(self._engine.breakdown)
-        while True:
-            hearing = asyncio.ensure_future(self._line.hear())
-            await asyncio.wait((hearing, broken), return_when=asyncio.FIRST_COMPLETED)
-            if broken.done():
-                hearing.cancel()
-                print(broken.result(), file=sys.stderr, flush=True)
-                return BREAKDOWN
-            frame = hearing.result()
-            if frame is None:
-                return 0
-            self._take(frame)
-
-    def _take(self, frame: Frame) -> None:
-        number, verb, carried = frame
-        task = asyncio.ensure_future(self._answer(number, self._calls[verb](number, *carried)))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _answer(self, number: int, work: Coroutine[Any, Any, Any]) -> None:
+    async def serve(self, setup: EngineSetup, tell: Tell) -> str:
+        version = setup.version
+        engine, tokenizer = await asyncio.to_thread(
+            engine_of_folder, setup.model, version.folder, setup.keys, version=version.number
+        )
+        self._engine, self._renderer = engine, ChatRenderer(tokenizer)
+        engine.start()
+        tell()
         try:
-            result = await work
-        except TrainerError as error:
-            self._line.say(number, "error", ErrorBody.of(error))
-        except Exception as error:
-            kind = EngineStopped(f"the engine's process met {describe_error(error)}")
-            self._line.say(number, "error", ErrorBody.of(kind))
-        else:
-            self._line.say(number, "done", result, astuple(self._engine.counters))
+            return await asyncio.wrap_future(engine.breakdown)
+        finally:
+            engine.stop()
 
-    async def _generate(self, number: int, call: EngineCall) -> Generation:
+    async def generate(self, call: EngineCall, tell: Tell) -> tuple[Generation, EngineCounters]:
+        engine = self._serving()
+        assert self._renderer is not None, "it came with the engine"
         extras = Extras(
             likeliest=call.likeliest,
             processed=call.processed,
             common_draws=call.common_draws,
             stop=StopStrings(self._renderer.decode, call.stop) if call.stop else None,
-            on_token=(lambda token: self._line.say(number, "token", token)) if call.streams else None,
+            on_token=tell if call.streams else None,
         )
-        return await self._engine.generate(call.ids, call.sampling, request_id=str(number), extras=extras)
+        request_id = str(next(self._numbers))
+        generation = await engine.generate(call.ids, call.sampling, request_id=request_id, extras=extras)
+        return generation, engine.counters
 
-    async def _load(self, number: int, version: PolicyVersion) -> None:
-        source = await asyncio.to_thread(new_weights, version.folder, self._placement)
-        await self._engine.load_weights(version.number, source)
+    async def load(self, version: PolicyVersion) -> EngineCounters:
+        await self._serving().load(version)
+        return self._serving().counters
 
-    async def _probe(self, number: int) -> None:
-        await self._engine.probe()
+    async def probe(self) -> EngineCounters:
+        await self._serving().probe()
+        return self._serving().counters
 
-    async def _abort(self, number: int, of: int) -> None:
-        await self._engine.abort(str(of))
+    def _serving(self) -> LocalEngine:
+        if self._engine is None:
+            raise EngineStopped("there is no engine yet: 'serve' comes first")
+        return self._engine
 
 
-async def serve(setup: EngineSetup, connection: socket.socket) -> int:
-    """Begin with the version of the setup, and serve; return the exit code."""
-    engine, tokenizer = engine_of_folder(
-        setup.model, setup.version.folder, setup.keys, version=setup.version.number
-    )
-    line = Line(*await asyncio.open_connection(sock=connection), says=TO_GATEWAY, hears=TO_ENGINE)
-    engine.start()
-    print(f"{READY}a socket of the gateway", flush=True)
-    try:
-        return await EngineHost(engine, ChatRenderer(tokenizer), place(setup.model.device), line).serve()
-    finally:
-        line.close()
-        engine.stop()
+async def serve(connected: socket.socket) -> None:
+    host = EngineHost()
+    handlers = {name: getattr(host, name) for name in ENGINE_CALLS}
+    await serve_calls(ENGINE_CALLS, handlers, connected)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -130,13 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--socket", type=int, required=True, metavar="N", help="the inherited descriptor")
     options = parser.parse_args(arguments)
     configure_logs_from()
-    setup = EngineSetup.model_validate_json(os.environ.pop(SETUP))
-    try:
-        with socket.socket(fileno=options.socket) as connection:
-            return run(serve(setup, connection))
-    except ServiceError as error:
-        print(error, file=sys.stderr, flush=True)
-        return REFUSAL
+    with socket.socket(fileno=options.socket) as connected:
+        run(serve(connected))
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,47 +1,54 @@
-"""One gateway of a run with [cluster]: its socket, and the child process that serves on it. No torch here.
+"""One gateway of a run with [cluster]: its public address, and the child process that serves there.
 
-The orchestrator holds the socket for the whole run. A process that dies is followed by another on the same
-socket, and one that no longer answers is killed first.
+A process that dies is followed by another at the same address, and one that no longer answers is killed
+first. No torch here.
 """
 
 import asyncio
-import json
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 
-from service_kit.process import READY, last_line, name_exit
+from service_kit.process import last_line, name_exit
 from service_kit.replies import ReplyTooLarge, read_bounded
+from service_kit.rpc import MOST_REFUSAL_BYTES, PATH, Reply, Tell
 from service_kit.server import Listener
-from shared_schemas.base import Body
-from trainer_backend.errors import EngineStopped, EngineTimeout, InferenceError, JobError, WeightsRefused
-from trainer_backend.inference.versions import LOAD, PROBE, TOTALS, VERIFY, PolicyVersion
-from trainer_backend.job.tables import InferenceTable, ModelTable
+from trainer_backend.errors import (
+    EngineStopped,
+    EngineTimeout,
+    InferenceError,
+    JobError,
+    TrainerError,
+    WeightsRefused,
+)
+from trainer_backend.inference.versions import PolicyVersion
+from trainer_backend.job.tables import InferenceTable
 from trainer_backend.launchers.launcher import LOCAL, Launcher, Place, Process, Resources, Role
-from trainer_backend.launchers.port_forward import PortForward
 from trainer_backend.protocols import Reporter
-from trainer_backend.run.fixed_setup import FixedSetup
+from trainer_backend.run.gateway_calls import (
+    CONTROL_KEY,
+    GATEWAY_CALLS,
+    Answered,
+    Event,
+    GatewaySetup,
+    ProcessChanged,
+    Said,
+    ServerAsks,
+    ServerAway,
+    Serving,
+)
+from trainer_backend.run.public_address import PublicAddress
+from trainer_backend.run.stopping import end_tasks
+from trainer_backend.rundir.state import is_final
 
-Tell = Callable[[str], None]
-
-# What a gateway's process gets in its environment, and how it ends.
-SETUP, GATEWAY_KEY, CONTROL_KEY = "TURNWISE_GATEWAY", "TURNWISE_GATEWAY_KEY", "TURNWISE_CONTROL_KEY"
-LOST, REFUSAL, BREAKDOWN = 1, 2, 3
-# The line by which it tells that it has answered a request.
-SERVED = "has answered a request"
-# It says this with the address of a vLLM server of the run's own that does not come back,
-RENEW = "start anew "
-# this where one is about to ask the learner for the weights,
-SERVE_AGAIN = "a server is about to ask for the weights"
-# and this with arguments of `Reporter.process`, about a vLLM server that is its own to watch.
-PROCESS = "process "
+Say = Callable[[str], None]
 
 _MODULE = "trainer_backend.run.gateway_process"
 _STOP_S = 10.0
@@ -52,25 +59,8 @@ _LOAD_S = 600.0
 _MOST_IN_VAIN = 3
 _LOOK_S, _PROBE_EVERY_S = 0.2, 10.0
 _SHOWN = 500
-# Counts, and the errors of a load, are some kilobytes.
-_MOST_REPLY_BYTES = 16 << 20
-
-
-class GatewaySetup(Body):
-    """What a gateway's process serves."""
-
-    job_name: str
-    model: ModelTable
-    inference: InferenceTable
-    """[inference] with this gateway's share of threads and servers."""
-    fixed: FixedSetup
-    run: Path
-    """The run's directory, which has the record of its fixed policies."""
-    version: PolicyVersion
-    """The one that it begins with."""
-    probes: bool
-    """Whether the servers of fixed policies are tried: one that is away for a moment must not keep a gateway
-    from being started again."""
+# For the last answer of a process that has ended.
+_LAST_WORDS_S = 1.0
 
 
 class RunningTotals:
@@ -118,13 +108,34 @@ class GatewayRole:
         return f"gateway_{self.number}"
 
 
+@dataclass(slots=True)
+class _Life:
+    """One process of a gateway, and what is known of its end."""
+
+    child: Process
+    version: PolicyVersion
+    url: str = ""
+    """Where it is called; empty: not known yet."""
+    public_url: str = ""
+    """Where it answers requests."""
+    announced: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once it answers requests."""
+    moves: list[tuple[str, str]] = field(default_factory=list)
+    """Former and new addresses of vLLM servers that it does not know of yet."""
+    has_answered: bool = False
+    reason: str = ""
+    """Why the policies cannot be served any more, by any process."""
+    exit_code: int = 0
+
+
 class Gateway:
-    """One gateway: its socket, and the process that serves on it, one after another where they die.
+    """One gateway: its public address, and the process that serves there, one after another where they die.
 
     Args:
-        role: what its processes have in common for who starts them; `setup` has the rest.
-        tell: is given a line for each process that dies, and what they have to tell.
-        launcher: starts its processes; one that is elsewhere is led to from the socket.
+        role: what its processes have in common for who starts them.
+        setup: makes what one serves, from the version and from whether it is the first one.
+        say: is given a line for each process that dies, and what they have to say.
+        launcher: starts its processes.
     """
 
     silence_s = 120.0
@@ -135,30 +146,35 @@ class Gateway:
         self,
         role: GatewayRole,
         listener: Listener,
-        setup: Mapping[str, Any],
-        tell: Tell,
+        setup: Callable[[PolicyVersion, bool], GatewaySetup],
+        say: Say,
         launcher: Launcher = LOCAL,
+        *,
+        load_s: float = _LOAD_S,
     ) -> None:
-        self.name, self._role, self._listener, self._setup = role.name, role, listener, setup
-        self._log_file, self._tell, self._launcher = role.log_file, tell, launcher
-        self._forward: PortForward | None = None
-        self._load_s = load_s(setup["inference"])
-        self._is_elsewhere = False
+        self.name, self._role, self._setup = role.name, role, setup
+        self._address, self._is_elsewhere = PublicAddress(listener), False
+        self._log_file, self._say, self._launcher, self._load_s = role.log_file, say, launcher, load_s
         self.restarts = 0  # how many of its processes died and were followed by another
-        self.pid: int | None = None
         self.reporter: Reporter | None = None
-        self.renew: Tell | None = None  # starts the vLLM server of an address again
+        self.renew: Say | None = None  # starts the vLLM server of an address again
         # Has the learner hand the weights out to a server that is about to ask for them.
         self.serve_again: Callable[[], None] | None = None
         self._version: PolicyVersion | None = None
-        self._child: Process | None = None
+        self._life: _Life | None = None
         self._last_words = ""
         self._ready = asyncio.Event()
         self._totals = RunningTotals()
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {role.keys[CONTROL_KEY]}"},
             connector=aiohttp.TCPConnector(force_close=True),  # none outlives the process that it led to
+            auto_decompress=False,  # no process of a run compresses, and a small reply might grow a lot
         )
+
+    @property
+    def pid(self) -> int | None:
+        """Of its process; None before the first one."""
+        return None if self._life is None else self._life.child.pid
 
     async def keep(self, version: PolicyVersion) -> str:
         """Serve this version and what is loaded after it, until cancelled; return why that cannot go on.
@@ -169,23 +185,20 @@ class Gateway:
         self._version, in_vain = version, 0
         self._report("starting")
         while True:
-            served, code = await self._run_one(self._version)
-            self._ready.clear()
+            life = await self._run_one(self._version)
             self._totals.start_again()
+            if life.reason:
+                return f"{self.name}: {life.reason}"
             self._last_words = last_line(self._log_file)[:_SHOWN] or "(nothing)"
-            if code == REFUSAL:  # another start would be refused too
-                raise JobError(f"{self.name}: {self._last_words}")
-            if code == BREAKDOWN:
-                return f"{self.name}: {self._last_words}"
-            in_vain = 0 if served else in_vain + 1
+            in_vain = 0 if life.has_answered else in_vain + 1
             if in_vain == _MOST_IN_VAIN:
                 return (
-                    f"{self.name} ended {in_vain} times without answering a request, with {name_exit(code)}; "
-                    f"{self._log_file} ends with: {self._last_words}"
+                    f"{self.name} ended {in_vain} times without answering a request, with "
+                    f"{name_exit(life.exit_code)}; {self._log_file} ends with: {self._last_words}"
                 )
             self.restarts += 1
-            word = f"ended with {name_exit(code)}, and is started again"
-            self._tell(f"{self.name} {word}")
+            word = f"ended with {name_exit(life.exit_code)}, and is started again"
+            self._say(f"{self.name} {word}")
             self._report("starting", word)
 
     async def load(self, version: PolicyVersion) -> None:
@@ -200,8 +213,8 @@ class Gateway:
         if version.address is not None and not self._ready.is_set():
             # The process that starts cannot get the version before: the learner has it no more.
             self._version = version
-            if self._child is not None:
-                self._child.signal(signal.SIGKILL)
+            if self._life is not None:
+                self._life.child.signal(signal.SIGKILL)
             await self._ready.wait()
             return
         while True:
@@ -213,7 +226,7 @@ class Gateway:
                     f"{self._log_file} ends with: {self._last_words}"
                 )
             try:
-                await self._ask("POST", LOAD, version.model_dump_json(), timeout_s=self._load_s)
+                await self._call("load", version, timeout_s=self._load_s)
             except (aiohttp.ClientError, OSError):
                 await asyncio.sleep(_LOOK_S)  # its end is about to be seen
                 continue
@@ -223,15 +236,21 @@ class Gateway:
 
     async def verify(self) -> list[str]:
         """Check that its fixed policies are as they were loaded; return a line for each local one."""
-        while self._setup["fixed"].folders:
+        while True:
             await self._ready.wait()
             try:
-                reply = await self._ask("GET", VERIFY, timeout_s=self._load_s)
+                lines: list[str] = await self._call("verify", timeout_s=self._load_s)
             except (aiohttp.ClientError, OSError):
                 await asyncio.sleep(_LOOK_S)  # its end is about to be seen
                 continue
-            return [f"{self.name}: {line}" for line in reply["lines"]]
-        return []
+            return [f"{self.name}: {line}" for line in lines]
+
+    async def move_server(self, url: str, new_url: str) -> None:
+        """Have it take the new address of a vLLM server, now or once it serves."""
+        if self._life is not None:
+            self._life.moves.append((url, new_url))
+            if self._ready.is_set():
+                await self._pass_moves_on(self._life)
 
     async def ready(self) -> None:
         """Wait until its process serves."""
@@ -259,137 +278,168 @@ class Gateway:
 
     async def close(self) -> None:
         await self._session.close()
-        if self._forward is not None:
-            await self._forward.close()
 
     async def _read(self) -> None:
-        restarts = self.restarts
+        life = self._life
         try:
-            counts = await self._ask("GET", TOTALS, timeout_s=_TOTALS_S)
+            counts = await self._call("totals", timeout_s=_TOTALS_S)
         except (aiohttp.ClientError, OSError):
             return
         except EngineTimeout:
-            if self.known_totals or restarts != self.restarts or not self._ready.is_set():
+            if self.known_totals or life is not self._life or not self._ready.is_set():
                 return
             raise
-        if restarts == self.restarts and self._ready.is_set():
+        if life is self._life and self._ready.is_set():
             self._totals.read(counts)
 
-    async def _run_one(self, version: PolicyVersion) -> tuple[bool, int]:
-        """Run one process to its end; return whether it answered a request, and its exit code."""
-        child, served = await self._start(version), False
-        self._child = child
-        watch: asyncio.Task[None] | None = None
-        self.pid = child.pid
+    async def _run_one(self, version: PolicyVersion) -> _Life:
+        """Run one process to its end."""
+        self._life = life = _Life(await self._start(), version)
+        tasks: list[asyncio.Future[Any]] = []
         try:
             async with asyncio.timeout(self._load_s) as until_ready:
-                async for line in child.lines():
-                    if line.startswith(READY) and version is not self._version:
-                        # A load has ended since it was started; the next process begins with that version.
-                        await child.end(_STOP_S)
-                    elif line.startswith(READY):
+                address = await life.child.address()
+                if address is not None:
+                    life.url, life.version = address, self._version or version
+                    ended = asyncio.ensure_future(life.child.ended())  # it reads what libraries print, too
+                    announced = asyncio.ensure_future(life.announced.wait())
+                    serving = asyncio.ensure_future(self._serve(life))
+                    tasks += ended, announced, serving
+                    await asyncio.wait((ended, announced, serving), return_when=asyncio.FIRST_COMPLETED)
+                    if announced.done() and life.version is self._version:
                         until_ready.reschedule(None)
-                        if self._is_elsewhere:  # it does not listen on the socket
-                            self._forward = self._forward or await PortForward.opened(self._listener.socket)
-                            self._forward.lead_to(line.removeprefix(READY))
-                        self._ready.set()
-                        self._report("serving")
-                        if self.restarts:
-                            self._tell(f"{self.name} serves version {version.number} again")
-                        watch = asyncio.ensure_future(self._kill_if_silent(child))
-                    elif line == SERVED:
-                        served = True
-                    else:
-                        self._heed(line)
-            return served, await child.ended()
+                        await self._open(life)
+                        tasks.append(asyncio.ensure_future(self._kill_if_silent(life)))
+                        await asyncio.wait((ended, serving), return_when=asyncio.FIRST_COMPLETED)
+                    # Else a load has ended since it was started: the next one begins with that version.
+                    await asyncio.wait((serving,), timeout=_LAST_WORDS_S)
+                    if serving.done():
+                        serving.result()
         except TimeoutError:
-            self._tell(f"{self.name} did not serve within {self._load_s:g} s")
+            self._say(f"{self.name} did not serve within {self._load_s:g} s")
         finally:
-            if watch is not None:
-                watch.cancel()
-            if self._forward is not None:
-                self._forward.lead_to(None)
-            await child.end(_STOP_S)
-        return served, await child.ended()
+            self._ready.clear()
+            self._address.hold()
+            await life.child.end(_STOP_S)
+            await end_tasks(*tasks)
+        life.exit_code = await life.child.ended()
+        return life
 
-    def _heed(self, line: str) -> None:
-        """Do what a line of its process asks for, or pass it on to the run's user."""
-        if line.startswith(RENEW) and self.renew is not None:
-            self.renew(line.removeprefix(RENEW))
-        elif line == SERVE_AGAIN:
-            if self.serve_again is not None:
+    async def _serve(self, life: _Life) -> None:
+        """Have a process serve, as long as it does."""
+        setup = self._setup(life.version, not self.restarts)
+        try:
+            life.reason = await self._call("serve", setup, tell=lambda event: self._heed(life, event))
+        except (aiohttp.ClientError, OSError):
+            pass  # it has died
+        except TrainerError as error:
+            if is_final(error):  # another start would be refused too
+                raise JobError(f"{self.name}: {error}") from error
+            life.reason = str(error)
+
+    def _heed(self, life: _Life, event: Event) -> None:
+        """Do what a process asks for, or pass it on to the run's user."""
+        match event:
+            case Serving():
+                life.public_url = event.url
+                life.announced.set()
+            case Answered():
+                life.has_answered = True
+            case Said():
+                self._say(f"{self.name}: {event.text}")
+            case ServerAway() if self.renew is not None:
+                self.renew(event.url)
+            case ServerAsks() if self.serve_again is not None:
                 self.serve_again()
-        elif line.startswith(PROCESS):
-            if self.reporter is not None:
-                self.reporter.process(**json.loads(line.removeprefix(PROCESS)))
-        elif line:
-            self._tell(f"{self.name}: {line}")
+            case ProcessChanged() if self.reporter is not None:
+                self.reporter.process(**event.model_dump(exclude={"kind"}))
 
-    async def _kill_if_silent(self, child: Process) -> None:
+    async def _open(self, life: _Life) -> None:
+        """Let requests come to a process."""
+        if self._is_elsewhere:
+            await self._address.lead_to(life.public_url)
+        self._ready.set()
+        self._report("serving")
+        if self.restarts:
+            self._say(f"{self.name} serves version {life.version.number} again")
+        await self._pass_moves_on(life)
+
+    async def _pass_moves_on(self, life: _Life) -> None:
+        with suppress(aiohttp.ClientError, OSError, InferenceError):  # its end is about to be seen
+            while life.moves:
+                await self._call("move_server", *life.moves.pop(0), timeout_s=_TOTALS_S)
+
+    async def _kill_if_silent(self, life: _Life) -> None:
         """Kill the process once it lives and gives no sign of life; then it is started again."""
         while True:
             await asyncio.sleep(min(_PROBE_EVERY_S, self.silence_s))
             # An error is a sign of life: what breaks the engine ends the process by itself.
             with suppress(aiohttp.ClientError, OSError, InferenceError):
                 try:
-                    await self._ask("GET", PROBE, timeout_s=self.silence_s)
+                    await self._call("probe", timeout_s=self.silence_s)
                 except EngineTimeout:
-                    self._tell(
+                    self._say(
                         f"{self.name} has given no sign of life for {self.silence_s:g} s, and is killed"
                     )
-                    child.signal(signal.SIGKILL)
+                    life.child.signal(signal.SIGKILL)
                     return
 
     def _report(self, state: str, word: str = "") -> None:
         if self.reporter is not None and self._version is not None:
-            address, version = urlsplit(self._listener.url).netloc, self._version.number
+            address, version = urlsplit(self._address.url).netloc, self._version.number
             self.reporter.process(
                 self.name, role="gateway", state=state, version=version, word=word, host=address
             )
 
-    async def _start(self, version: PolicyVersion) -> Process:
-        setup = GatewaySetup(**self._setup, version=version, probes=not self.restarts)
-        environment = {**self._role.keys, SETUP: setup.model_dump_json()}
+    async def _start(self) -> Process:
         return await self._launcher.start(
             Role(
-                self.name, self._command, environment, self._log_file, replica=self._role.number,
-                resources=self._role.resources, descriptors=(self._listener.socket.fileno(),),
+                self.name, self._command, self._role.keys, self._log_file, replica=self._role.number,
+                resources=self._role.resources, descriptors=(self._address.socket.fileno(),),
             )
         )  # fmt: skip
 
     def _command(self, place: Place) -> tuple[str, ...]:
         self._is_elsewhere = place.host is not None
-        socket = ("--socket", str(self._listener.socket.fileno()))
+        socket = ("--socket", str(self._address.socket.fileno()))
         where = socket if place.host is None else ("--host", place.host)
         return (sys.executable, "-m", _MODULE, self.name, *where)
 
-    async def _ask(self, method: str, path: str, body: str = "", *, timeout_s: float) -> dict[str, Any]:
-        timeout, child = aiohttp.ClientTimeout(total=timeout_s), self._child
-        try:
-            async with self._session.request(
-                method, self._listener.url + path, data=body, timeout=timeout, allow_redirects=False
-            ) as response:
-                reply = json.loads(await read_bounded(response.content.iter_any(), _MOST_REPLY_BYTES))
-                if response.status == 200:
-                    return dict(reply)
-        except TimeoutError as error:
-            raise EngineTimeout(f"{self.name} did not answer {path} within {timeout_s:g} s") from error
-        except (ReplyTooLarge, ValueError) as error:
-            raise InferenceError(f"{self.name} did not answer {path} as a gateway does: {error}") from error
-        if reply.get("code") == EngineStopped.code and await self._ends(child):
-            raise ConnectionResetError(f"{self.name} ended with its engine")
-        kind = WeightsRefused if reply.get("code") == WeightsRefused.code else InferenceError
-        raise kind(f"{self.name}: {reply.get('detail')}", where=reply.get("where"), hint=reply.get("hint"))
+    async def _call(
+        self, name: str, *arguments: Any, timeout_s: float | None = None, tell: Tell | None = None
+    ) -> Any:
+        """Make a call and return its result; its errors, but of `serve`, begin with this gateway's name.
 
-    async def _ends(self, child: Process | None) -> bool:
-        """Whether the process ends by itself, as one does whose engine has; it may take a moment."""
+        Raises:
+            aiohttp.ClientError, OSError: its process has gone.
+            EngineTimeout: it has not ended in time.
+        """
+        life, reply = self._life, Reply(GATEWAY_CALLS, name, tell)
+        assert life is not None, "it was started"
+        url, body = life.url + PATH + name, GATEWAY_CALLS.write_arguments(name, arguments)
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with asyncio.timeout(_STOP_S):
-                while self._child is child and self._ready.is_set():
-                    await asyncio.sleep(_LOOK_S)
-        except TimeoutError:
-            return False
-        return True
+            async with self._session.post(url, data=body, timeout=timeout, allow_redirects=False) as response:
+                if response.status != 200:
+                    content = await read_bounded(response.content.iter_any(), MOST_REFUSAL_BYTES)
+                    raise GATEWAY_CALLS.refusal(
+                        url, response.status, response.headers.get("Location"), content
+                    )
+                async for part in response.content.iter_any():
+                    if reply.take(part):
+                        return reply.result()
+            raise ConnectionResetError(f"{self.name} has broken off its reply")
+        except TimeoutError as error:
+            raise EngineTimeout(f"{self.name} did not answer {name!r} within {timeout_s:g} s") from error
+        except ReplyTooLarge as error:
+            raise InferenceError(f"{self.name}: {error}") from error
+        except TrainerError as error:
+            if name == "serve":
+                raise
+            if isinstance(error, EngineStopped):  # the process ends, as its engine has
+                raise ConnectionResetError(f"{self.name}: {error}") from error
+            error.detail = f"{self.name}: {error.detail}"
+            raise
 
 
 def load_s(table: InferenceTable) -> float:

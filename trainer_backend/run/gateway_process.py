@@ -1,14 +1,14 @@
 """`python -m trainer_backend.run.gateway_process NAME --socket N`: a gateway of a run with [cluster].
 
-`run.gateways` starts it: it listens on a socket that its parent holds, or elsewhere on a port of its own,
-serves one version of the policy after another, each from a folder, and ends with its parent. Lines for the
-run's user go to stdout, logs to stderr.
+`run.gateways` starts it. It answers calls (`run.gateway_calls`) at the address that it prints when it is
+ready, and requests on a socket that its parent holds, or elsewhere on a port of its own. It serves one
+version of the policy after another, each from a folder, and ends with its parent. Logs go to stderr.
 
-Exit codes: 0 stopped, 1 its engine's process has died, 2 the policy cannot be served, however often
-it is started, 3 its engine has failed, or something passing; the last line of stderr says why.
+Exit codes: 0 stopped, 1 something that another process may not meet; otherwise `serve` tells the run why the
+policies cannot be served, and the last line of stderr does too.
 """
 
-from service_kit.process import READY, begin_imports, end_imports, end_with_parent, name_exit
+from service_kit.process import READY, begin_imports, end_imports, end_with_parent
 
 if __name__ == "__main__":
     begin_imports()
@@ -17,224 +17,222 @@ if __name__ == "__main__":
 
 import argparse
 import asyncio
-import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Any, NoReturn
 
+import structlog
 from pydantic import SecretStr
 
 from service_kit.errors import ServiceError
+from service_kit.keys import Keys
 from service_kit.logs import configure_logs_from
+from service_kit.rpc import Tell, calls_app, reply_lines
 from service_kit.server import Listener, Server, run
 from service_kit.settings import ConnectionSettings
 from trainer_backend.core.policies import ACTOR, model_of
+from trainer_backend.errors import InferenceError
 from trainer_backend.inference.asgi import error_response
-from trainer_backend.inference.control import ControlledGateway
-from trainer_backend.inference.engine import LocalEngine
+from trainer_backend.inference.chat_check import Tokenizer
 from trainer_backend.inference.gateway import create_gateway
+from trainer_backend.inference.protocol import Engine
 from trainer_backend.inference.served_policy import PolicyFacts, ServedPolicy
+from trainer_backend.inference.servers import Servers
 from trainer_backend.inference.versions import PolicyVersion
-from trainer_backend.learner.device import place
-from trainer_backend.learner.loading import new_weights
+from trainer_backend.run.engine_calls import EngineSetup
 from trainer_backend.run.fixed_policies import FixedPolicies
-from trainer_backend.run.gateway import (
-    BREAKDOWN,
+from trainer_backend.run.gateway_calls import (
     CONTROL_KEY,
+    GATEWAY_CALLS,
     GATEWAY_KEY,
-    LOST,
-    PROCESS,
-    REFUSAL,
-    RENEW,
-    SERVE_AGAIN,
-    SERVED,
-    SETUP,
+    Answered,
     GatewaySetup,
+    ProcessChanged,
+    Said,
+    ServerAsks,
+    ServerAway,
+    Serving,
 )
-from trainer_backend.run.policy_server import engine_of_folder, first_breakdown
-from trainer_backend.run.process_engine import EngineSetup, ProcessEngine
-from trainer_backend.run.replicas import pool_of, shown_by
+from trainer_backend.run.policy_server import engine_of_folder, first_breakdown, make_servers
+from trainer_backend.run.process_engine import EngineLost, ProcessEngine
 from trainer_backend.rundir.fixed_record import continue_record
 from trainer_backend.rundir.layout import open_run
-from trainer_backend.rundir.state import is_final
 
-# As many conversations as a gateway remembers, and the run's own control.
+log = structlog.get_logger("gateway")
+
+# As many conversations as a gateway remembers.
 CONNECTIONS = ConnectionSettings(max_connections=20_100)
 _LOOK_S = 0.2
+_LOST = 1
 
 
-class EngineActor:
-    """An engine of this gateway, whose weights come from folders."""
+class GatewayHost:
+    """Does the calls of a run: it serves the policies, once.
 
-    _engine: LocalEngine | ProcessEngine
-    policy: ServedPolicy
-
-    def totals(self) -> Mapping[str, float]:
-        return {**asdict(self._engine.counters), **self.policy.figures.totals()}
-
-    async def probe(self) -> None:
-        await self._engine.probe()
-
-
-class FolderActor(EngineActor):
-    """An engine of this process.
-
-    Its memory is in the plan of the run: what is free once a learner trains says nothing of what there is.
+    Args:
+        listener: where requests come.
+        key: of the gateway.
     """
 
-    _engine: LocalEngine
+    def __init__(self, listener: Listener, key: SecretStr) -> None:
+        self._listener, self._key = listener, key
+        self._engine: Engine | None = None
+        self._policy: ServedPolicy | None = None
+        self._fixed = FixedPolicies()
+        self._has_begun, self.ended = False, asyncio.Event()
+        self.last_word = ""
 
-    def __init__(self, setup: GatewaySetup) -> None:
-        version = setup.version
-        self._engine, tokenizer = engine_of_folder(
-            setup.model, version.folder, setup.fixed.share_threads(setup.inference), version=version.number
-        )
-        self.policy, self._placement = ServedPolicy(self._engine, tokenizer), place(setup.model.device)
-
-    async def begin(self) -> None:
-        """An engine of this process begins with its weights."""
-
-    async def load(self, version: PolicyVersion) -> None:
-        source = await asyncio.to_thread(new_weights, version.folder, self._placement)
-        await self._engine.load_weights(version.number, source)
-
-    async def look_after(self) -> None:
-        """An engine of this process looks after itself."""
-
-
-class ProcessActor(EngineActor):
-    """An engine in a process of its own, a child of this one."""
-
-    _engine: ProcessEngine
-
-    def __init__(self, setup: GatewaySetup) -> None:
-        facts = PolicyFacts.of_folder(setup.model, setup.version.model)
-        keys = setup.fixed.share_threads(setup.inference)
-        self._engine = ProcessEngine(EngineSetup(model=setup.model, keys=keys, version=setup.version))
-        self.policy = ServedPolicy(self._engine, facts.tokenizer)
-
-    async def begin(self) -> None:
-        self._end_with(await self._engine.begin())
+    async def serve(self, setup: GatewaySetup, tell: Tell) -> str:
+        if self._has_begun:
+            raise InferenceError("it serves already, or has done so")
+        self._has_begun = True
+        try:
+            self.last_word = await self._serve(setup, tell)
+        except ServiceError as error:
+            self.last_word = str(error)
+            raise
+        except Exception as error:  # no refusal: another process may not meet it
+            _die(f"{type(error).__name__}: {error}", error)
+        finally:
+            self.ended.set()
+        return self.last_word
 
     async def load(self, version: PolicyVersion) -> None:
-        await self._engine.load(version)
+        await self._serving()[0].load(version)
 
-    async def look_after(self) -> None:
-        self._end_with(await self._engine.ended())
-
-    def _end_with(self, code: int | None) -> None:
-        """End as the engine's process did, whose last words are in the same log.
-
-        The run starts this process again with an engine, unless the engine has refused or failed.
-        """
-        if code is None:
-            return
-        if code not in (REFUSAL, BREAKDOWN):
-            print(f"the engine's process ended with {name_exit(code)}", file=sys.stderr, flush=True)
-            code = LOST
-        os._exit(code)
-
-
-class PoolActor:
-    """vLLM servers that are this gateway's alone."""
-
-    def __init__(self, setup: GatewaySetup) -> None:
-        facts = PolicyFacts.of_folder(setup.model, setup.version.model)
-        # The run, whose child such a server is, starts it again.
-        renew = None if setup.inference.vllm_python is None else lambda url: _tell(f"{RENEW}{url}")
-        # The run, which has the learner, hands the weights out again.
-        self._pool = pool_of(setup.inference, facts, _tell, renew, lambda: _tell(SERVE_AGAIN))
-        self.policy = ServedPolicy(self._pool, facts.tokenizer)
-        self._pool.watch(shown_by(_tell_of_process))
-
-    async def begin(self) -> None:
-        """The servers run already; what they have is told by a load."""
-
-    async def load(self, version: PolicyVersion) -> None:
-        await self._pool.publish(version)
-
-    def totals(self) -> Mapping[str, float]:
-        return {**self._pool.totals(), **self.policy.figures.totals()}
+    async def totals(self) -> dict[str, float]:
+        engine, policy = self._serving()
+        return {**engine.totals(), **policy.figures.totals()}
 
     async def probe(self) -> None:
-        """The pool finds out by itself which servers are wedged."""
+        await self._serving()[0].probe()
 
-    async def look_after(self) -> None:
-        await self._pool.look_after()
+    async def verify(self) -> list[str]:
+        return list(await asyncio.to_thread(self._fixed.verify))
+
+    async def move_server(self, url: str, new_url: str) -> None:
+        engine, _ = self._serving()
+        if isinstance(engine, Servers):
+            engine.move(url, new_url)
+
+    def _serving(self) -> tuple[Engine, ServedPolicy]:
+        if self._engine is None or self._policy is None:
+            raise InferenceError("nothing is served yet: 'serve' comes first")
+        return self._engine, self._policy
+
+    async def _serve(self, setup: GatewaySetup, tell: Tell) -> str:
+        """Serve until this process is asked to stop, or its engine fails; return the reason."""
+        engine, tokenizer = await make_engine(setup, tell)
+        policy, fixed = ServedPolicy(engine, tokenizer), await load_fixed(setup, tell)
+        self._engine, self._policy, self._fixed = engine, policy, fixed
+        served = {
+            model_of(setup.job_name, name): one for name, one in {ACTOR: policy, **fixed.policies}.items()
+        }
+        server = Server(
+            create_gateway(served, key=self._key),
+            CONNECTIONS,
+            respond=error_response,
+            ready=lambda: tell(Serving(url=self._listener.url)),
+        )
+        for one in served.values():
+            one.engine.start()
+        engine.watch(lambda name, **facts: tell(ProcessChanged(name=name, **facts)))
+        watches = [
+            asyncio.ensure_future(work) for work in (look_after(engine), tell_of_the_first(engine, tell))
+        ]
+        broken = asyncio.ensure_future(first_breakdown(served.values(), watches))
+        try:
+            if setup.version.prompt is not None:  # the servers have other weights, or of an earlier start
+                await engine.load(setup.version)
+            serving = asyncio.ensure_future(server.serve([self._listener.socket]))
+            await asyncio.wait((serving, broken), return_when=asyncio.FIRST_COMPLETED)
+            server.should_exit = True
+            await serving
+        finally:
+            for task in (*watches, broken):
+                task.cancel()
+            for one in served.values():
+                one.engine.stop()
+        return broken.result() if broken.done() and not broken.cancelled() else ""
 
 
-# The actor, as this process serves it.
-Actor = FolderActor | ProcessActor | PoolActor
-
-
-def actor_of(setup: GatewaySetup) -> Actor:
-    if setup.inference.engine == "vllm":
-        return PoolActor(setup)
-    return ProcessActor(setup) if setup.inference.own_process else FolderActor(setup)
-
-
-async def serve(actor: Actor, setup: GatewaySetup, listener: Listener) -> int:
-    """Serve until this process is asked to stop, or its engine fails; return the exit code."""
-    fixed = await _fixed_policies(setup)
-    policies = {ACTOR: actor.policy, **fixed.policies}
-    served = {model_of(setup.job_name, name): policy for name, policy in policies.items()}
-    gateway = create_gateway(served, key=setup_key(GATEWAY_KEY))
-    app = ControlledGateway(gateway, actor, fixed.verify, key=setup_key(CONTROL_KEY))
-    server = Server(app, CONNECTIONS, respond=error_response, ready=lambda: _tell(f"{READY}{listener.url}"))
-    await actor.begin()
-    for policy in served.values():
-        policy.engine.start()
-    watches = [asyncio.ensure_future(work) for work in (actor.look_after(), _tell_of_the_first(actor))]
-    broken = asyncio.ensure_future(first_breakdown(served.values(), watches))
+async def make_engine(setup: GatewaySetup, tell: Tell) -> tuple[Engine, Tokenizer]:
+    """The engine of the actor, and the actor's tokenizer."""
+    table, version = setup.inference, setup.version
+    keys = setup.fixed.share_threads(table)
+    if table.engine == "local" and not table.own_process:
+        # Its memory is in the plan of the run: what is free once a learner trains says nothing of what
+        # there is.
+        return await asyncio.to_thread(
+            engine_of_folder, setup.model, version.folder, keys, version=version.number
+        )
+    facts = await asyncio.to_thread(PolicyFacts.of_folder, setup.model, version.model)
+    if table.engine == "vllm":
+        renew = None if table.vllm_python is None else lambda url: tell(ServerAway(url=url))
+        say = partial(_say, tell)
+        return make_servers(table, facts, say, renew, lambda: tell(ServerAsks())), facts.tokenizer
+    engine = ProcessEngine(EngineSetup(model=setup.model, keys=keys, version=version))
     try:
-        if setup.version.prompt is not None:  # the servers have other weights, or those of an earlier start
-            await actor.load(setup.version)
-        serving = asyncio.ensure_future(server.serve([listener.socket]))
-        await asyncio.wait((serving, broken), return_when=asyncio.FIRST_COMPLETED)
-        server.should_exit = True
-        await serving
-    finally:
-        for watch in (*watches, broken):
-            watch.cancel()
-        for policy in served.values():
-            policy.engine.stop()
-    if not broken.done() or broken.cancelled():
-        return 0
-    print(broken.result(), file=sys.stderr, flush=True)
-    return BREAKDOWN
+        await engine.begin()
+    except EngineLost as lost:
+        _die(str(lost))
+    return engine, facts.tokenizer
 
 
-async def _fixed_policies(setup: GatewaySetup) -> FixedPolicies:
+async def load_fixed(setup: GatewaySetup, tell: Tell) -> FixedPolicies:
     """Load the fixed policies; they are those that the run has samples of, or are added to its record."""
     if not setup.fixed.tables:
         return FixedPolicies()
-    facts = PolicyFacts.of_folder(setup.model, setup.version.model)
-    fixed = await setup.fixed.load(facts, setup.inference, _tell, probes=setup.probes)
+    facts, say = PolicyFacts.of_folder(setup.model, setup.version.model), partial(_say, tell)
+    fixed = await setup.fixed.load(facts, setup.inference, say, probes=setup.probes)
     for line in continue_record(open_run(setup.run), fixed.models):
-        _tell(line)
+        say(line)
     return fixed
 
 
-async def _tell_of_the_first(actor: Actor) -> None:
+async def look_after(engine: Engine) -> None:
+    """Look after the engine; this process ends with the process of one, and both are started again."""
+    try:
+        await engine.look_after()
+    except EngineLost as lost:
+        _die(str(lost))
+
+
+async def tell_of_the_first(engine: Engine, tell: Tell) -> None:
     """Tell once the actor has answered a request: from then on this process has been of use."""
-    while not actor.totals()["requests"]:
+    while not engine.totals()["requests"]:
         await asyncio.sleep(_LOOK_S)
-    _tell(SERVED)
+    tell(Answered())
 
 
-def setup_key(variable: str) -> SecretStr:
-    return SecretStr(os.environ.pop(variable))
+def _say(tell: Tell, line: str) -> None:
+    tell(Said(text=" ".join(line.split())))
 
 
-def _tell(line: str) -> None:
-    print(" ".join(line.split()), flush=True)
+def _die(word: str, error: Exception | None = None) -> NoReturn:
+    if error is not None:
+        log.error("gateway_failed", exc_info=error)
+    print(word, file=sys.stderr, flush=True)
+    os._exit(_LOST)
 
 
-def _tell_of_process(name: str, **facts: Any) -> None:
-    """Have the run report a process as `Reporter.process` does."""
-    _tell(PROCESS + json.dumps({"name": name, **facts}))
+async def answer_calls(host: GatewayHost, address: str, key: SecretStr) -> None:
+    """Answer the run's calls at an address of this machine until the gateway has ended, or is to end."""
+    handlers = {name: getattr(host, name) for name in GATEWAY_CALLS}
+
+    def begin(request: Any, name: str, body: bytes) -> AsyncIterator[bytes]:
+        return reply_lines(GATEWAY_CALLS, name, handlers[name], body)
+
+    with Listener(address, 0) as listener:
+        app = calls_app(GATEWAY_CALLS, begin, Keys([key], variable=CONTROL_KEY))
+        server = Server(app, ConnectionSettings(), ready=lambda: print(f"{READY}{listener.url}", flush=True))
+        serving = asyncio.ensure_future(server.serve([listener.socket]))
+        ended = asyncio.ensure_future(host.ended.wait())
+        await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        await serving
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -242,17 +240,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("name", help="the gateway's name, for lists of processes")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--socket", type=int, metavar="N", help="the inherited descriptor")
-    where.add_argument("--host", help="an address of this machine, of which it takes a free port")
+    where.add_argument("--host", help="an address of this machine, of which it takes two free ports")
     options = parser.parse_args(arguments)
     configure_logs_from()
-    socket, host = options.socket, options.host
-    listener = Listener.inherited(socket) if host is None else Listener(host, 0)
-    setup = GatewaySetup.model_validate_json(os.environ.pop(SETUP))
-    try:
-        return run(serve(actor_of(setup), setup, listener))
-    except ServiceError as error:
-        print(error, file=sys.stderr, flush=True)
-        return REFUSAL if is_final(error) else BREAKDOWN
+    address = options.host or "127.0.0.1"
+    listener = Listener(address, 0) if options.socket is None else Listener.inherited(options.socket)
+    gateway_key, control_key = (SecretStr(os.environ.pop(name)) for name in (GATEWAY_KEY, CONTROL_KEY))
+    host = GatewayHost(listener, gateway_key)
+    run(answer_calls(host, address, control_key))
+    if host.last_word:
+        print(host.last_word, file=sys.stderr, flush=True)
+    return _LOST if host.last_word else 0
 
 
 if __name__ == "__main__":

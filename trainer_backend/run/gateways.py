@@ -1,7 +1,7 @@
 """Where task apps ask the policy: a gateway in this process, or with [cluster] in children. No torch here.
 
     this process -- listening sockets, keys, a folder --> gateway 0 .. n-1, each with an engine of its own
-                 -- POST /control/load, GET /control/totals -->
+                 -- the calls of `run.gateway_calls` -->
 
 This process holds the sockets for the whole run. A gateway that dies is started again on its socket, from the
 folder that it served, and meanwhile requests wait there. The task app sends the ones that it had again.
@@ -12,6 +12,7 @@ import secrets
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from pydantic import SecretStr
@@ -27,7 +28,8 @@ from trainer_backend.job.tables import InferenceTable, ModelTable, ServicesTable
 from trainer_backend.launchers.launcher import Launcher, Resources
 from trainer_backend.protocols import InferenceServer, Learner, Reporter
 from trainer_backend.run.fixed_setup import FixedSetup
-from trainer_backend.run.gateway import CONTROL_KEY, GATEWAY_KEY, Gateway, GatewayRole, Tell, added
+from trainer_backend.run.gateway import Gateway, GatewayRole, Say, added, load_s
+from trainer_backend.run.gateway_calls import CONTROL_KEY, GATEWAY_KEY, GatewaySetup
 from trainer_backend.run.stopping import end_tasks, while_unbroken
 from trainer_backend.run.weight_broadcast import deliver_to_servers
 from trainer_backend.run.weight_folders import WeightFolders
@@ -53,6 +55,8 @@ class Gateways:
         self.inference, self.gateways, self._weights = inference, gateways, weights
         for gateway in gateways:
             gateway.renew, gateway.serve_again = weights.renew, weights.serve_again
+        if weights.servers is not None:
+            weights.servers.moved = self.move_server
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._keepers: list[asyncio.Task[str]] = []
 
@@ -96,6 +100,10 @@ class Gateways:
         await self._weights.close()
         for gateway in self.gateways:
             await gateway.close()
+
+    async def move_server(self, url: str, new_url: str) -> None:
+        """Tell the gateways that a vLLM server has another address; the one that asks it takes that."""
+        await _all(gateway.move_server(url, new_url) for gateway in self.gateways)
 
     async def _load(self, version: PolicyVersion) -> None:
         if self._keepers:
@@ -163,7 +171,7 @@ class GatewayProcesses:
         fixed: FixedSetup,
         listeners: Sequence[Listener],
         directory: RunDirectory,
-        tell: Tell,
+        tell: Say,
         launcher: Launcher,
     ) -> None:
         self._served, self._fixed, self._launcher = served, fixed, launcher
@@ -192,7 +200,8 @@ class GatewayProcesses:
         gateways = [
             Gateway(
                 GatewayRole(number, keys, self._directory.gateway_log(number), resources),
-                listener, self._setup(table, number), self._tell, self._launcher,
+                listener, partial(self._setup, table, weights, number), self._tell, self._launcher,
+                load_s=load_s(table),
             )
             for number, listener in enumerate(self._listeners)
         ]  # fmt: skip
@@ -202,14 +211,21 @@ class GatewayProcesses:
         finally:
             await server.close()
 
-    def _setup(self, table: InferenceTable, number: int) -> dict[str, Any]:
-        return {
-            "job_name": self._served.job_name,
-            "model": self._served.model,
-            "inference": share_of(table, number, len(self._listeners)),
-            "fixed": self._fixed,
-            "run": self._directory.path.resolve(),
-        }
+    def _setup(
+        self, table: InferenceTable, weights: WeightFolders, number: int, version: PolicyVersion, first: bool
+    ) -> GatewaySetup:
+        """What the process of a gateway serves that starts now; `first`: it follows none."""
+        if weights.servers is not None:  # whose addresses may have changed
+            table = table.model_copy(update={"urls": weights.servers.urls})
+        return GatewaySetup(
+            job_name=self._served.job_name,
+            model=self._served.model,
+            inference=share_of(table, number, len(self._listeners)),
+            fixed=self._fixed,
+            run=self._directory.path.resolve(),
+            version=version,
+            probes=first,
+        )
 
 
 def share_of(table: InferenceTable, number: int, count: int) -> InferenceTable:

@@ -5,12 +5,11 @@ RUN/learner.log.
 """
 
 import asyncio
-import json
 import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -20,14 +19,14 @@ import httpx
 
 from service_kit.process import last_line, name_exit
 from service_kit.release import version
-from service_kit.replies import Lines, ReplyTooLarge, bounded, redirect_target
-from shared_schemas.problem import Problem
+from service_kit.replies import ReplyTooLarge, bounded
+from service_kit.rpc import MOST_REFUSAL_BYTES, PATH, Reply
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.core.critic import OfEpisode
 from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.prompt_lengths import LongPrompt
 from trainer_backend.core.segments import Segment
-from trainer_backend.errors import JobError, LearnerBusy, LearnerFailed, LearnerLost, TrainerError
+from trainer_backend.errors import JobError, LearnerFailed, LearnerLost, TrainerError
 from trainer_backend.job.tables import RANKS_JOIN_S, LearnerTable
 from trainer_backend.launchers.external import Elsewhere
 from trainer_backend.launchers.launcher import (
@@ -45,11 +44,9 @@ from trainer_backend.launchers.launcher import (
 from trainer_backend.learner.calls import (
     CALLS,
     LEARNER_KEY,
-    MOST_BODY_BYTES,
     NUMBER_HEADER,
     SESSION_HEADER,
     About,
-    ErrorBody,
     session_of,
 )
 from trainer_backend.protocols import CreditedEpisode, Hardware, Progress, Reporter, WeightPart
@@ -58,8 +55,6 @@ from trainer_backend.rundir.layout import RunDirectory
 
 Tell = Callable[[int, int], None]
 
-# Errors of the process's gate, by their code.
-_REFUSALS: dict[str, type[TrainerError]] = {kind.code: kind for kind in (LearnerBusy, LearnerLost)}
 # A file in the run's directory that the learner's machine must see.
 _MARK, _LOOK_S = ".seen_by_the_learner", 1.0
 
@@ -76,8 +71,6 @@ _ATTEMPTS = 3
 # Calls that read a model, or fetch one from the hub, which has a pace of its own.
 _LOADING = frozenset({"fixed_folders", "plan_memory", "fresh", "resumed", "gradient_cosines"})
 _LOAD_S = 3600.0
-# Of a reply that is no result of a call: `About`, or a problem.
-_MOST_SHORT_BYTES = 1 << 20
 
 
 class LearnerConnection:
@@ -119,16 +112,17 @@ class LearnerConnection:
         """
         # The process may have another working directory.
         absolute = [item.absolute() if isinstance(item, Path) else item for item in arguments]
-        progress, body = _Progress(tell), CALLS[name].body(tuple(absolute))
+        body = CALLS.write_arguments(name, absolute)
         silence_s = max(self._silence_s, _LOAD_S) if name in _LOADING else self._silence_s
         with self._turn:
             self._number += 1
-            return self._answer(name, body, progress, silence_s)
+            return self._answer(name, body, tell, silence_s)
 
-    def _answer(self, name: str, body: bytes, progress: "_Progress", silence_s: float) -> Any:
+    def _answer(self, name: str, body: bytes, tell: Tell | None, silence_s: float) -> Any:
+        call = Reply(CALLS, name, tell)
         for _ in range(_ATTEMPTS):
             try:
-                return self._attempt(name, body, progress, silence_s)
+                return self._attempt(call, body, silence_s)
             except httpx.ConnectError as error:
                 code = self._wait_for_exit()
                 how = "" if code is None else f" with {name_exit(code)}"
@@ -136,7 +130,7 @@ class LearnerConnection:
             except httpx.TimeoutException as error:
                 raise self._lost(name, f"said nothing for {silence_s:g} s (learner.timeout_s)") from error
             except httpx.TransportError:
-                continue
+                call = call.again()
         raise self._lost(name, f"broke off {_ATTEMPTS} connections")
 
     def fault(self, run: str) -> str:
@@ -179,48 +173,25 @@ class LearnerConnection:
         with self._client.stream("POST", path, headers=headers):
             pass
 
-    def _attempt(self, name: str, body: bytes, progress: "_Progress", silence_s: float) -> Any:
-        number = {NUMBER_HEADER: str(self._number)}
+    def _attempt(self, call: Reply, body: bytes, silence_s: float) -> Any:
+        number, path = {NUMBER_HEADER: str(self._number)}, PATH + call.name
         timeout = httpx.Timeout(silence_s, connect=min(silence_s, _CONNECT_S))
-        with self._client.stream(
-            "POST", f"/calls/{name}", content=body, headers=number, timeout=timeout
-        ) as reply:
+        with self._client.stream("POST", path, content=body, headers=number, timeout=timeout) as reply:
             if not reply.is_success:
                 raise self._refusal(reply)
-            for line in self._lines(reply):
-                kind, _, text = line.partition(b" ")
-                if kind == b"progress":
-                    if progress.is_unwelcome(*json.loads(text)):
-                        self._tell("/stop", number)
-                elif progress.error is not None:
-                    raise progress.error  # now that the call has ended
-                elif kind == b"result":
-                    return CALLS[name].result.validate_json(text)[0]
-                else:
-                    raise self._with_log(ErrorBody.model_validate_json(text).error())
+            for part in reply.iter_raw():
+                if call.take(part):
+                    try:
+                        return call.result()
+                    except LearnerFailed as error:
+                        raise self._with_log(error) from error.__cause__
+                if call.unwelcome is not None:
+                    self._tell("/stop", number)
         raise httpx.RemoteProtocolError("the reply ended before the call")
 
-    def _lines(self, reply: httpx.Response) -> Iterator[bytes]:
-        lines = Lines(MOST_BODY_BYTES)
-        try:
-            for part in reply.iter_bytes():
-                yield from lines.take(part)
-        except ReplyTooLarge as error:
-            raise LearnerFailed(f"{reply.url}: {error}") from error
-
     def _refusal(self, reply: httpx.Response) -> TrainerError:
-        location = reply.headers.get("Location")
-        if target := redirect_target(reply.status_code, location, str(reply.url)):
-            return LearnerFailed(
-                f"{reply.url} redirects to {target}, and the key is sent to no other address",
-                hint="The launcher must know the learner's final address.",
-            )
-        try:
-            problem = Problem.model_validate_json(_content(reply))
-        except ValueError:
-            return LearnerFailed(f"{reply.url} answered {reply.status_code}, and not as a learner does")
-        kind = _REFUSALS.get(problem.code, LearnerFailed)
-        return self._with_log(kind(problem.detail, where=problem.where, hint=problem.hint))
+        url, location = str(reply.url), reply.headers.get("Location")
+        return self._with_log(CALLS.refusal(url, reply.status_code, location, _content(reply)))
 
     def _with_log(self, error: TrainerError) -> TrainerError:
         if isinstance(error, LearnerFailed) and error.hint is None and self._log_file is not None:
@@ -236,23 +207,6 @@ def _last_words(log_file: Path | None) -> str:
     if log_file is None:
         return ""
     return f"; the last line of its log, {log_file}: {last_line(log_file)!r}"
-
-
-class _Progress:
-    """Passes the progress of a call on, until that raises."""
-
-    def __init__(self, tell: Tell | None) -> None:
-        self._tell = tell
-        self.error: Exception | None = None  # what was raised; the call is to end then
-
-    def is_unwelcome(self, done: int, total: int) -> bool:
-        """Whether the call is to end."""
-        if self.error is None and self._tell is not None:
-            try:
-                self._tell(done, total)
-            except Exception as error:
-                self.error = error
-        return self.error is not None
 
 
 class RemoteLearner:
@@ -497,6 +451,6 @@ class LearnerProcess:
 def _content(reply: httpx.Response) -> bytes:
     """The content of a short reply, which is no result of a call."""
     try:
-        return b"".join(bounded(reply.iter_bytes(), _MOST_SHORT_BYTES))
+        return b"".join(bounded(reply.iter_raw(), MOST_REFUSAL_BYTES))
     except ReplyTooLarge as error:
         raise LearnerFailed(f"{reply.url} answered, and not as a learner does: {error}") from error

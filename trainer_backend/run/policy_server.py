@@ -8,7 +8,6 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -26,23 +25,29 @@ from trainer_backend.inference.chat_check import Tokenizer
 from trainer_backend.inference.engine import LocalEngine, stop_token_ids
 from trainer_backend.inference.gateway import GatewayLimits, create_gateway
 from trainer_backend.inference.keys import EngineKeys
-from trainer_backend.inference.served_policy import ServedPolicy
+from trainer_backend.inference.protocol import Engine, WeightSource
+from trainer_backend.inference.served_policy import PolicyFacts, ServedPolicy
+from trainer_backend.inference.servers import Servers
+from trainer_backend.inference.versions import PolicyVersion
+from trainer_backend.inference.vllm_engine import VllmEngine
 from trainer_backend.job.tables import InferenceTable, ModelTable
 from trainer_backend.learner.adapter_folder import FOLDER, read_adapter
 from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
-from trainer_backend.learner.loading import folder_to_serve, load_named
+from trainer_backend.learner.loading import folder_to_serve, load_named, new_weights
 from trainer_backend.learner.memory import serving_plan
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.models.sources import in_folder
 from trainer_backend.protocols import Reporter
 from trainer_backend.run.fixed_policies import FixedPolicies
-from trainer_backend.run.replicas import ReplicaPublisher
 from trainer_backend.run.stopping import end_tasks, while_unbroken
-from trainer_backend.run.weight_folders import WeightFolders
+from trainer_backend.run.weight_broadcast import deliver_to_servers
+from trainer_backend.run.weight_folders import WeightCopies, WeightFolders
 from trainer_backend.rundir.layout import RunDirectory
 
 Result = TypeVar("Result")
+# Differences of log-probs that arithmetic explains, by the precision that serves.
+_CANARY_LIMIT_FLOAT32, _CANARY_LIMIT_BFLOAT16 = 1e-4, 0.05
 NOBODY: Mapping[str, ServedPolicy] = MappingProxyType({})
 
 
@@ -54,85 +59,43 @@ class WeightRoute(NamedTuple):
     """The learner sends them, instead of writing them there."""
 
 
-class LocalActor:
-    """An engine of this process, with a copy of the learner's weights."""
-
-    def __init__(self, learner: LocalLearner, keys: EngineKeys) -> None:
-        self._learner = learner
-        self.engine = LocalEngine(learner.copy_to_serve(), stop_ids=learner.facts().stop_ids, keys=keys)
-
-    async def publish(self, policy_version: int) -> None:
-        """Copy the learner's weights to the engine between two requests."""
-        await self.engine.load_weights(policy_version, self._learner.weights())
-
-    async def release(self) -> None:
-        with suppress(EngineStopped):  # whoever needs the engine hears of it; an update does not
-            await self.engine.release()
-
-    def totals(self) -> dict[str, float]:
-        return asdict(self.engine.counters)
-
-    async def look_after(self) -> None:
-        """An engine of this process looks after itself."""
-
-    def watch(self, reporter: Reporter) -> None:
-        """It has no process of its own."""
-
-
-class LocalFolderActor(LocalActor):
-    """As `LocalActor`, but new weights come by a folder, as they reach an engine in another process."""
-
-    def __init__(self, learner: LocalLearner, keys: EngineKeys, weights: Path) -> None:
-        super().__init__(learner, keys)
-        self._folders, self._has_adapters = WeightFolders(learner, weights), learner.config.lora is not None
-
-    async def publish(self, policy_version: int) -> None:
-        """Write the policy as a model folder, and load it between two requests."""
-        version = await self._folders.write(policy_version)
-        folder = version.folder
-        # Its engine is a copy of the learner's model, with the adapters beside the base in any precision.
-        source = await asyncio.to_thread(read_adapter, folder / FOLDER) if self._has_adapters else folder
-        await self.engine.load_weights(policy_version, source)
-
-
-# Where the actor samples, and how new weights get there.
-Source = LocalActor | ReplicaPublisher
-
-
 class ActorServer:
     """Implements `protocols.InferenceServer` for the actor; policies served beside it keep their weights."""
 
     def __init__(
         self,
         inference: Inference,
-        source: Source,
+        engine: Engine,
+        weights: WeightFolders,
         policy: ServedPolicy,
         fixed: FixedPolicies,
         *,
         broken: asyncio.Future[str],
     ) -> None:
-        self.inference, self._source, self._policy = inference, source, policy
+        self.inference, self._engine, self._weights, self._policy = inference, engine, weights, policy
         self._fixed, self._broken = fixed, broken
 
     async def publish(self, policy_version: int) -> None:
-        await self._source.publish(policy_version)
+        version = await self._weights.write(policy_version)
+        await self._weights.deliver(self._engine.load(version))
 
     async def release(self) -> None:
-        await self._source.release()
+        with suppress(EngineStopped):  # whoever needs the engine hears of it; an update does not
+            await self._engine.release()
         await self._fixed.release()
 
     async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
         return await while_unbroken(self._broken, work)
 
     def watch(self, reporter: Reporter) -> None:
-        self._source.watch(reporter)
+        self._engine.watch(reporter.process)
 
     async def verify(self) -> list[str]:
         return await asyncio.to_thread(self._fixed.verify)
 
     async def totals(self) -> dict[str, float]:
         """The counters of the actor's engine, and what the gateway counted of the actor's conversations."""
-        return {**self._source.totals(), **self._policy.figures.totals()}
+        return {**self._engine.totals(), **self._policy.figures.totals()}
 
 
 class PolicyServer:
@@ -185,25 +148,43 @@ class PolicyServer:
         self, learner: LocalLearner, fixed: FixedPolicies | None = None
     ) -> AsyncIterator["ActorServer"]:
         """Serve the learner's policy, and fixed policies, until the context is left."""
-        fixed, source = fixed or FixedPolicies(), self._source(learner)
+        fixed = fixed or FixedPolicies()
+        engine, weights = self._engine(learner)
         others = fixed.policies
-        policy = ServedPolicy(source.engine, learner.tokenizer)
+        policy = ServedPolicy(engine, learner.tokenizer)
         with self.gateway(policy, others):
-            watch = asyncio.ensure_future(source.look_after())
+            watch = asyncio.ensure_future(engine.look_after())
             broken = asyncio.ensure_future(first_breakdown([policy, *others.values()], [watch]))
             try:
-                yield ActorServer(self.inference, source, policy, fixed, broken=broken)
+                yield ActorServer(self.inference, engine, weights, policy, fixed, broken=broken)
             finally:
                 await end_tasks(broken, watch)
+                await weights.close()
 
-    def _source(self, learner: LocalLearner) -> Source:
-        """The servers that sample for the actor, or an engine of this process."""
+    def _engine(self, learner: LocalLearner) -> tuple[Engine, WeightFolders]:
+        """The servers that sample for the actor, or an engine of this process; and how versions get there."""
+        has_adapters = learner.config.lora is not None
+        if self.table.engine == "vllm":
+            assert self._weights is not None, "they are given folders, or are sent the weights"
+            weights, table = deliver_to_servers(
+                learner, self.table, self._weights.directory, self._tell,
+                broadcasts=self._weights.broadcasts, has_adapters=has_adapters,
+            )  # fmt: skip
+            return make_servers(
+                table, learner.facts(), self._tell, weights.renew, weights.serve_again
+            ), weights
+
+        def read(version: PolicyVersion) -> WeightSource:
+            if self._weights is None:
+                return learner.weights()
+            # The engine is a copy of the learner's model, with the adapters beside the base in any precision.
+            return read_adapter(version.folder / FOLDER) if has_adapters else version.folder
+
+        stop_ids = learner.facts().stop_ids
+        engine = LocalEngine(learner.copy_to_serve(), stop_ids=stop_ids, keys=self.table, read=read)
         if self._weights is None:
-            return LocalActor(learner, self.table)
-        directory, broadcasts = self._weights
-        if self.table.engine == "local":
-            return LocalFolderActor(learner, self.table, directory.weights)
-        return ReplicaPublisher(self.table, learner, directory, self._tell, broadcasts=broadcasts)
+            return engine, WeightCopies(learner)
+        return engine, WeightFolders(learner, self._weights.directory.weights)
 
 
 class FolderPolicy:
@@ -268,7 +249,38 @@ def engine_of_folder(
     """An engine with the weights of a model folder, under this version, and the folder's tokenizer."""
     model, tokenizer = load_named(in_folder(table, folder))
     refuse_unsupported(model, longest=keys.max_model_len)
-    served = folder_to_serve(model, folder, place(table.device))
-    stop_ids = stop_token_ids(served.generation_config, tokenizer)
-    engine = LocalEngine(served, stop_ids=stop_ids, version=version, keys=keys)
+    placement = place(table.device)
+    served = folder_to_serve(model, folder, placement)
+    engine = LocalEngine(
+        served,
+        stop_ids=stop_token_ids(served.generation_config, tokenizer),
+        version=version,
+        keys=keys,
+        read=lambda later: new_weights(later.folder, placement),
+    )
     return engine, tokenizer
+
+
+def make_servers(
+    table: InferenceTable,
+    facts: PolicyFacts,
+    tell: Callable[[str], None],
+    renew: Callable[[str], None] | None,
+    ask: Callable[[], None],
+) -> Servers:
+    """The replicas of inference.urls, none of which serves yet.
+
+    Args:
+        renew: starts the server of an address anew; None: they are not the run's own.
+        ask: has the learner send its weights to a server that is about to ask for them.
+    """
+    engines = [
+        VllmEngine(
+            url, stop_ids=facts.stop_ids, vocabulary=facts.vocabulary, max_model_len=table.max_model_len,
+            wait_s=table.replica_wait_s, weight_update=table.weight_update, ask=ask,
+        )
+        for url in table.urls
+    ]  # fmt: skip
+    is_exact = place(facts.table.device).low is None
+    limit = _CANARY_LIMIT_FLOAT32 if is_exact else _CANARY_LIMIT_BFLOAT16
+    return Servers(engines, wait_s=table.replica_patience_s, canary_limit=limit, tell=tell, renew=renew)

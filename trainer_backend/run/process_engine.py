@@ -9,29 +9,19 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import asdict
 from typing import Any
 
-import structlog
-
-from service_kit.process import Child
-from shared_schemas.base import Body
+from service_kit.process import Child, name_exit
+from service_kit.rpc import Caller, Unanswered
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import ContextLengthExceeded, EngineStopped, EngineTimeout
 from trainer_backend.inference.engine import LocalEngine
-from trainer_backend.inference.keys import EngineKeys
-from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, SampledToken
+from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.inference.worker import EngineCounters
-from trainer_backend.job.tables import ModelTable
 from trainer_backend.launchers.launcher import LOCAL, Role
-from trainer_backend.run.engine_frames import TO_ENGINE, TO_GATEWAY, EngineCall, Frame, Line
-
-log = structlog.get_logger(__name__)
-
-# What the engine's process gets in its environment.
-SETUP = "TURNWISE_ENGINE"
+from trainer_backend.run.engine_calls import ENGINE_CALLS, EngineCall, EngineSetup
 
 _MODULE = "trainer_backend.run.engine_process"
 _STOP_S = 10.0
@@ -40,36 +30,21 @@ _BEGIN_S = 600.0
 _GRACE_S = 10.0
 
 
-class EngineSetup(Body):
-    """What an engine's process computes."""
-
-    model: ModelTable
-    keys: EngineKeys
-    version: PolicyVersion
-    """The version with which it begins."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A call that waits for its end."""
-
-    future: asyncio.Future[Any]
-    on_token: Callable[[SampledToken], None] | None = None
+class EngineLost(Exception):
+    """The process of an engine has ended by itself; another one may serve."""
 
 
 class ProcessEngine:
-    """A `FrozenEngine` whose process is a child of this one. It belongs to one event loop."""
+    """The `LocalEngine` of a child of this process. It belongs to one event loop."""
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup, self._version = setup, setup.version.number
+        self._caller = Caller(ENGINE_CALLS)
         self._child: Child | None = None
-        self._line: Line | None = None
-        self._numbers = count(1)
-        self._waiting: dict[int, _Waiting] = {}
-        self._breakdown: Future[str] = Future()
-        self._listening: asyncio.Future[None] | None = None
-        self._gone: str | None = "it was not started"  # why it does not answer
+        self._serving: asyncio.Task[str] | None = None
+        self._end: asyncio.Task[int] | None = None
         self._is_closed = False
+        self.breakdown: Future[str] = Future()
         self.counters = EngineCounters()  # as the last answer told them
 
     @property
@@ -81,43 +56,46 @@ class ProcessEngine:
         return self._setup.keys.max_model_len
 
     @property
-    def breakdown(self) -> Future[str]:
-        return self._breakdown
-
-    @property
     def pid(self) -> int | None:
         """Of its process; None before the start."""
         return None if self._child is None else self._child.pid
 
-    async def begin(self) -> int | None:
-        """Start the process, and wait until it serves; return its exit code if it ends before.
+    async def begin(self) -> None:
+        """Start the process, and wait until it serves.
 
         Raises:
+            EngineLost: it has ended before.
             EngineTimeout: it did not serve in time.
+            TrainerError: it cannot serve the version.
         """
         ours, theirs = socket.socketpair()
         with theirs:
             command = (sys.executable, "-m", _MODULE, "--socket", str(theirs.fileno()))
-            environment = {SETUP: self._setup.model_dump_json()}
-            role = Role("engine", lambda place: command, environment, descriptors=(theirs.fileno(),))
+            role = Role("engine", lambda place: command, descriptors=(theirs.fileno(),))
             self._child = await LOCAL.start(role)
-        connection = await asyncio.open_connection(sock=ours)
-        self._line = Line(*connection, says=TO_ENGINE, hears=TO_GATEWAY)
-        try:
-            async with asyncio.timeout(_BEGIN_S):
-                if await self._child.address() is None:
-                    return await self._child.ended()
-        except TimeoutError as error:
-            raise EngineTimeout(f"the engine's process did not serve within {_BEGIN_S:g} s") from error
-        self._gone = None
-        self._listening = asyncio.ensure_future(self._listen(self._line))
-        return None
+        self._end = asyncio.ensure_future(self._child.ended())  # it reads what libraries print, too
+        await self._caller.connect(ours)
+        ready = asyncio.Event()
+        self._serving = asyncio.ensure_future(self._caller.call("serve", self._setup, tell=ready.set))
+        waiting = asyncio.ensure_future(ready.wait())
+        await asyncio.wait({waiting, self._serving}, timeout=_BEGIN_S, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            waiting.cancel()
+            if not self._serving.done():
+                raise EngineTimeout(f"the engine's process did not serve within {_BEGIN_S:g} s")
+            await self.look_after()
 
-    async def ended(self) -> int | None:
-        """Wait for the end of its process; return the exit code, or None where it was closed."""
-        assert self._child is not None, "it has begun"
-        code = await self._child.ended()
-        return None if self._is_closed else code
+    async def look_after(self) -> None:
+        """Wait for the end of the engine, which is its breakdown; EngineLost: its process has ended."""
+        assert self._end is not None and self._serving is not None, "it has begun"
+        try:
+            reason = await asyncio.shield(self._serving)
+        except Unanswered as error:
+            if self._is_closed:
+                return
+            code = await self._end
+            raise EngineLost(f"the engine's process ended with {name_exit(code)}") from error
+        self.breakdown.set_result(reason)
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
@@ -136,24 +114,28 @@ class ProcessEngine:
             streams=extras.on_token is not None,
         )
         limit_s = LocalEngine.request_timeout_s + _GRACE_S
-        number, waiting = next(self._numbers), _Waiting(self._new_future(), extras.on_token)
-        try:
-            generation: Generation = await self._ask(number, waiting, "generate", call, timeout_s=limit_s)
-        finally:
-            if not waiting.future.done() or waiting.future.cancelled():
-                self._say(next(self._numbers), "abort", number)
+        generation: Generation
+        generation, self.counters = await self._call(
+            "generate", call, tell=extras.on_token, timeout_s=limit_s
+        )
         return generation
 
     async def load(self, version: PolicyVersion) -> None:
-        """Serve this version from now on; WeightsRefused where the one before goes on serving."""
         limit_s = LocalEngine.order_timeout_s + _GRACE_S
-        await self._ask(next(self._numbers), _Waiting(self._new_future()), "load", version, timeout_s=limit_s)
+        self.counters = await self._call("load", version, timeout_s=limit_s)
         self._version = version.number
 
     async def probe(self) -> None:
-        """Return once the engine is between two steps."""
-        limit_s = LocalEngine.order_timeout_s
-        await self._ask(next(self._numbers), _Waiting(self._new_future()), "probe", timeout_s=limit_s)
+        self.counters = await self._call("probe", timeout_s=LocalEngine.order_timeout_s)
+
+    async def release(self) -> None:
+        """Its memory is in the plan of the run, beside the learner's."""
+
+    def totals(self) -> dict[str, float]:
+        return asdict(self.counters)
+
+    def watch(self, report: Callable[..., None]) -> None:
+        """Its process is one with its gateway's."""
 
     def start(self) -> None:
         """Do nothing: `begin` has started it."""
@@ -161,9 +143,7 @@ class ProcessEngine:
     def stop(self) -> None:
         """Let go of the process, which ends then; unfinished requests get an EngineStopped."""
         self._is_closed = True
-        self._fail_all("it was stopped")
-        if self._line is not None:
-            self._line.close()
+        self._caller.close()
 
     async def close(self) -> None:
         """End the process."""
@@ -171,54 +151,13 @@ class ProcessEngine:
         if self._child is not None:
             await self._child.end(_STOP_S)
 
-    def _new_future(self) -> asyncio.Future[Any]:
-        return asyncio.get_running_loop().create_future()
-
-    async def _ask(self, number: int, waiting: _Waiting, verb: str, *rest: Any, timeout_s: float) -> Any:
-        if self._gone is not None:
-            raise EngineStopped(f"the engine does not run: {self._gone}")
-        self._waiting[number] = waiting
+    async def _call(
+        self, name: str, *arguments: Any, timeout_s: float, tell: Callable[..., None] | None = None
+    ) -> Any:
         try:
-            self._say(number, verb, *rest)
             async with asyncio.timeout(timeout_s):
-                return await waiting.future
+                return await self._caller.call(name, *arguments, tell=tell)
         except TimeoutError as error:
             raise EngineTimeout(f"the engine's process gave no answer within {timeout_s:g} s") from error
-        finally:
-            self._waiting.pop(number, None)
-
-    def _say(self, number: int, kind: str, *carried: Any) -> None:
-        if self._line is not None:
-            self._line.say(number, kind, *carried)
-
-    async def _listen(self, line: Line) -> None:
-        reason = "its process has ended"
-        try:
-            while (frame := await line.hear()) is not None:
-                self._take(frame)
-        except Exception as error:
-            log.exception("engine_process_misheard")
-            reason = f"what its process said could not be read: {type(error).__name__}"
-        finally:
-            self._fail_all(reason)
-
-    def _take(self, frame: Frame) -> None:
-        number, kind, carried = frame
-        if kind == "done":
-            self.counters = EngineCounters(*carried[1])
-        waiting = self._waiting.get(number)
-        if waiting is None or waiting.future.done():
-            return  # no call waits for it any more
-        if kind == "token":
-            if waiting.on_token is not None:
-                waiting.on_token(carried[0])
-        elif kind == "done":
-            waiting.future.set_result(carried[0])
-        else:
-            waiting.future.set_exception(carried[0].error())
-
-    def _fail_all(self, reason: str) -> None:
-        self._gone = self._gone or reason
-        for waiting in self._waiting.values():
-            if not waiting.future.done():
-                waiting.future.set_exception(EngineStopped(f"the engine does not run: {self._gone}"))
+        except Unanswered as error:
+            raise EngineStopped(f"the engine does not run: {error}") from error

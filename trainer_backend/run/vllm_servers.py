@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,7 +28,6 @@ from trainer_backend.inference.keys import CONTRACT
 from trainer_backend.inference.vllm_engine import VllmEngine, refuse_release
 from trainer_backend.job.tables import InferenceTable
 from trainer_backend.launchers.launcher import LOCAL, Launcher, Place, Process, Resources, Role
-from trainer_backend.launchers.port_forward import PortForward
 from trainer_backend.protocols import VISIBLE_DEVICES, Hardware
 from trainer_backend.run.stopping import end_tasks
 from trainer_backend.rundir.layout import RunDirectory
@@ -128,6 +127,14 @@ async def check_environment(table: InferenceTable) -> str:
     return f"vLLM {release} of {table.vllm_python}; servers that the run starts: {table.replicas}"
 
 
+# Is awaited with the address that a server had, and its new one.
+Moved = Callable[[str, str], Awaitable[None]]
+
+
+async def _ignore_move(url: str, new_url: str) -> None:
+    """For servers that are started again where they were."""
+
+
 @dataclass(slots=True)
 class _Server:
     """One server of the run, whether its process runs or not."""
@@ -138,11 +145,11 @@ class _Server:
     devices: str | None
     child: Process | None = None
     place: Place = field(default_factory=Place)
-    forward: PortForward | None = None
+    """Where it was placed; beside this process until it is."""
 
     @property
     def url(self) -> str:
-        return f"http://{_LOOPBACK}:{self.port}"
+        return f"http://{self.place.host or _LOOPBACK}:{self.place.port or self.port}"
 
 
 class VllmServers:
@@ -153,6 +160,8 @@ class VllmServers:
         log_files: of each server.
         hardware: the learner's.
         tell: is given a line for each server that is ready or has ended.
+
+    `moved` is told where a server that was started again has another address.
     """
 
     def __init__(
@@ -174,8 +183,13 @@ class VllmServers:
         each = visible_devices(hardware.devices, len(log_files), of_one)
         self._resources = Resources("vllm", len(log_files), of_one, device)
         self._servers = list(map(_Server, count(), _free_ports(len(log_files)), log_files, each))
-        self.urls = tuple(server.url for server in self._servers)
+        self.moved: Moved = _ignore_move
         self._keepers: list[asyncio.Task[None]] = []
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Where the servers are now; on other machines, once they were started."""
+        return tuple(server.url for server in self._servers)
 
     async def start(self, version: Path) -> None:
         """Start the servers with a version of the policy, and keep them running; later calls do nothing.
@@ -186,7 +200,7 @@ class VllmServers:
         if self._keepers:
             return
         await asyncio.to_thread(_copy, version, self._folder)
-        self._tell(f"vLLM servers are started, which takes minutes: {', '.join(self.urls)}")
+        self._tell(f"{len(self._servers)} vLLM servers are started, which takes minutes")
         tasks = [asyncio.ensure_future(self._begin(server)) for server in self._servers]
         try:
             for line in await asyncio.gather(*tasks):
@@ -206,9 +220,6 @@ class VllmServers:
         """End all servers."""
         await end_tasks(*self._keepers)
         await asyncio.gather(*(self._end(server) for server in self._servers))
-        await asyncio.gather(
-            *(server.forward.close() for server in self._servers if server.forward is not None)
-        )
 
     async def _begin(self, server: _Server) -> str:
         child = await self._spawn(server)
@@ -248,6 +259,7 @@ class VllmServers:
         environment = _QUIET | {"PYTHONPATH": str(_WORKER), "VLLM_SERVER_DEV_MODE": "1"}
         if server.devices is not None:
             environment[VISIBLE_DEVICES] = server.devices
+        url = server.url
         server.child = await self._launcher.start(
             Role(
                 f"vllm_{server.number}", partial(self._command, server), environment, server.log_file,
@@ -255,12 +267,8 @@ class VllmServers:
                 has_ready_line=False, is_ours=False,
             )
         )  # fmt: skip
-        if server.place.host is not None:
-            # Gateways keep the address that they have, wherever it is placed the next time.
-            if server.forward is None:
-                with socket.create_server((_LOOPBACK, server.port)) as held:
-                    server.forward = await PortForward.opened(held)
-            server.forward.lead_to(f"http://{server.place.host}:{server.place.port}")
+        if server.url != url and self._keepers:
+            await self.moved(url, server.url)
         return server.child
 
     def _command(self, server: _Server, place: Place) -> list[str]:
@@ -281,8 +289,6 @@ class VllmServers:
         child = server.child
         if child is None:
             return
-        if server.forward is not None:
-            server.forward.lead_to(None)
         await child.end(_STOP_S)
         child.kill_rest()
         server.child = None  # its number may be another process's by the next time

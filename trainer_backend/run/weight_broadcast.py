@@ -16,7 +16,7 @@ from trainer_backend.launchers.launcher import LOCAL, Launcher
 from trainer_backend.protocols import Learner
 from trainer_backend.run.stopping import racing
 from trainer_backend.run.vllm_servers import own_servers
-from trainer_backend.run.weight_folders import WeightFolders
+from trainer_backend.run.weight_folders import WeightFolders, on_thread
 from trainer_backend.rundir.layout import RunDirectory
 
 log = structlog.get_logger("weights")
@@ -35,13 +35,21 @@ class WeightBroadcast(WeightFolders):
 
     def __init__(self, learner: Learner, path: Path, table: InferenceTable) -> None:
         super().__init__(learner, path, prompt_tokens=table.max_model_len - 1)
-        self._peer = urlsplit(table.urls[0]).hostname or ""
+        self._url = table.urls[0]
         self._servers, self._wait_s = len(table.urls), table.replica_wait_s
         self._model: Path | None = None
         self._sending: asyncio.Task[None] | None = None
         self._enough = threading.Event()
         # Servers that have loaded the newest version, and those that ask for it now.
         self._served, self._asking = self._servers, 0
+
+    async def write(self, number: int) -> PolicyVersion:
+        """Have the learner offer its policy as this version; at first, start servers."""
+        version = await super().write(number)
+        # Where servers were placed says by which of its addresses the learner is reached.
+        url = self._url if self.servers is None else self.servers.urls[0]
+        host, port = await on_thread(self._learner.offer, urlsplit(url).hostname or "")
+        return version.model_copy(update={"address": WeightAddress(host=host, port=port)})
 
     async def deliver(self, loading: Coroutine[None, None, None]) -> None:
         """Await what has servers load the version that was written last, and send it to them meanwhile."""
@@ -113,11 +121,7 @@ class WeightBroadcast(WeightFolders):
             # On a device without NCCL the learner uses gloo, and the job says neither.
             backend = "nccl" if self._learner.hardware().devices else "gloo"
             log.info("weights_are_sent", backend=backend, servers=self._servers)
-        host, port = self._learner.offer(self._peer)
-        return PolicyVersion(
-            number=number, folder=self._model, address=WeightAddress(host=host, port=port),
-            prompt=self._scored_prompt(self._model),
-        )  # fmt: skip
+        return PolicyVersion(number=number, folder=self._model, prompt=self._scored_prompt(self._model))
 
 
 class _Enough(Exception):

@@ -5,13 +5,24 @@ import json
 import shutil
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any, TypeVar
 
 from trainer_backend.inference.versions import PolicyVersion, ScoredPrompt
 from trainer_backend.protocols import Learner
 from trainer_backend.run.vllm_servers import VllmServers
 
+Result = TypeVar("Result")
 _PROMPT_TOKENS = 64
 _KEPT_VERSIONS = 2
+
+
+async def on_thread(work: Callable[..., Result], *arguments: Any) -> Result:
+    """Run work on a thread. A cancelled call still waits for its thread, as the learner may be saved next."""
+    working = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    try:
+        return await asyncio.shield(working)
+    finally:
+        await asyncio.gather(working, return_exceptions=True)
 
 
 class WeightFolders:
@@ -37,15 +48,8 @@ class WeightFolders:
         self._base: Path | None = None
 
     async def write(self, number: int) -> PolicyVersion:
-        """Write the policy of now under this version; at first, start servers.
-
-        No thread can be cancelled: its canceller waits, since after a stop the learner is saved.
-        """
-        writing = asyncio.ensure_future(asyncio.to_thread(self._write, number))
-        try:
-            version = await asyncio.shield(writing)
-        finally:
-            await asyncio.gather(writing, return_exceptions=True)
+        """Write the policy of now under this version; at first, start servers."""
+        version = await on_thread(self._write, number)
         if self.servers is not None:
             await self.servers.start(version.model)
         return version
@@ -92,3 +96,13 @@ class WeightFolders:
         places = range(min(_PROMPT_TOKENS, self._prompt_tokens))
         ids = [(7 + place * stride) % vocabulary for place in places]
         return ScoredPrompt(ids=tuple(ids), logprobs=tuple(self._learner.logprobs_of(ids)))
+
+
+class WeightCopies(WeightFolders):
+    """The policy's versions for an engine of this process, which copies the learner's own weights."""
+
+    def __init__(self, learner: Learner) -> None:
+        super().__init__(learner, Path())
+
+    def _write(self, number: int) -> PolicyVersion:
+        return PolicyVersion(number=number, folder=self._path)

@@ -21,8 +21,8 @@ from trainer_backend.errors import (
     RemoteUnavailable,
     WeightsRefused,
 )
-from trainer_backend.inference.pool import ReplicaPool
 from trainer_backend.inference.protocol import Extras, SampledToken
+from trainer_backend.inference.servers import Servers
 from trainer_backend.inference.stop_strings import StopStrings
 from trainer_backend.inference.versions import PolicyVersion, ScoredPrompt
 from trainer_backend.inference.vllm_engine import VllmEngine
@@ -263,12 +263,12 @@ async def pool_of(
     loads_s: Sequence[float] = (30.0, 30.0),
     weight_update: str = "wait",
     renew: Callable[[str], None] | None = None,
-) -> AsyncIterator[ReplicaPool]:
+) -> AsyncIterator[Servers]:
     limits = {**LIMITS, "weight_update": weight_update}
     engines = [
         VllmEngine(url, **limits | {"wait_s": load_s}) for url, load_s in zip(fakes, loads_s, strict=False)
     ]
-    pool = ReplicaPool(engines, tell=lines.append, wait_s=wait_s, canary_limit=1e-4, renew=renew)
+    pool = Servers(engines, tell=lines.append, wait_s=wait_s, canary_limit=1e-4, renew=renew)
     try:
         yield pool
     finally:
@@ -281,7 +281,7 @@ def two_fakes(folder: Path) -> Iterator[tuple[list[FakeVllm], list[str]]]:
         yield [first, second], [first_url, second_url]
 
 
-async def sample(pool: ReplicaPool, session: str, turn: int = 0) -> Any:
+async def sample(pool: Servers, session: str, turn: int = 0) -> Any:
     return await pool.generate(
         [*PROMPT, turn],
         Sampling(max_tokens=2),
@@ -293,7 +293,7 @@ async def sample(pool: ReplicaPool, session: str, turn: int = 0) -> Any:
 async def test_a_rollout_stays_with_its_replica_and_rollouts_are_shared_out(folders, models):
     with two_fakes(folders[0]) as (fakes, urls):
         async with pool_of(urls, []) as pool:
-            await pool.publish(publication(0, folders, models))
+            await pool.load(publication(0, folders, models))
             for turn in range(3):
                 await asyncio.gather(*(sample(pool, f"r{name}", turn) for name in range(6)))
             sessions = [replica.sessions for replica in pool.replicas]
@@ -309,14 +309,19 @@ async def test_what_a_lost_replica_had_is_sampled_elsewhere_and_it_serves_again_
     with two_fakes(folders[0]) as (fakes, urls):
         async with pool_of(urls, lines) as pool:
             second = pool.replicas[1]
-            pool.watch(lambda one, version: states.append((one.state, version)) if one is second else None)
-            await pool.publish(publication(0, folders, models))
+
+            def report(name: str, *, state: str, version: int | None, **facts: Any) -> None:
+                if name in second.engine.url:
+                    states.append((state, version))
+
+            pool.watch(report)
+            await pool.load(publication(0, folders, models))
             await asyncio.gather(*(sample(pool, f"r{name}") for name in range(4)))
             fakes[1].down = True
             generations = await asyncio.gather(*(sample(pool, f"r{name}", 1) for name in range(4)))
             assert [generation.versions for generation in generations] == [((0, 0),)] * 4
             assert [replica.state for replica in pool.replicas] == ["serving", "lost"]
-            await pool.publish(publication(1, folders, models))
+            await pool.load(publication(1, folders, models))
             assert [replica.state for replica in pool.replicas] == ["serving", "lost"]
             fakes[1].down = False
             watch = asyncio.ensure_future(pool.look_after())
@@ -339,9 +344,9 @@ async def test_a_version_that_cannot_be_read_loses_a_replica_and_leaves_it_looke
         async with pool_of([url], [], wait_s=0.0) as pool:
             unreadable = publication(0, folders, models).model_copy(update={"folder": tmp_path / ("x" * 300)})
             with pytest.raises(WeightsRefused, match=r"no replica serves version 0: .*File name too long"):
-                await pool.publish(unreadable)
+                await pool.load(unreadable)
             watch = asyncio.ensure_future(pool.look_after())
-            await pool.publish(publication(0, folders, models))
+            await pool.load(publication(0, folders, models))
             assert (await sample(pool, "r")).versions == ((0, 0),)
             watch.cancel()
 
@@ -355,7 +360,7 @@ async def test_a_replica_that_stays_away_is_started_anew_where_the_run_can(folde
 
         renewed: list[str] = []
         async with pool_of(urls, [], wait_s=2.0, renew=renew) as pool:
-            await pool.publish(publication(0, folders, models))
+            await pool.load(publication(0, folders, models))
             fakes[0].down = True
             await asyncio.gather(*(sample(pool, f"r{name}") for name in range(2)))
             watch = asyncio.ensure_future(pool.look_after())
@@ -365,17 +370,32 @@ async def test_a_replica_that_stays_away_is_started_anew_where_the_run_can(folde
             assert renewed == urls[:1]
 
 
+async def test_a_server_that_was_placed_elsewhere_is_asked_there_once_it_has_the_weights(folders, models):
+    with two_fakes(folders[0]) as (fakes, urls):
+        async with pool_of(urls[:1], []) as pool:
+            await pool.load(publication(0, folders, models))
+            states: list[tuple[str, str]] = []
+            pool.watch(lambda name, *, state, **facts: states.append((name, state)))
+            pool.move(*urls)
+            watch = asyncio.ensure_future(pool.look_after())
+            assert (await sample(pool, "r")).versions == ((0, 0),)
+            watch.cancel()
+    assert [len(fake.served) for fake in fakes] == [0, 1]
+    first, second = (url.removeprefix("http://") for url in urls)
+    assert states == [(first, "serving"), (first, "gone"), (second, "lost"), (second, "serving")]
+
+
 async def test_a_replica_that_is_brought_back_amid_a_publish_never_serves_the_version_before(folders, models):
     with fake_vllm(folders[0]) as (fake, url):
         async with pool_of([url], []) as pool:
-            await pool.publish(publication(0, folders, models))
+            await pool.load(publication(0, folders, models))
             (replica,) = pool.replicas
             replica.state = "lost"
             fake.may_load.clear()
             watch = asyncio.ensure_future(pool.look_after())
             while replica.task.done():
                 await asyncio.sleep(0.01)
-            publishing = asyncio.ensure_future(pool.publish(publication(1, folders, models)))
+            publishing = asyncio.ensure_future(pool.load(publication(1, folders, models)))
             answer = asyncio.ensure_future(sample(pool, "r"))
             await asyncio.sleep(0)
             fake.may_load.set()
@@ -388,10 +408,10 @@ async def test_a_replica_that_is_brought_back_amid_a_publish_never_serves_the_ve
 async def test_a_load_that_leaves_the_head_as_it_was_is_refused_by_the_canary(folders, models):
     with fake_vllm(folders[0]) as (fake, url):
         async with pool_of([url], [], wait_s=0.0) as pool:
-            await pool.publish(publication(0, folders, models))
+            await pool.load(publication(0, folders, models))
             fake.forgets_head = True
             with pytest.raises(WeightsRefused, match="log-probs of the canary differ by"):
-                await pool.publish(publication(1, folders, models))
+                await pool.load(publication(1, folders, models))
             with pytest.raises(RemoteUnavailable, match="weights that have not passed the canary"):
                 await pool.replicas[0].engine.generate(PROMPT, Sampling(max_tokens=2), request_id="a")
 
@@ -399,7 +419,7 @@ async def test_a_load_that_leaves_the_head_as_it_was_is_refused_by_the_canary(fo
 async def test_a_request_waits_for_a_replica_and_then_says_what_each_answered(folders, models):
     with fake_vllm(folders[0]) as (fake, url):
         async with pool_of([url], [], wait_s=0.2) as pool:
-            await pool.publish(publication(0, folders, models))
+            await pool.load(publication(0, folders, models))
             fake.down = True
             with pytest.raises(
                 EngineStopped, match=r"no replica has served for 0.2 s .*answered 500: .*EngineCore died"
@@ -410,7 +430,7 @@ async def test_a_request_waits_for_a_replica_and_then_says_what_each_answered(fo
 async def test_a_streamed_request_is_not_sampled_anew_elsewhere(folders, models):
     with two_fakes(folders[0]) as (fakes, urls):
         async with pool_of(urls, []) as pool:
-            await pool.publish(publication(0, folders, models))
+            await pool.load(publication(0, folders, models))
             for fake in fakes:
                 fake.down = True
             with pytest.raises(RemoteUnavailable):
@@ -423,11 +443,11 @@ async def test_a_wedged_replica_delays_no_publish_and_is_lost_by_its_own_deadlin
     with two_fakes(folders[0]) as (fakes, urls):
         async with pool_of(urls, [], loads_s=(30.0, 1.0)) as pool:
             watch = asyncio.ensure_future(pool.look_after())
-            await pool.publish(publication(0, folders, models))
+            await pool.load(publication(0, folders, models))
             while pool.replicas[1].state != "serving":  # on a busy machine not at its first attempt
                 await asyncio.sleep(0.01)
             fakes[1].may_load.clear()
-            await pool.publish(publication(1, folders, models))
+            await pool.load(publication(1, folders, models))
             assert pool.replicas[1].state != "serving"
             assert (await sample(pool, "r")).versions == ((0, 1),)
             while pool.replicas[1].state != "lost":
@@ -442,7 +462,7 @@ async def test_a_wedged_replica_delays_no_publish_and_is_lost_by_its_own_deadlin
 async def test_a_busy_replica_is_asked_again_and_not_lost(folders, models):
     with fake_vllm(folders[0]) as (fake, url):
         async with pool_of([url], []) as pool:
-            await pool.publish(publication(0, folders, models))
+            await pool.load(publication(0, folders, models))
             fake.busy = 1
             assert (await sample(pool, "r")).versions == ((0, 0),)
             assert pool.replicas[0].state == "serving"
@@ -452,12 +472,12 @@ async def test_a_busy_replica_is_asked_again_and_not_lost(folders, models):
 async def test_a_failure_of_before_a_load_says_nothing_of_the_replica_since(folders, models):
     with fake_vllm(folders[0]) as (fake, url):
         async with pool_of([url], []) as pool:
-            await pool.publish(publication(0, folders, models))
+            await pool.load(publication(0, folders, models))
             fake.holds.clear()
             answer = asyncio.ensure_future(sample(pool, "r"))
             while not fake.served:
                 await asyncio.sleep(0.01)
-            await pool.publish(publication(1, folders, models))
+            await pool.load(publication(1, folders, models))
             fake.fails_once = True
             fake.holds.set()
             assert (await answer).versions == ((0, 1),)
@@ -467,14 +487,14 @@ async def test_a_failure_of_before_a_load_says_nothing_of_the_replica_since(fold
 async def test_weights_that_change_under_a_stop_string_lose_no_replica(folders, models, tokenizer):
     with fake_vllm(folders[0]) as (fake, url):
         async with pool_of([url], [], weight_update="keep") as pool:
-            await pool.publish(publication(0, folders, models))
+            await pool.load(publication(0, folders, models))
             fake.holds.clear()
             sampling = Sampling(max_tokens=8, temperature=0.0)
             extras = Extras(stop=StopStrings(tokenizer.decode, [" "]))
             answer = asyncio.ensure_future(pool.generate(PROMPT, sampling, request_id="r", extras=extras))
             while not fake.served:
                 await asyncio.sleep(0.01)
-            await pool.publish(publication(1, folders, models))
+            await pool.load(publication(1, folders, models))
             fake.holds.set()
             generation = await answer
             assert generation.versions[0] == (0, 0) and pool.replicas[0].state == "serving"

@@ -114,7 +114,7 @@ async def test_a_process_is_placed_and_followed_by_another_and_what_cannot_be_is
     assert lines == []
 
 
-async def test_a_vllm_server_on_a_node_keeps_its_address_here_when_it_is_started_anew(
+async def test_a_vllm_server_on_a_node_announces_its_address_and_the_next_one_when_it_is_started_again(
     address: str, tmp_path: Path
 ):
     python, version = fake_environment(tmp_path / "vllm"), tmp_path / "version_0"
@@ -128,20 +128,26 @@ async def test_a_vllm_server_on_a_node_keeps_its_address_here_when_it_is_started
         table(python), tmp_path / "start", [tmp_path / "log"],
         hardware=Hardware("float32"), tell=lines.append, launcher=launcher, device="cpu",
     )  # fmt: skip
+    moves: list[tuple[str, str]] = []
+
+    async def moved(url: str, new_url: str) -> None:
+        moves.append((url, new_url))
+
+    servers.moved = moved
     try:
         await servers.start(version)
         (url,) = servers.urls
-        first = await command(url)
-        assert url not in first, "it listens on its node, at another port"
+        assert f"--port {url.rpartition(':')[2]} " in await command(url), "it listens on its node"
         servers.renew(url)
         while (
             f"vLLM server {url} ended with SIGKILL (often the system, short of memory); it is started anew"
             not in lines
         ):
             await asyncio.sleep(0.05)
-        while (again := await command(url)) == first:
+        while not moves:
             await asyncio.sleep(0.05)
-        assert f"--model {tmp_path / 'start'} " in again
+        assert moves == [(url, *servers.urls)] and url not in servers.urls
+        assert f"--model {tmp_path / 'start'} " in await command(servers.urls[0])
     finally:
         await servers.stop()
         await launcher.close()

@@ -1,4 +1,4 @@
-"""Stands in for the process of a gateway, an engine or the learner: a test copies it as `sitecustomize.py`.
+"""Stands in for the process of a gateway or the learner: a test copies it as `sitecustomize.py`.
 
 It needs no torch. What it does is named by SCRIPT. Files in its own folder are how it and the test wait
 for each other.
@@ -6,16 +6,16 @@ for each other.
 
 import json
 import os
-import socket
 import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler
 from importlib.metadata import version
 from pathlib import Path
-from socketserver import TCPServer
+from socketserver import ThreadingTCPServer
 
 HERE, SCRIPT = Path(__file__).parent, os.environ.get("SCRIPT", "")
+RESULTS = {"totals": {"requests": 3}, "verify": []}
 
 
 def tell(line: str) -> None:
@@ -41,47 +41,82 @@ def is_first(name: str) -> bool:
     return True
 
 
+def error(code: str, detail: str) -> str:
+    body = {"classes": ["EngineStopped"], "code": code, "detail": detail}
+    return f"error {json.dumps(body)}\n"
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        if SCRIPT == "no first totals" and any(is_first(f"asked_{number}") for number in range(5)):
-            self.close_connection = True
-            return
-        if SCRIPT == "wedges" and self.path == "/control/probe" and is_first("wedged"):
-            wait_for("never")
-        if self.path == "/about":
-            self.answer(json.dumps({"version": version("turnwise")}))
-            return
-        self.answer(json.dumps({"requests": 3}))
+        self.answer(json.dumps({"version": version("turnwise")}))
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        if SCRIPT == "dies in loads":
-            end(9, f"no memory for version {json.loads(body)['number']}")
-        elif SCRIPT == "outlives its engine" and is_first("answered"):
-            self.answer(json.dumps({"code": "engine_stopped", "detail": "its process has ended"}), status=503)
+        name = self.path.removeprefix("/calls/")
+        if name == "serve":
+            self.serve(json.loads(body)[0]["version"]["number"])
+        elif name == "load" and self.load(json.loads(body)[0]["number"]):
+            return
+        elif name == "probe" and SCRIPT == "wedges" and is_first("wedged"):
+            wait_for("never")
+        elif (
+            name == "totals" and SCRIPT == "no first totals" and any(is_first(f"asked_{n}") for n in range(5))
+        ):
+            self.close_connection = True
+            return
+        elif name == "move_server":
+            (HERE / "moves").write_bytes(body)
+        elif name == "publish":
+            tell("x" * 2_000_000)  # more than pipe and reader hold
+        self.answer(f"result [{json.dumps(RESULTS.get(name))}]\n")
+        if name == "save":
             self.wfile.flush()
-            wait_for("end")
-            end(1, "the engine's process has ended")
+            end(7, "its last words")
+
+    def serve(self, number: int) -> None:
+        with (HERE / "starts").open("a") as starts:
+            starts.write(f"{number}\n")
+        if SCRIPT in ("answers after its end", "hears of moves") and not is_first("began"):
+            wait_for("ready")
+        self.send_response(200)
+        self.send_header("Connection", "close")
+        self.end_headers()
+        events = [{"kind": "serving", "url": "http://127.0.0.1:1"}]
+        events += [{"kind": "answered"}] * (SCRIPT == "dies in loads")
+        for event in events:
+            self.wfile.write(f"progress {json.dumps([event])}\n".encode())
+        wait_for("broken")
+        self.wfile.write(error("engine_stopped", "its engine has failed").encode())
+        self.wfile.flush()
+        end(3, "its engine has failed")
+
+    def load(self, number: int) -> bool:
+        """Whether it has answered."""
+        if SCRIPT == "dies in loads":
+            end(9, f"no memory for version {number}")
+        elif SCRIPT == "outlives its engine" and not (HERE / "ended").exists():
+            self.answer(error("engine_stopped", "its process has ended"))
+            self.wfile.flush()
+            is_first("answered")
+            if (HERE / "end").exists() and is_first("ended"):
+                end(1, "the engine's process has ended")
+            return True
         elif SCRIPT == "breaks in loads":
-            end(3, "its engine has failed")
+            (HERE / "broken").touch()
+            wait_for("never")
         elif SCRIPT == "answers after its end":
             if os.fork():
                 end(9, "killed")
             os.close(1)
             wait_for("answer")
-            self.answer("{}")
+            self.answer("result [null]\n")
             os._exit(0)
-        elif self.path == "/calls/publish":
-            tell("x" * 2_000_000)  # more than pipe and reader hold
-        self.answer("result [null]\n" if self.path.startswith("/calls/") else "{}")
-        if self.path == "/calls/save":
-            self.wfile.flush()
-            end(7, "its last words")
+        return False
 
-    def answer(self, text: str, status: int = 200) -> None:
-        self.send_response(status)
+    def answer(self, text: str) -> None:
+        self.send_response(200)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text.encode())
@@ -96,29 +131,8 @@ def end_with_the_test() -> None:
     os._exit(1)
 
 
-def serve(descriptor: int | None) -> None:
+if {"trainer_backend.run.gateway_process", "trainer_backend.learner.process"} & set(sys.orig_argv):
     threading.Thread(target=end_with_the_test, daemon=True).start()
-    server = TCPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
-    if descriptor is None:
-        server.server_bind()
-    else:
-        server.socket.close()
-        server.socket = socket.socket(fileno=descriptor)
-        number = json.loads(os.environ["TURNWISE_GATEWAY"])["version"]["number"]
-        with (HERE / "starts").open("a") as starts:
-            starts.write(f"{number}\n")
-        if SCRIPT == "answers after its end" and not is_first("began"):
-            wait_for("ready")
-    server.server_activate()
-    tell(f"listening on http://127.0.0.1:{server.socket.getsockname()[1]}")
-    if SCRIPT == "dies in loads":
-        tell("has answered a request")
+    server = ThreadingTCPServer(("127.0.0.1", 0), Handler)
+    tell(f"listening on http://127.0.0.1:{server.server_address[1]}")
     server.serve_forever()
-
-
-if "trainer_backend.run.gateway_process" in sys.orig_argv:
-    serve(int(sys.orig_argv[-1]))
-elif "trainer_backend.learner.process" in sys.orig_argv:
-    serve(None)
-elif "trainer_backend.run.engine_process" in sys.orig_argv:
-    end(2, "its folder cannot be served")

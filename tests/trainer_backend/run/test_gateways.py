@@ -6,7 +6,7 @@ import shutil
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.plan import Inference, retried
 from trainer_backend.errors import EngineStopped, NotPlaced, WeightsRefused
 from trainer_backend.inference.served_policy import PolicyFacts
+from trainer_backend.launchers.launcher import LOCAL, Place, Process, Role
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import load_model_folder
 from trainer_backend.run.fixed_setup import FixedSetup
@@ -82,29 +83,21 @@ class Story:
     urls: tuple[str, ...] = ()
     refusals: list[str] = field(default_factory=list)
     served: list[list[int]] = field(default_factory=list)
-    strangers: list[int] = field(default_factory=list)
     pids: list[int] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     states: list[tuple[str, str]] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
 
 
-async def asked_of_each(inference: Inference, method: str, path: str) -> list[tuple[int, Any]]:
-    """Status and body of each gateway's reply to a request with the gateway's key."""
-    assert inference.key is not None
-    headers, replies = {"Authorization": f"Bearer {inference.key.get_secret_value()}"}, []
-    async with aiohttp.ClientSession(headers=headers) as session:
-        for url in inference.urls:
-            async with session.request(method, url + path, data=b"{}") as reply:
-                replies.append((reply.status, await reply.json()))
-    return replies
-
-
 async def versions(inference: Inference) -> list[int]:
     """The version that each gateway serves."""
-    return [
-        body["data"][0]["policy_version"] for _, body in await asked_of_each(inference, "GET", "/v1/models")
-    ]
+    assert inference.key is not None
+    headers, served = {"Authorization": f"Bearer {inference.key.get_secret_value()}"}, []
+    async with aiohttp.ClientSession(headers=headers) as session:
+        for url in inference.urls:
+            async with session.get(f"{url}/v1/models") as reply:
+                served.append((await reply.json())["data"][0]["policy_version"])
+    return served
 
 
 def killed_amid(server: Gateways, gateway: int) -> Any:
@@ -118,6 +111,19 @@ def killed_amid(server: Gateways, gateway: int) -> Any:
             os.kill(pid, signal.SIGKILL)
 
     return tell
+
+
+class FirstElsewhere:
+    """A launcher that places the first gateway as on another machine, at ports of its own."""
+
+    async def start(self, role: Role) -> Process:
+        if role.name != "gateway_0":
+            return await LOCAL.start(role)
+        place = Place(host="127.0.0.1")
+        return await LOCAL.start(replace(role, command=lambda here: role.command(place), descriptors=()))
+
+    def key(self, variable: str) -> str:
+        return LOCAL.key(variable)
 
 
 async def in_one_process(job: Any, learner: Learner, dispatcher: Dispatcher, story: Story) -> None:
@@ -134,7 +140,7 @@ async def in_processes(
     job: Any, learner: Learner, dispatcher: Dispatcher, directory: RunDirectory, story: Story
 ) -> None:
     reporter = ListReporter()
-    with job_parts.gateways(job, FixedSetup(), directory, reporter.say) as gateways:
+    with job_parts.gateways(job, FixedSetup(), directory, reporter.say, FirstElsewhere()) as gateways:
         planner = job_parts.planner(job, "apart", gateways.inference)
         story.urls = gateways.inference.urls
         async with gateways.serving(learner) as server:
@@ -156,9 +162,6 @@ async def in_processes(
                     await server.publish(2 + len(damage))
                 story.refusals.append(str(caught.value))
                 story.served.append(await versions(gateways.inference))
-            for method, path in (("POST", "/control/load"), ("GET", "/control/totals")):
-                replies = await asked_of_each(gateways.inference, method, path)
-                story.strangers += [status for status, _ in replies]
             story.pids = [gateway.pid for gateway in server.gateways]
     story.lines = reporter.lines
     story.states = [(name, state) for role, name, state in reporter.processes if role == "gateway"]
@@ -230,10 +233,6 @@ def test_a_publish_that_was_cut_short_is_refused_and_the_version_before_serves(s
     assert story.served == [[1, 1], [1, 1]]
 
 
-def test_the_key_of_the_gateway_opens_no_control_route(story: Story):
-    assert story.strangers == [401] * 4
-
-
 def test_the_processes_end_with_the_run(story: Story):
     for pid in story.pids:
         with pytest.raises(ProcessLookupError):
@@ -266,7 +265,7 @@ async def test_a_gateway_that_dies_again_and_again_ends_the_run_with_its_logs_la
 class Unplaced:
     """A gateway that nobody has room for; it stands for the weights too."""
 
-    renew, serve_again, restarts, known_totals = None, None, 0, {"requests": 3}
+    renew, serve_again, servers, restarts, known_totals = None, None, None, 0, {"requests": 3}
 
     async def write(self, policy_version: int) -> None: ...
 
@@ -364,6 +363,21 @@ async def test_a_process_that_started_with_the_version_before_a_load_serves_nobo
         await gateway.ready()
     assert (tmp_path / "starts").read_text().split() == ["0", "0", "1"]
     assert reporter.lines[-1] == "gateway_0 serves version 1 again"
+
+
+async def test_a_gateway_that_starts_is_told_of_servers_that_have_moved_once_it_serves(
+    scripted: Scripted, tmp_path: Path
+):
+    async with scripted("hears of moves") as (server, _):
+        assert server.gateways[0].pid is not None
+        os.kill(server.gateways[0].pid, signal.SIGKILL)
+        while (tmp_path / "starts").read_text().split() != ["0", "0"]:
+            await asyncio.sleep(0.01)
+        await server.move_server("http://a", "http://b")
+        (tmp_path / "ready").touch()
+        while not (tmp_path / "moves").exists():
+            await asyncio.sleep(0.01)
+    assert (tmp_path / "moves").read_text() == '["http://a","http://b"]'
 
 
 async def test_a_load_that_meets_a_dead_engine_before_its_gateway_ended_is_asked_again(

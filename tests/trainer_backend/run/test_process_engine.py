@@ -2,25 +2,28 @@
 
 import asyncio
 import os
-import shutil
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shared_schemas.trajectory import Sampling
-from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, EngineStopped, WeightsRefused
+from trainer_backend.errors import (
+    BadChatRequest,
+    ContextLengthExceeded,
+    EngineStopped,
+    ModelFolderError,
+    WeightsRefused,
+)
 from trainer_backend.inference.protocol import Extras, FrozenEngine, Generation, SampledToken
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.stop_strings import Decode, StopStrings
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.job.tables import InferenceTable, ModelTable
-from trainer_backend.run import engine_process
-from trainer_backend.run.gateway import REFUSAL
+from trainer_backend.run.engine_calls import EngineSetup
 from trainer_backend.run.policy_server import engine_of_folder
-from trainer_backend.run.process_engine import SETUP, EngineSetup, ProcessEngine
+from trainer_backend.run.process_engine import EngineLost, ProcessEngine
 
 # One at a time: which requests are decoded together changes the last bits.
 KEYS = InferenceTable(max_running=1, kept_prefixes=0, max_model_len=64)
@@ -57,9 +60,9 @@ def test_it_samples_what_an_engine_of_this_process_samples(model_folders: dict[s
 
     async def both() -> tuple[list[Any], list[Any]]:
         engine = ProcessEngine(setup)
-        with pytest.raises(EngineStopped, match="it was not started"):
+        with pytest.raises(EngineStopped, match="was not started"):
             await engine.generate([1], Sampling(max_tokens=1), request_id="0")
-        assert await engine.begin() is None
+        await engine.begin()
         try:
             ours = await answered(engine, decode)
             assert engine.counters.requests == sum(map(len, ours[:2]))
@@ -86,7 +89,8 @@ def test_it_samples_what_an_engine_of_this_process_samples(model_folders: dict[s
             os.kill(engine.pid, signal.SIGKILL)
             with pytest.raises(EngineStopped, match="its process has ended"):
                 await waiting
-            assert await engine.ended() == -signal.SIGKILL
+            with pytest.raises(EngineLost, match="ended with SIGKILL"):
+                await engine.look_after()
             with pytest.raises(EngineStopped, match="its process has ended"):
                 await engine.probe()
         finally:
@@ -102,35 +106,26 @@ def test_it_samples_what_an_engine_of_this_process_samples(model_folders: dict[s
     assert stopped.stop_string is not None and len(ours[2][0]) == len(stopped.token_ids) - 1 < 11
 
 
-def refused_setup(folder: Path) -> EngineSetup:
-    return EngineSetup(
-        model=ModelTable(path=folder, device="cpu"),
-        keys=KEYS,
-        version=PolicyVersion(number=0, folder=folder),
+async def test_a_folder_that_cannot_be_served_is_refused_by_the_error_of_its_class(tmp_path: Path) -> None:
+    version = PolicyVersion(number=0, folder=tmp_path)
+    engine = ProcessEngine(
+        EngineSetup(model=ModelTable(path=tmp_path, device="cpu"), keys=KEYS, version=version)
     )
+    try:
+        with pytest.raises(ModelFolderError, match=f"{tmp_path}: "):
+            await engine.begin()
+    finally:
+        await engine.close()
 
 
-def test_a_folder_that_cannot_be_served_is_refused_with_the_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv(SETUP, refused_setup(tmp_path).model_dump_json())
-    ours, theirs = socket.socketpair()
-    with ours:
-        assert engine_process.main(["--socket", str(theirs.detach())]) == REFUSAL
-    assert f"{tmp_path}: " in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_a_process_that_ends_before_it_serves_is_told_by_its_exit_code(
+async def test_a_process_that_ends_before_it_serves_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copy(Path(__file__).with_name("scripted_child.py"), tmp_path / "sitecustomize.py")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-    async def begin() -> int | None:
-        engine = ProcessEngine(refused_setup(tmp_path))
-        try:
-            return await engine.begin()
-        finally:
-            await engine.close()
-
-    assert asyncio.run(begin()) == 2
+    monkeypatch.setattr("trainer_backend.run.process_engine._MODULE", "this")  # a poem
+    version = PolicyVersion(number=0, folder=tmp_path)
+    engine = ProcessEngine(
+        EngineSetup(model=ModelTable(path=tmp_path, device="cpu"), keys=KEYS, version=version)
+    )
+    with pytest.raises(EngineLost, match="the engine's process ended with exit code 0"):
+        await engine.begin()
+    await engine.close()

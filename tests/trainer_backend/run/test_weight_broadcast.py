@@ -11,9 +11,9 @@ import torch
 from tests.trainer_backend.inference.fake_vllm import FakeVllm, fake_vllm
 from tests.trainer_backend.learner.hand_made import learner_of, tiny_tokenizer
 from trainer_backend.errors import LearnerLost
-from trainer_backend.inference.pool import ReplicaPool
+from trainer_backend.inference.servers import Servers
 from trainer_backend.learner.learner import LocalLearner
-from trainer_backend.run.replicas import pool_of
+from trainer_backend.run.policy_server import make_servers
 from trainer_backend.run.weight_broadcast import WeightBroadcast
 
 
@@ -39,11 +39,13 @@ class Run:
             update={"urls": tuple(urls), "engine": "vllm", "replica_wait_s": 30.0}
         )
         self.weights = WeightBroadcast(learner, folder, table)
-        self.pool: ReplicaPool = pool_of(table, learner.facts(), lines.append, None, self.weights.serve_again)
+        self.pool: Servers = make_servers(
+            table, learner.facts(), lines.append, None, self.weights.serve_again
+        )
 
     async def publish(self, number: int) -> None:
         version = await self.weights.write(number)
-        await self.weights.deliver(self.pool.publish(version))
+        await self.weights.deliver(self.pool.load(version))
 
 
 @asynccontextmanager

@@ -12,8 +12,8 @@ from bench.scale_model import SimulatedReplica, Speed
 from bench.virtual_time import in_virtual_time
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import EngineStopped, WeightsRefused
-from trainer_backend.inference.pool import ReplicaPool
 from trainer_backend.inference.protocol import Extras
+from trainer_backend.inference.servers import Servers
 from trainer_backend.inference.versions import PolicyVersion, ScoredPrompt, WeightAddress
 
 # A token takes 10 ms.
@@ -44,7 +44,7 @@ class Noting(SimulatedReplica):
             raise WeightsRefused("no")
 
 
-async def asked(pool: ReplicaPool) -> None:
+async def asked(pool: Servers) -> None:
     """A request of each session, all at once."""
     await asyncio.gather(
         *(
@@ -58,10 +58,10 @@ def served(engines: Sequence[Noting]) -> tuple[dict[str, int], float]:
     """Sessions' requests by replica, "0a": those asked before a publish, and those asked while it goes on."""
 
     async def work() -> dict[str, int]:
-        pool = ReplicaPool(engines, wait_s=1e9, canary_limit=1e-4, tell=lambda line: None)
-        await pool.publish(FIRST)
+        pool = Servers(engines, wait_s=1e9, canary_limit=1e-4, tell=lambda line: None)
+        await pool.load(FIRST)
         await asked(pool)
-        publish = asyncio.ensure_future(pool.publish(SECOND))
+        publish = asyncio.ensure_future(pool.load(SECOND))
         await asyncio.sleep(0.5)
         await asked(pool)
         await publish
@@ -104,11 +104,11 @@ def test_a_request_that_nobody_took_in_time_ends_the_run_by_itself():
 
     async def work() -> str:
         engine = Noting("http://0", 3.0)
-        pool = ReplicaPool([engine], wait_s=2.0, canary_limit=1e-4, tell=lambda line: None)
-        await pool.publish(FIRST)
+        pool = Servers([engine], wait_s=2.0, canary_limit=1e-4, tell=lambda line: None)
+        await pool.load(FIRST)
         engine.refused = 1
         with pytest.raises(WeightsRefused, match="no replica serves version 1"):
-            await pool.publish(SECOND)
+            await pool.load(SECOND)
         assert not pool.breakdown.done(), "nobody has asked"
         with pytest.raises(EngineStopped, match=r"no replica has served for 2 s .*http://0: no$"):
             await asked(pool)

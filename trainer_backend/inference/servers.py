@@ -17,12 +17,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
+from urllib.parse import urlsplit
 
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import EngineBusy, EngineStopped, RemoteUnavailable, TrainerError, WeightsRefused
 from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation
 from trainer_backend.inference.versions import PolicyVersion, ScoredPrompt
 from trainer_backend.inference.vllm_engine import VllmEngine
+from trainer_backend.rundir.state import GONE
 
 State = Literal["starting", "stale", "serving", "lost"]
 # Sessions that are remembered; the oldest is forgotten first, and costs a prefix that is computed anew.
@@ -30,10 +32,6 @@ _MOST_SESSIONS = 20_000
 # A session leaves its replica where another has this many fewer running requests.
 _IMBALANCE = 16
 _LOOK_S = 1.0
-
-
-# Is given a replica that has another state, and the version that it serves from now on, or None.
-Show = Callable[["Replica", int | None], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -60,8 +58,8 @@ class Replica:
     """When it ceased to serve, or was last started again for that."""
 
 
-class ReplicaPool:
-    """A `FrozenEngine` over replicas. `generate` runs in the gateway's loop, the rest in the run's.
+class Servers:
+    """An `Engine` over replicas. `generate` runs in the gateway's loop, the rest in the run's.
 
     Args:
         wait_s: how long a request waits for a replica that serves, or has time for it; then the run ends.
@@ -83,7 +81,7 @@ class ReplicaPool:
     ) -> None:
         self.replicas = tuple(map(Replica, engines))
         self._wait_s, self._limit, self._tell, self._renew = wait_s, canary_limit, tell, renew
-        self._show: Show = lambda replica, version: None
+        self._report: Callable[..., None] = lambda *name, **facts: None
         self._homes: OrderedDict[str, Replica] = OrderedDict()
         self._published: PolicyVersion | None = None
         self.breakdown: Future[str] = Future()
@@ -136,13 +134,22 @@ class ReplicaPool:
             finally:
                 replica.running -= 1
 
-    def watch(self, show: Show) -> None:
-        """Call `show` with each replica now, and with one whose state changes from now on, in any thread."""
-        self._show = show
+    def watch(self, report: Callable[..., None]) -> None:
+        """Report each replica now, and one whose state changes from now on, in any thread."""
+        self._report = report
         for replica in self.replicas:
-            show(replica, None)
+            self._show(replica, None)
 
-    async def publish(self, version: PolicyVersion) -> None:
+    def move(self, url: str, new_url: str) -> None:
+        """Take the new address of a server that was started elsewhere; what it was sampling is lost there."""
+        for replica in self.replicas:
+            if replica.engine.url == url:
+                self._report(_place(url), role="replica", state=GONE)
+                replica.engine.move(new_url)
+                replica.fit = False
+                self._become(replica, "lost")
+
+    async def load(self, version: PolicyVersion) -> None:
         """Have all replicas serve this version; those that cannot are lost, and tried again until they do.
 
         It waits for the first one, and then for the others as long again: one that is wedged delays nobody
@@ -219,6 +226,12 @@ class ReplicaPool:
     def totals(self) -> dict[str, float]:
         """Counts since the start, as `EngineCounters` has them; steps are the servers' own, and not known."""
         return {**self._totals, "steps": 0.0, "truncated_tokens": 0.0, "lost_mass": 0.0}
+
+    async def release(self) -> None:
+        """Its servers have memory of their own."""
+
+    async def probe(self) -> None:
+        """Nothing: it finds out by itself which servers are wedged."""
 
     def start(self) -> None:
         """Nothing runs here: the servers were started by others."""
@@ -361,6 +374,12 @@ class ReplicaPool:
             replica.away_since = time.monotonic()
         self._show(replica, version)
 
+    def _show(self, replica: Replica, version: int | None) -> None:
+        word = replica.last_error if replica.state == "lost" else ""
+        self._report(
+            _place(replica.engine.url), role="replica", state=replica.state, version=version, word=word
+        )
+
     def _wake(self) -> None:
         """Let requests look again for a replica."""
         with self._lock:
@@ -377,3 +396,7 @@ class ReplicaPool:
     def _nobody(self) -> str:
         key = "inference.replica_wait_s" if self._renew is None else "twice inference.replica_wait_s"
         return f"no replica has served for {self._wait_s:g} s ({key}): {self._answers()}"
+
+
+def _place(url: str) -> str:
+    return urlsplit(url).netloc

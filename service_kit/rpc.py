@@ -1,0 +1,512 @@
+"""Calls from one process to another: a table of them, carried as lines over HTTP or over a socket.
+
+    CALLS = Table(
+        {"update": Call(tuple[list[Episode], int], Metrics, progress=tuple[int, int])},
+        errors=TrainerError, failure=LearnerFailed,
+    )
+
+    POST /calls/{name}    the arguments; the reply is a stream of lines: `progress [3, 10]`, any number of
+                          times, and then one `result [...]` or `error {...}`
+
+Over a socket (`Caller`, `serve_calls`) the same lines begin with the number of their call, and many calls run
+at the same time. Over HTTP a call costs seven times as much, which is too much for each sample of an
+engine (`bench/call_cost.py`).
+
+    caller -> server      3 call update [...]      3 stop
+    server -> caller      3 progress [3, 10]       3 result [...]      3 error {...}
+
+Numbers cross bit for bit, NaN and infinity too, but of pydantic models, whose own config says how. An error
+arrives as its own class, or as the nearest one that the reader knows. What either side reads is bounded and
+fits the type of the table; anything else is a `failure` that names call, field and value.
+"""
+
+import asyncio
+import os
+import reprlib
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from http import HTTPStatus
+from itertools import count
+from typing import Annotated, Any, Generic, TypeVar, cast
+
+import structlog
+from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import BaseRoute, Route
+
+from service_kit.boundary import describe_error
+from service_kit.errors import BodyTooLarge, RouteError, ServiceError
+from service_kit.gate import Gate, KeyDoor, whole_body
+from service_kit.keys import Keys
+from service_kit.problems import install_problem_handlers
+from service_kit.replies import Lines, ReplyTooLarge, redirect_target
+from shared_schemas.base import FIRST_ERROR_ONLY, Body
+from shared_schemas.json_text import encodable
+from shared_schemas.problem import Problem
+
+log = structlog.get_logger("calls")
+
+Error = TypeVar("Error", bound=ServiceError)
+Tell = Callable[..., None]
+# Does a call: it is given the arguments, and where the call has progress what tells that.
+Handler = Callable[..., Awaitable[Any]]
+PATH = "/calls/"
+
+_MIB = 1 << 20
+# A reply that refuses a call, instead of answering it: a problem.
+MOST_REFUSAL_BYTES = _MIB
+_MOST_WAITING_LINES = 10_000
+_MOST_UNSENT_BYTES = 64 * _MIB
+# Number, verb and name of a call over a socket, before its arguments.
+_MOST_HEAD_BYTES = 200
+_MOST_DIGITS, _SHOWN = 18, 60
+_MOST_BODY_S = 600.0
+
+
+def _read(adapter: TypeAdapter[Any], body: bytes) -> Any:
+    # A text is no number, at any depth: models that are lax elsewhere are strict here.
+    return adapter.validate_json(body, strict=True)
+
+
+class Call:
+    """How the arguments, the progress and the result of a call are written and read.
+
+    Args:
+        arguments, progress: types, as a tuple; without a type of progress the call reports none.
+        result: a type.
+        most_argument_bytes: the longest body of the arguments.
+        most_reply_bytes: the longest line of the reply.
+        encode, decode: of the arguments, where they are more than a line of JSON.
+    """
+
+    def __init__(
+        self,
+        arguments: Any,
+        result: Any,
+        *,
+        progress: Any = None,
+        most_argument_bytes: int = 16 * _MIB,
+        most_reply_bytes: int = _MIB,
+        encode: Callable[[TypeAdapter[Any], Any], bytes] = TypeAdapter.dump_json,
+        decode: Callable[[TypeAdapter[Any], bytes], Any] = _read,
+    ) -> None:
+        config = ConfigDict(ser_json_inf_nan="constants", strict=True)
+
+        def adapt(kind: Any) -> TypeAdapter[Any]:
+            return TypeAdapter(Annotated[kind, FIRST_ERROR_ONLY], config=config)
+
+        self.arguments, self.result = adapt(arguments), adapt(tuple[result])
+        self.progress = None if progress is None else adapt(progress)
+        self.most_argument_bytes, self.most_reply_bytes = most_argument_bytes, most_reply_bytes
+        self.encode, self.decode = encode, decode
+
+
+class ErrorBody(Body):
+    """An error as it crosses from one process to another."""
+
+    classes: tuple[str, ...]
+    """Names of its class and those above it, the nearest first."""
+    code: str
+    detail: str
+    where: str | None = None
+    hint: str | None = None
+    errno: int | None = None
+    """The errno of the system's error behind it, which says whether another attempt may help."""
+    more: dict[str, JsonValue] = Field(default_factory=dict)
+    """Its further attributes, by `ServiceError.carries`."""
+
+    @classmethod
+    def of(cls, error: ServiceError) -> "ErrorBody":
+        return cls(
+            classes=tuple(kind.__name__ for kind in type(error).__mro__ if issubclass(kind, ServiceError)),
+            code=error.code,
+            detail=encodable(error.detail),
+            where=error.where and encodable(error.where),
+            hint=error.hint,
+            errno=error.__cause__.errno if isinstance(error.__cause__, OSError) else None,
+            more={
+                name: TypeAdapter(kind).dump_python(getattr(error, name), mode="json")
+                for name, kind in error.carries.items()
+            },
+        )
+
+    def error(self, errors: type[Error], failure: type[Error]) -> Error:
+        """The same error, of the nearest class below `errors`; of `failure` where it has none of these.
+
+        Raises:
+            ValidationError: an attribute does not fit its type.
+        """
+        known = {kind.__name__: kind for kind in errors.tree()}
+        kind = next((known[name] for name in self.classes if name in known), failure)
+        error = kind.__new__(kind)  # some have arguments of their own
+        ServiceError.__init__(error, self.detail, where=self.where, hint=self.hint, code=self.code)
+        for name in error.carries.keys() & self.more.keys():
+            setattr(error, name, TypeAdapter(error.carries[name]).validate_python(self.more[name]))
+        if self.errno is not None:
+            error.__cause__ = OSError(self.errno, os.strerror(self.errno))
+        return error
+
+
+class Table(dict[str, Call], Generic[Error]):
+    """Calls by name.
+
+    Args:
+        errors: the tree of the errors that they raise.
+        failure: the class of those that are of no known class, and of what does not fit this table.
+    """
+
+    def __init__(self, calls: Mapping[str, Call], *, errors: type[Error], failure: type[Error]) -> None:
+        super().__init__(calls)
+        self._errors, self.failure = errors, failure
+        self.most_argument_bytes = max(call.most_argument_bytes for call in calls.values())
+        self.most_reply_bytes = max(call.most_reply_bytes for call in calls.values())
+
+    def write_arguments(self, name: str, arguments: Sequence[Any]) -> bytes:
+        call = self[name]
+        return call.encode(call.arguments, tuple(arguments))
+
+    def read_arguments(self, name: str, body: bytes) -> tuple[Any, ...]:
+        """The arguments of a call; a `failure` where they do not fit."""
+        call = self[name]
+        try:
+            arguments: tuple[Any, ...] = call.decode(call.arguments, body)
+        except ValueError as error:
+            raise self.misfit(f"the list of arguments of {name!r}", error) from error
+        return arguments
+
+    def write_progress(self, name: str, values: tuple[Any, ...]) -> bytes:
+        progress = self[name].progress
+        assert progress is not None, "it declares none"
+        return b"progress " + progress.dump_json(values)
+
+    def write_result(self, name: str, result: Any) -> bytes:
+        return b"result " + self[name].result.dump_json((result,))
+
+    def write_error(self, error: Exception, name: str) -> bytes:
+        """The line of an error; one that is none of a service becomes a `failure`."""
+        if not isinstance(error, ServiceError):
+            log.error("call_failed", call=name, exc_info=error)
+            error = self.failure(f"{name!r} met {describe_error(error)}")
+        return b"error " + ErrorBody.of(error).model_dump_json().encode()
+
+    def read_error(self, body: bytes | str, name: str) -> Error:
+        try:
+            return ErrorBody.model_validate_json(body).error(self._errors, self.failure)
+        except ValueError as error:
+            raise self.misfit(f"the error of {name!r}", error) from error
+
+    def misfit(self, whole: str, error: ValueError, outer: int = 0) -> Error:
+        """What does not fit its type: where, what is allowed, and what stands there."""
+        fault = f": {error}"  # of bytes that are no array
+        if isinstance(error, ValidationError):
+            first = error.errors(include_url=False, include_context=False)[0]
+            field = ".".join(map(str, first["loc"][outer:]))
+            at = f" at {field}" if field else ""
+            fault = f"{at}: {first['msg']}; there is {_show(first['input'])}"
+        return self.failure(f"{whole} does not fit its type{fault}")
+
+    def refusal(self, url: str, status: int, location: str | None, body: bytes) -> Error:
+        """The error of a reply over HTTP that does not answer the call; of its class where it names one."""
+        if target := redirect_target(status, location, url):
+            return self.failure(
+                f"{url} redirects to {target}, and the key is sent to no other address",
+                hint="The launcher must know the process's final address.",
+            )
+        try:
+            problem = Problem.model_validate_json(body)
+        except ValueError:
+            return self.failure(f"{url} answered {status}, and not as a process of a run does")
+        kind = next((kind for kind in self._errors.tree() if kind.code == problem.code), self.failure)
+        error = kind.__new__(kind)
+        ServiceError.__init__(error, problem.detail, where=problem.where, hint=problem.hint)
+        return error
+
+
+class Reply:
+    """The reply of a call as it comes, over whatever.
+
+    `tell` receives the progress. What it raises is kept in `unwelcome`: the call is to be stopped, and that
+    error is its end.
+    """
+
+    def __init__(self, table: Table[Any], name: str, tell: Tell | None = None) -> None:
+        self.name, self._table, self._tell = name, table, tell
+        self._call = table[name]
+        self._lines = Lines(self._call.most_reply_bytes)
+        self._end: bytes | None = None
+        self.unwelcome: Exception | None = None
+
+    def again(self) -> "Reply":
+        """What reads the reply of the same call where this one was broken off."""
+        reply = Reply(self._table, self.name, self._tell)
+        reply.unwelcome = self.unwelcome
+        return reply
+
+    def take(self, part: bytes) -> bool:
+        """Read a part of the reply; return whether that has ended."""
+        try:
+            lines = self._lines.take(part)
+        except ReplyTooLarge as error:
+            raise self._table.failure(f"the reply to {self.name!r}: {error}") from error
+        return any([self.hear(line) for line in lines])
+
+    def hear(self, line: bytes) -> bool:
+        """Read a line; return whether the reply has ended with it."""
+        kind, _, text = line.partition(b" ")
+        if kind == b"progress" and self._call.progress is not None and self._end is None:
+            try:
+                values = _read(self._call.progress, text)
+            except ValueError as error:
+                raise self._table.misfit(f"the progress of {self.name!r}", error) from error
+            if self._tell is not None and self.unwelcome is None:
+                try:
+                    self._tell(*values)
+                except Exception as error:
+                    self.unwelcome = error
+            return False
+        if kind not in (b"result", b"error") or self._end is not None:
+            words = _show(line)
+            raise self._table.failure(f"the reply to {self.name!r} does not fit: it has the line {words}")
+        self._end = line
+        return True
+
+    def result(self) -> Any:
+        """The result of a reply that has ended; or its error is raised."""
+        if self.unwelcome is not None:
+            raise self.unwelcome
+        assert self._end is not None, "the reply has ended"
+        kind, _, text = self._end.partition(b" ")
+        if kind == b"error":
+            raise self._table.read_error(text, self.name)
+        try:
+            return _read(self._call.result, text)[0]
+        except ValueError as error:
+            raise self._table.misfit(f"the result of {self.name!r}", error, outer=1) from error
+
+
+async def carry_out(
+    table: Table[Any], name: str, handler: Handler, body: bytes, say: Callable[[bytes], None]
+) -> None:
+    """Do a call, and say the lines of its reply."""
+
+    def tell(*values: Any) -> None:
+        say(table.write_progress(name, values))
+
+    try:
+        arguments = table.read_arguments(name, body)
+        more = () if table[name].progress is None else (tell,)
+        line = table.write_result(name, await handler(*arguments, *more))
+    except asyncio.CancelledError:
+        say(table.write_error(table.failure(f"{name!r} was stopped"), name))
+        raise
+    except Exception as error:  # whatever it is, whoever waits for the call must hear of it
+        line = table.write_error(error, name)
+    say(line)
+
+
+async def reply_lines(table: Table[Any], name: str, handler: Handler, body: bytes) -> AsyncIterator[bytes]:
+    """Do a call while its reply is read; it is cancelled where the reader goes, or does not read."""
+    lines: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def say(line: bytes) -> None:
+        if line.startswith(b"progress") and lines.qsize() >= _MOST_WAITING_LINES:
+            raise table.failure(f"the caller of {name!r} does not read its progress")
+        lines.put_nowait(line)
+
+    work = asyncio.ensure_future(carry_out(table, name, handler, body, say))
+    try:
+        while True:
+            line = await lines.get()
+            yield line + b"\n"
+            if not line.startswith(b"progress"):
+                return
+    finally:
+        work.cancel()
+
+
+# Begins a call that was posted, and yields the lines of its reply.
+Begin = Callable[[Request, str, bytes], AsyncIterator[bytes]]
+
+
+def calls_app(table: Table[Any], begin: Begin, keys: Keys, routes: Sequence[BaseRoute] = ()) -> Starlette:
+    """Build the ASGI app of a process whose calls are posted; `routes` are further ones under its key."""
+
+    async def call(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in table:
+            detail = f"there is no call {name!r:.80}; known: {', '.join(table)}"
+            raise RouteError(HTTPStatus.NOT_FOUND, detail, where="path")
+        body = await whole_body(request.receive)
+        if len(body) > (most := table[name].most_argument_bytes):
+            raise BodyTooLarge(f"the arguments of {name!r} have more than {most} bytes", where="body")
+        return StreamingResponse(begin(request, name, body), media_type="text/plain")
+
+    gate = Middleware(
+        Gate,
+        door=KeyDoor(keys, open_paths=()),
+        max_body_bytes=table.most_argument_bytes,
+        max_body_s=_MOST_BODY_S,
+        unreadable=None,  # each call reads its own arguments
+    )
+    app = Starlette(routes=[Route(PATH + "{name}", call, methods=["POST"]), *routes], middleware=[gate])
+    install_problem_handlers(app)
+    return app
+
+
+class Unanswered(ConnectionError):
+    """The other end of a socket has gone, or cannot be understood; the text is the end of a sentence."""
+
+
+class _Connection(asyncio.Protocol):
+    """Lines over a socket. `lost` is called once, with the reason."""
+
+    def __init__(
+        self, most_bytes: int, hear: Callable[[bytes], None], lost: Callable[[str], None], who: str
+    ) -> None:
+        self._lines, self._hear, self._lost, self._who = Lines(most_bytes), hear, lost, who
+        self._transport: asyncio.Transport | None = None
+        self._reason = f"{who} has ended"
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for line in self._lines.take(data):
+                self._hear(line)
+        except Exception as error:  # it may be anything that follows from bytes of a stranger
+            log.error("connection_misheard", exc_info=error)
+            self.abort(f"what {self._who} said could not be read: {describe_error(error)}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost(self._reason)
+
+    def say(self, line: bytes) -> None:
+        """Send a line; nothing happens where the other end has gone, which `lost` tells."""
+        assert self._transport is not None
+        if self._transport.is_closing():
+            return
+        self._transport.write(line + b"\n")
+        if self._transport.get_write_buffer_size() > _MOST_UNSENT_BYTES:
+            self.abort(f"{self._who} does not read what it is told")
+
+    def abort(self, reason: str) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._reason = reason
+            self._transport.abort()
+
+
+class Caller:
+    """Calls over a socket; it belongs to one event loop. `who` is the other end, for errors."""
+
+    def __init__(self, table: Table[Any], who: str = "its process") -> None:
+        self._table, self._who = table, who
+        self._numbers = count(1)
+        self._open: dict[int, tuple[Reply, asyncio.Future[None]]] = {}
+        self._gone: str | None = f"{who} was not started"
+        self._connection: _Connection | None = None
+
+    async def connect(self, connected: socket.socket) -> None:
+        """Call over a socket from now on."""
+        connection = _Connection(self._table.most_reply_bytes, self._hear, self.close, self._who)
+        await asyncio.get_running_loop().create_connection(lambda: connection, sock=connected)
+        self._connection, self._gone = connection, None
+
+    async def call(self, name: str, *arguments: Any, tell: Tell | None = None) -> Any:
+        """Make a call and return its result. Cancelling it, and an error of `tell`, stop it.
+
+        Raises:
+            Unanswered: the other end has gone.
+            ServiceError: what the call itself raised.
+        """
+        if self._gone is not None:
+            raise Unanswered(self._gone)
+        assert self._connection is not None
+        number, reply = next(self._numbers), Reply(self._table, name, tell)
+        end = asyncio.get_running_loop().create_future()
+        self._open[number] = reply, end
+        try:
+            body = self._table.write_arguments(name, arguments)
+            self._connection.say(b"%d call %s " % (number, name.encode()) + body)
+            await end
+        finally:
+            del self._open[number]
+            if not end.done() or end.cancelled() or reply.unwelcome is not None:
+                self._connection.say(b"%d stop" % number)
+        return reply.result()
+
+    def close(self, reason: str = "it was stopped") -> None:
+        """Let go of the other end; calls that wait raise Unanswered."""
+        self._gone = self._gone or reason
+        if self._connection is not None:
+            self._connection.abort(reason)
+        for _, end in self._open.values():
+            if not end.done():
+                end.set_exception(Unanswered(self._gone))
+
+    def _hear(self, line: bytes) -> None:
+        number, _, rest = line.partition(b" ")
+        reply, end = self._open.get(_number(number), (None, None))
+        if reply is None or end is None or end.done():
+            return  # no call waits for it any more
+        try:
+            if reply.hear(rest) or reply.unwelcome is not None:
+                end.set_result(None)
+        except ServiceError as error:
+            end.set_exception(error)
+
+
+async def serve_calls(table: Table[Any], handlers: Mapping[str, Handler], connected: socket.socket) -> str:
+    """Answer the calls of a socket until its other end has gone; return the reason."""
+    loop = asyncio.get_running_loop()
+    gone: asyncio.Future[str] = loop.create_future()
+
+    def lose(reason: str) -> None:
+        if not gone.done():
+            gone.set_result(reason)
+
+    tasks: dict[int, asyncio.Task[None]] = {}
+
+    def hear(line: bytes) -> None:
+        start, _, rest = line.partition(b" ")
+        verb, _, rest = rest.partition(b" ")
+        number = _number(start)
+        if verb == b"stop":
+            if number in tasks:
+                tasks[number].cancel()
+            return
+        word, _, body = rest.partition(b" ")
+        name = word.decode()
+        if verb != b"call" or number in tasks or name not in table:
+            raise ValueError(f"no call: {line[:_SHOWN]!r}")
+
+        def say(text: bytes) -> None:
+            connection.say(start + b" " + text)
+
+        tasks[number] = asyncio.ensure_future(carry_out(table, name, handlers[name], body, say))
+        tasks[number].add_done_callback(lambda task: tasks.pop(number, None))
+
+    connection = _Connection(table.most_argument_bytes + _MOST_HEAD_BYTES, hear, lose, "its caller")
+    await loop.create_connection(lambda: connection, sock=connected)
+    try:
+        return await gone
+    finally:
+        for task in list(tasks.values()):
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        connection.abort("it was stopped")
+
+
+def _show(value: Any) -> str:
+    """A value that may be large, for a sentence."""
+    start = value[:_SHOWN] if isinstance(value, str | bytes) else value
+    return f"{reprlib.repr(start)} ({type(value).__name__})"
+
+
+def _number(text: bytes) -> int:
+    if not text.isdigit() or len(text) > _MOST_DIGITS:
+        raise ValueError(f"no number of a call: {text[:_SHOWN]!r}")
+    return int(text)

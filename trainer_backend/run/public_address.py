@@ -1,0 +1,72 @@
+"""The address of a gateway that others have: one for the whole run, whatever machine its process is on.
+
+Allow-lists of task apps and firewalls name it, and requests of rollouts under way. So this one address stays;
+every other role announces where it listens, and its callers take the new address.
+"""
+
+import asyncio
+from contextlib import suppress
+from functools import partial
+from urllib.parse import urlsplit
+
+from service_kit.server import BACKLOG, Listener
+
+_CHUNK_BYTES, _CONNECT_S = 1 << 16, 10.0
+
+
+class PublicAddress:
+    """A socket that the orchestrator holds.
+
+    A process beside the orchestrator inherits it. To one elsewhere connections are passed on. While none
+    serves, they wait in the socket's backlog.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        self.url, self.socket = listener.url, listener.socket
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def lead_to(self, url: str) -> None:
+        """Pass connections on to this address."""
+        self.hold()
+        parts = urlsplit(url)
+        accept = partial(self._pass_on, parts.hostname or "", parts.port or 0)
+        self._server = await asyncio.start_server(accept, sock=self.socket.dup(), backlog=BACKLOG)
+
+    def hold(self) -> None:
+        """Have new connections wait, and cut those that were passed on."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for connection in self._connections:
+            connection.cancel()
+
+    async def _pass_on(
+        self, host: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        with suppress(OSError, asyncio.CancelledError):  # a TimeoutError is an OSError
+            try:
+                async with asyncio.timeout(_CONNECT_S):
+                    far_reader, far_writer = await asyncio.open_connection(host, port)
+                try:
+                    async with asyncio.TaskGroup() as ways:
+                        there = ways.create_task(_copy(reader, far_writer))
+                        back = ways.create_task(_copy(far_reader, writer))
+                        await asyncio.wait((there, back), return_when=asyncio.FIRST_COMPLETED)
+                        there.cancel()
+                        back.cancel()
+                finally:
+                    far_writer.close()
+            finally:
+                self._connections.discard(task)
+                writer.close()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while data := await reader.read(_CHUNK_BYTES):
+            writer.write(data)
+            await writer.drain()
