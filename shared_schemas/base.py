@@ -59,6 +59,20 @@ class OpenBody(_FailFast):
     model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
 
 
+class ForeignBody(_FailFast):
+    """What we read of a body that another's server writes: strict types, finite numbers.
+
+    Keys that no field names are dropped. An optional field may also be null, as many servers write it.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="ignore", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+# Counts of anything: a larger one is a mistake, and no file or database holds it.
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+
 Model = TypeVar("Model", bound=BaseModel)
 
 

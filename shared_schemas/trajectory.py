@@ -12,6 +12,12 @@ from shared_schemas.messages import Message, ToolCall, ToolSpec
 
 # Larger than any vocabulary or model, and small enough for every counter.
 MOST_TOKENS = 2**31 - 1
+TokenId = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
+# Rounding may lift the log-prob of a certain token a little above 0.
+Logprob = Annotated[float, Field(le=1e-3, allow_inf_nan=False)]
+# Of a token that was drawn. vLLM sends -9999 for -inf, which JSON cannot hold; no softmax that a token is
+# drawn from gives it so little.
+DrawnLogprob = Annotated[Logprob, Field(ge=-1_000.0)]
 
 
 class StopReason(StrEnum):
