@@ -26,6 +26,9 @@ _clip = Repr()
 _clip.maxstring = _clip.maxlong = _clip.maxother = 60
 _clip.maxlevel = 3
 
+# What is allowed, by the type of pydantic's error, where its own message does not say that.
+_ALLOWED = {"missing": "the reader needs it", "extra_forbidden": "no such field is known"}
+
 # Headers of every request: an encoded reply could be a thousand times as long as what is counted.
 PLAIN = {"Accept-Encoding": "identity"}
 
@@ -68,7 +71,7 @@ def read_reply(kind: type[Model], content: bytes, part: str) -> Model:
 
     Args:
         kind: is read strictly, whatever its own configuration says. Only a class with `allow_inf_nan=False`,
-            as every `ForeignBody`, refuses NaN and infinity.
+            as every `StrictReply`, refuses NaN and infinity.
         part: what replied, for the error.
 
     Raises:
@@ -81,11 +84,9 @@ def read_reply(kind: type[Model], content: bytes, part: str) -> Model:
     if first["type"] == "json_invalid":
         found = show_found(content) if content.strip() else "empty"
         raise ReplyInvalid(part, "", found, f"JSON is needed ({first['msg'].partition(': ')[2]})")
-    if first["type"] == "missing":
-        found, allowed = "missing", "the reader needs it"
-    else:
-        found = show_found(first["input"])
-        allowed = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+    found = "missing" if first["type"] == "missing" else show_found(first["input"])
+    told = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+    allowed = _ALLOWED.get(first["type"], told)
     raise ReplyInvalid(part, ".".join(map(str, first["loc"])), found, allowed)
 
 

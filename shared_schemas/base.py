@@ -59,8 +59,8 @@ class OpenBody(_FailFast):
     model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
 
 
-class ForeignBody(_FailFast):
-    """What we read of a body that another's server writes: strict types, finite numbers.
+class StrictReply(_FailFast):
+    """What we read of a reply that a server of others writes: strict types, finite numbers.
 
     Keys that no field names are dropped. An optional field may also be null, as many servers write it.
     """
@@ -70,8 +70,9 @@ class ForeignBody(_FailFast):
     )
 
 
-# Counts of anything: a larger one is a mistake, and no file or database holds it.
-Count = Annotated[int, Field(ge=0, lt=2**53)]
+# Whole numbers that every file and database holds; a larger one is a mistake.
+Whole = Annotated[int, Field(gt=-(2**53), lt=2**53)]
+Count = Annotated[Whole, Field(ge=0)]
 
 Model = TypeVar("Model", bound=BaseModel)
 

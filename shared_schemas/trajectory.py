@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, overload
 
 from pydantic import ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
 
-from shared_schemas.base import Body
+from shared_schemas.base import Body, Count, Whole
 from shared_schemas.evaluate_result import EvaluateResult
 from shared_schemas.messages import Message, ToolCall, ToolSpec
 
@@ -194,7 +194,7 @@ class ObservationData(Body):
         default_factory=dict, description="those of them that were edited since, by msg_id"
     )
     achievements_status: dict[str, bool] = Field(default_factory=dict)
-    achievements_counts: dict[str, int] = Field(default_factory=dict)
+    achievements_counts: dict[str, Whole] = Field(default_factory=dict)
     reward_last_step: float = Field(default=0.0, description="of the last env step before this observation")
     state_keys: dict[str, str] = Field(
         default_factory=dict, description="the key of the decision's state, by kind of key"
@@ -291,8 +291,8 @@ class StepInfo(Body):
     policy_s: float = 0.0
     environment_s: float = 0.0
     interaction_s: float = Field(default=0.0, description="time of the interaction, not part of the others")
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
     finish_reason: str | None = Field(
         default=None, description="how the model's answer ended, even if its tokens are unknown"
     )
@@ -516,8 +516,8 @@ class Trajectory(Body):
     steps: tuple[StepData, ...]
     outcome_reward: float
     outcome_definition: str
-    achievements_counts: dict[str, int] = Field(default_factory=dict)
-    env_steps: int = Field(ge=0)
+    achievements_counts: dict[str, Whole] = Field(default_factory=dict)
+    env_steps: Count
     terminated: bool
     truncated: bool
     stop_reason: StopReason

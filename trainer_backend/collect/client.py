@@ -7,23 +7,39 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 import aiohttp
 import stamina
 from aiohttp.payload import BytesIOPayload
-from pydantic import AliasChoices, BaseModel, Field, SecretStr, ValidationError
+from pydantic import AliasChoices, Field, SecretStr
 from stamina.instrumentation import set_on_retry_hooks
 
-from service_kit.replies import ReplyTooLarge, read_bounded, redirect_target
-from shared_schemas.base import OpenBody
+from service_kit.replies import (
+    PLAIN,
+    Model,
+    ReplyFault,
+    ReplyInvalid,
+    read_bounded,
+    read_reply,
+    redirect_target,
+    refuse_encoded,
+)
+from shared_schemas.base import Count, StrictReply, Whole
 from shared_schemas.replay import ReplayFrame, ReplayReply, ReplayRequest
-from shared_schemas.rollouts import RolloutAck, RolloutAcked, RolloutPage, RolloutRequest, RolloutsAccepted
+from shared_schemas.rollouts import (
+    Id,
+    InstanceId,
+    RolloutAck,
+    RolloutAcked,
+    RolloutPage,
+    RolloutRequest,
+    RolloutsAccepted,
+)
 from trainer_backend.collect.wire import (
     DEFAULT_BODY_BYTES,
     TaskAppLost,
-    first_finding,
     is_final,
     json_in,
     message_of,
@@ -51,7 +67,6 @@ _LATER = (429, 502, 503, 504)
 # of its pages, which TURNWISE_MAX_PAGE_BYTES limits to 32 MiB by default.
 _MOST_REPLY_BYTES = 1 << 30
 
-Answer = TypeVar("Answer", bound=BaseModel)
 State = Literal["starting", "serving", "lost", "gone"]
 # Is given an app whose state has changed, or the word about it.
 Show = Callable[["TaskAppClient", State], None]
@@ -65,23 +80,23 @@ class _Unreachable(Exception):
     """The request may be repeated: there was no answer, or one that asks to try later."""
 
 
-class _Limits(OpenBody):
-    max_concurrent_rollouts: int = Field(ge=1)
-    max_body_bytes: int = Field(default=DEFAULT_BODY_BYTES, ge=1)
-    max_frames: int = Field(default=2, ge=2)
+class _Limits(StrictReply):
+    max_concurrent_rollouts: Count = Field(ge=1)
+    max_body_bytes: Count = Field(default=DEFAULT_BODY_BYTES, ge=1)
+    max_frames: Count = Field(default=2, ge=2)
 
 
-class _Service(OpenBody):
-    instance_id: str
+class _Service(StrictReply):
+    instance_id: InstanceId
 
 
-class _Capabilities(OpenBody):
+class _Capabilities(StrictReply):
     reward_functions: dict[str, str] = Field(default_factory=dict)
     interactions: tuple[str, ...] = ()
     number_interactions: tuple[str, ...] = ()
 
 
-class About(OpenBody):
+class About(StrictReply):
     """The part of GET /info that a trainer uses."""
 
     service: _Service
@@ -94,7 +109,7 @@ class About(OpenBody):
     `number_interactions` are those whose ground truth must be a number."""
 
 
-class InstanceInfo(OpenBody):
+class InstanceInfo(StrictReply):
     """What the task app says of an environment."""
 
     conversation: bool = False
@@ -110,17 +125,21 @@ class InstanceInfo(OpenBody):
     state_keys: tuple[str, ...] = ()
 
 
-class _FirstObservation(OpenBody):
-    achievements_counts: dict[str, int] = Field(default_factory=dict)
+class _FirstObservation(StrictReply):
+    achievements_counts: dict[str, Whole] = Field(default_factory=dict)
 
 
-class Instance(OpenBody):
+class Instance(StrictReply):
     """An environment or policy that `create` made."""
 
-    id: str = Field(validation_alias=AliasChoices("env_id", "policy_id"))
+    id: Id = Field(validation_alias=AliasChoices("env_id", "policy_id"))
     observation: _FirstObservation = _FirstObservation()
     """What an environment shows first; `achievements_counts` has a counter of every achievement."""
     info: InstanceInfo = InstanceInfo()
+
+
+class _Done(StrictReply):
+    """An object, of which nothing is read."""
 
 
 class TaskAppClient:
@@ -344,8 +363,10 @@ class TaskAppClient:
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
             headers={"X-API-Key": self.api_key.get_secret_value()}
+            | PLAIN
             | ({"Host": self.name} if self.name else {}),
             connector=aiohttp.TCPConnector(limit=16),
+            auto_decompress=False,
         )
         return self
 
@@ -395,11 +416,11 @@ class TaskAppClient:
             await self._answer(RolloutAcked, "POST", "/rollouts/ack", body=ack.model_dump(mode="json"))
 
     async def cancel(self, rollout_id: str) -> None:
-        await self._answer(OpenBody, "DELETE", f"/rollouts/{rollout_id}")
+        await self._answer(_Done, "DELETE", f"/rollouts/{rollout_id}")
 
     async def abort(self, run_id: str) -> None:
         """End a run's unfinished rollouts and refuse further ones; an unknown run is ignored."""
-        await self._answer(OpenBody, "POST", "/run/abort", body={"run_id": run_id})
+        await self._answer(_Done, "POST", "/run/abort", body={"run_id": run_id})
 
     async def create(self, kind: Literal["env", "policy"], body: Mapping[str, Any]) -> Instance:
         """Create an environment or a policy outside any rollout, until `terminate`.
@@ -417,7 +438,7 @@ class TaskAppClient:
             PluginFailed, BackendFailed: the environment failed.
             TaskAppError: any other error, also where no such decision is possible.
         """
-        await self._answer(OpenBody, "POST", "/env/step", body={"env_id": env_id, "tool_calls": []})
+        await self._answer(_Done, "POST", "/env/step", body={"env_id": env_id, "tool_calls": []})
 
     async def snapshot(self, env_id: str) -> None:
         """Take a snapshot of an environment from `create` and leave it at the task app.
@@ -426,7 +447,7 @@ class TaskAppClient:
             Refused: the environment has no snapshots.
             TaskAppError: any other error.
         """
-        await self._answer(OpenBody, "POST", "/env/snapshot", body={"env_id": env_id})
+        await self._answer(_Done, "POST", "/env/snapshot", body={"env_id": env_id})
 
     async def replay(self, record: ReplayRequest) -> list[ReplayFrame]:
         """Return the frames of an episode, in as many requests as this task app's `max_frames` needs.
@@ -457,21 +478,16 @@ class TaskAppClient:
         return {item.turn: item.snapshot for item in reply.snapshots}
 
     async def terminate(self, kind: Literal["env", "policy"], created_id: str) -> None:
-        await self._answer(OpenBody, "POST", f"/{kind}/terminate", body={f"{kind}_id": created_id})
+        await self._answer(_Done, "POST", f"/{kind}/terminate", body={f"{kind}_id": created_id})
 
-    async def _answer(self, model: type[Answer], method: str, path: str, **options: Any) -> Answer:
-        """Parse the answer of a route as a model, without a step between: pages of rollouts are large."""
+    async def _answer(self, model: type[Model], method: str, path: str, **options: Any) -> Model:
+        """Read the answer of a route without a step between: pages of rollouts are large."""
         answer = await self._call(method, path, **options)
         try:
-            return model.model_validate_json(answer)
-        except ValidationError as error:
-            text = answer.decode(errors="replace")
-            if json_in(text) is None:
-                raise TaskAppError(
-                    f"{self.url}: {method} {path} did not answer with JSON: {text[:200]}"
-                ) from error
+            return read_reply(model, answer, f"{self.url}: {method} {path}")
+        except ReplyInvalid as error:
             raise TaskAppError(
-                f"{self.url}: {method} {path} did not answer as a task app does: {first_finding(error)}",
+                str(error),
                 hint="Another service may listen at this address, or a task app of another version.",
             ) from error
 
@@ -509,13 +525,14 @@ class TaskAppClient:
                 method, self.url + path, data=data, params=params, timeout=timeout,
                 server_hostname=self._certificate_host, allow_redirects=False,
             ) as reply:  # fmt: skip
+                refuse_encoded(reply.headers)
                 status, location = reply.status, reply.headers.get("Location")
                 answer = await read_bounded(reply.content.iter_any(), self._most_reply_bytes)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
             raise _Unreachable(str(error) or type(error).__name__) from error
         except aiohttp.ClientError as error:
             raise TaskAppError(f"{self.url}: {method} {path}: {error}") from error
-        except ReplyTooLarge as error:
+        except ReplyFault as error:
             raise TaskAppError(
                 f"{self.url}: {method} {path}: {error}",
                 hint="A smaller TURNWISE_MAX_PAGE_BYTES makes the pages of a task app smaller.",

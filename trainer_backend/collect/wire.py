@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 
 from shared_schemas.problem import Problem
 from shared_schemas.rollouts import RolloutRequest
@@ -65,7 +66,7 @@ _REFUSALS = {kind.code: kind for kind in (CursorExpired, NoPictures, ReplayDepar
 def json_in(text: str) -> Any:
     """Parse `text` as JSON; return None if it is not JSON."""
     try:
-        return json.loads(text)
+        return from_json(text)
     except ValueError:
         return None
 
@@ -118,13 +119,6 @@ def first_of(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def first_finding(error: ValidationError) -> str:
-    """Return `accepted.0: Input should be a valid string`, without the input, which may be a whole page."""
-    first, *others = error.errors(include_url=False, include_input=False, include_context=False)
-    place = ".".join(map(str, first["loc"])) or "the answer"
-    return f"{place}: {first['msg']}" + (f" (and {len(others)} more)" if others else "")
 
 
 # The limit of a task app that does not name one.

@@ -29,7 +29,7 @@ from service_kit.replies import (
     refuse_encoded,
     show_found,
 )
-from shared_schemas.base import ForeignBody
+from shared_schemas.base import StrictReply
 from shared_schemas.trajectory import DrawnLogprob, Sampling, TokenId
 from trainer_backend.errors import (
     BadChatRequest,
@@ -244,18 +244,18 @@ def completions_url(url: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc, f"{base}/v1/completions", parts.query, ""))
 
 
-class _TokenLogprobs(ForeignBody):
+class _TokenLogprobs(StrictReply):
     token_logprobs: tuple[DrawnLogprob, ...]
 
 
-class _Choice(ForeignBody):
+class _Choice(StrictReply):
     prompt_token_ids: tuple[TokenId, ...]
     token_ids: tuple[TokenId, ...]
     logprobs: _TokenLogprobs
     finish_reason: str | None = None
 
 
-class _Completion(ForeignBody):
+class _Completion(StrictReply):
     """A reply of /v1/completions, as far as it is read."""
 
     choices: tuple[_Choice, ...] = Field(min_length=1)

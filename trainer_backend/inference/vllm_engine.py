@@ -29,9 +29,10 @@ from uuid import uuid4
 
 import aiohttp
 from pydantic import Field, JsonValue, model_validator
+from typing_extensions import TypedDict  # pydantic reads that of `typing` from Python 3.12 on alone
 
 from service_kit.replies import PLAIN, Lines, Model, read_bounded, refuse_encoded
-from shared_schemas.base import Count, ForeignBody
+from shared_schemas.base import Count, StrictReply
 from shared_schemas.trajectory import DrawnLogprob, Logprob, Sampling, TokenId
 from trainer_backend.errors import (
     BadChatRequest,
@@ -89,27 +90,27 @@ _TOKENS = re.compile(
 )
 
 
-class _Top(ForeignBody):
+class _Top(TypedDict):  # there may be 20 a token, and an object of a class takes twice the time
     token_id: TokenId
     logprob: Logprob
 
 
-class _Token(ForeignBody):
+class _Token(StrictReply):
     logprob: DrawnLogprob
     top_logprobs: tuple[_Top, ...] | None = None
     """The sampled token comes first, whatever its rank."""
 
 
-class _Tokens(ForeignBody):
+class _Tokens(StrictReply):
     content: tuple[_Token, ...] | None = None
 
 
-class _Span(ForeignBody):
+class _Span(StrictReply):
     start: TokenId
     version: str
 
 
-class _Choice(ForeignBody):
+class _Choice(StrictReply):
     token_ids: tuple[TokenId, ...] | None = None
     logprobs: _Tokens | None = None
     finish_reason: str | None = None
@@ -129,15 +130,15 @@ class _Choice(ForeignBody):
         return self
 
 
-class _Details(ForeignBody):
+class _Details(StrictReply):
     cached_tokens: TokenId | None = None
 
 
-class _Usage(ForeignBody):
+class _Usage(StrictReply):
     prompt_tokens_details: _Details | None = None
 
 
-class _Sample(ForeignBody):
+class _Sample(StrictReply):
     """A reply of /inference/v1/generate, or one chunk of it, as far as it is read."""
 
     request_id: str | None = None
@@ -148,29 +149,29 @@ class _Sample(ForeignBody):
     """How a stream says that its engine has failed."""
 
 
-class _Scored(ForeignBody):
+class _Scored(StrictReply):
     logprob: Logprob
 
 
-class _Scores(ForeignBody):
+class _Scores(StrictReply):
     prompt_logprobs: tuple[dict[str, _Scored] | None, ...]
     """For each token of the prompt but the first, log-probs by id."""
 
 
-class _Nothing(ForeignBody):
+class _Nothing(StrictReply):
     """An object, or no body: of a reply whose status says all."""
 
 
-class _Release(ForeignBody):
+class _Release(StrictReply):
     version: str
 
 
-class _Model(ForeignBody):
+class _Model(StrictReply):
     id: str
     max_model_len: Count
 
 
-class _Models(ForeignBody):
+class _Models(StrictReply):
     data: tuple[_Model, ...]
 
 
@@ -205,7 +206,7 @@ class _Answer:
     def _add_token(self, token_id: int, token: _Token, extras: Extras) -> None:
         tops: tuple[tuple[int, float], ...] = ()
         if extras.likeliest:
-            told = [(top.token_id, top.logprob) for top in token.top_logprobs or ()]
+            told = [(top["token_id"], top["logprob"]) for top in token.top_logprobs or ()]
             tops = tuple(sorted(told, key=lambda top: -top[1])[: extras.likeliest])
         self.token_ids.append(token_id)
         self.logprobs.append(token.logprob)
