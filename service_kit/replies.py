@@ -63,7 +63,12 @@ class ReplyInvalid(ReplyFault):
 
     def __init__(self, part: str, field: str, found: str, allowed: str) -> None:
         self.part, self.field, self.found, self.allowed = part, field, found, allowed
-        super().__init__(f"{part}: {field or 'its reply'} is {found}; {allowed}")
+        super().__init__(f"{part}: {self.finding}")
+
+    @property
+    def finding(self) -> str:
+        """The error without its part."""
+        return f"{self.field or 'its reply'} is {self.found}; {self.allowed}"
 
 
 def read_reply(kind: type[Model], content: bytes, part: str) -> Model:

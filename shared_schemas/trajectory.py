@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
+from itertools import pairwise
 from typing import Annotated, Any, Literal, overload
 
 from pydantic import ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
@@ -156,6 +157,14 @@ class PolicyLogprobs(Body):
     logprobs: tuple[float, ...]
     finish_reason: str
     versions: tuple[tuple[int, int], ...]
+
+
+def cover(starts: Sequence[int], count: int) -> bool:
+    """Whether spans that start at these tokens cover `count` tokens in order: 0 first, then rising, below it.
+
+    No token has one span, which starts at 0.
+    """
+    return starts[:1] == [0] and all(a < b for a, b in pairwise([*starts, max(count, 1)]))
 
 
 _EXACT = {name for name, field in PolicyLogprobs.model_fields.items() if field.is_required()}

@@ -22,7 +22,6 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
@@ -33,7 +32,7 @@ from typing_extensions import TypedDict  # pydantic reads that of `typing` from 
 
 from service_kit.replies import PLAIN, Lines, Model, read_bounded, refuse_encoded
 from shared_schemas.base import Count, StrictReply
-from shared_schemas.trajectory import DrawnLogprob, Logprob, Sampling, TokenId
+from shared_schemas.trajectory import MOST_TOKENS, DrawnLogprob, Logprob, Sampling, TokenId, cover
 from trainer_backend.errors import (
     BadChatRequest,
     ContextLengthExceeded,
@@ -292,9 +291,9 @@ class VllmEngine(RemoteEngine):
         A server that samples on after a stop string may tell spans beyond the tokens of the answer.
         """
         starts = [span.start for span in answer.spans]
-        rises = starts[:1] == [0] and all(a < b for a, b in pairwise(starts))
-        if not rises or (answer.stop_string is None and starts[-1] >= len(answer.token_ids)):
-            allowed = f"they begin at 0, rise, and end below {len(answer.token_ids)}"
+        count = len(answer.token_ids) if answer.stop_string is None else MOST_TOKENS
+        if not cover(starts, count):
+            allowed = f"they begin at 0, rise, and end below {count}"
             raise self._wrong("choices.0.weight_versions, by their starts,", starts, allowed)
         for name in [span.version for span in answer.spans]:
             if name == self._name and name not in self._versions:
