@@ -27,7 +27,13 @@ _clip.maxstring = _clip.maxlong = _clip.maxother = 60
 _clip.maxlevel = 3
 
 # What is allowed, by the type of pydantic's error, where its own message does not say that.
-_ALLOWED = {"missing": "the reader needs it", "extra_forbidden": "no such field is known"}
+_ALLOWED = {
+    "missing": "the reader needs it",
+    "extra_forbidden": "no such field is known",
+    "model_type": "it should be an object",
+    "dict_type": "it should be an object",
+    "list_type": "it should be a list",
+}
 
 # Headers of every request: an encoded reply could be a thousand times as long as what is counted.
 PLAIN = {"Accept-Encoding": "identity"}
@@ -89,10 +95,30 @@ def read_reply(kind: type[Model], content: bytes, part: str) -> Model:
     if first["type"] == "json_invalid":
         found = show_found(content) if content.strip() else "empty"
         raise ReplyInvalid(part, "", found, f"JSON is needed ({first['msg'].partition(': ')[2]})")
+    raise _fault(first, part)
+
+
+def read_value(kind: type[Model], value: Any, part: str) -> Model:
+    """Return the value of a part of a reply whose JSON was parsed before.
+
+    Args:
+        kind: as of `read_reply`; its sequences are lists, as JSON's are.
+
+    Raises:
+        ReplyInvalid: it is no such value.
+    """
+    try:
+        return kind.model_validate(value, strict=True)
+    except ValidationError as error:
+        raise _fault(error.errors(include_url=False, include_context=False)[0], part) from error
+
+
+def _fault(first: Mapping[str, Any], part: str) -> ReplyInvalid:
+    """The error of pydantic's first one."""
     found = "missing" if first["type"] == "missing" else show_found(first["input"])
     told = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
     allowed = _ALLOWED.get(first["type"], told)
-    raise ReplyInvalid(part, ".".join(map(str, first["loc"])), found, allowed)
+    return ReplyInvalid(part, ".".join(map(str, first["loc"])), found, allowed)
 
 
 def show_found(value: Any) -> str:
