@@ -63,9 +63,12 @@ _CANCELS_AT_ONCE = 8
 _MANY = 1_000_000
 _LEAST_WEIGHT = 1 / 64
 _LATER = (429, 502, 503, 504)
-# The default of TURNWISE_MAX_HELD_BYTES: all results that a task app holds fit in one reply, and so does each
-# of its pages, which TURNWISE_MAX_PAGE_BYTES limits to 32 MiB by default.
-_MOST_REPLY_BYTES = 1 << 30
+# Of a reply that is no page of results and no replay.
+_MOST_SHORT_BYTES = 16 << 20
+# Of those: twice the default of TURNWISE_MAX_PAGE_BYTES, as a page may be larger by one rollout; where a task
+# app names a larger limit, twice that, up to the default of TURNWISE_MAX_HELD_BYTES.
+_MOST_REPLY_BYTES, _MOST_PAGE_BYTES = 64 << 20, 1 << 30
+_LONG = ("/rollouts", "/replay")
 
 State = Literal["starting", "serving", "lost", "gone"]
 # Is given an app whose state has changed, or the word about it.
@@ -84,6 +87,7 @@ class _Limits(StrictReply):
     max_concurrent_rollouts: Count = Field(ge=1)
     max_body_bytes: Count = Field(default=DEFAULT_BODY_BYTES, ge=1)
     max_frames: Count = Field(default=2, ge=2)
+    max_page_bytes: Count = Field(default=1, ge=1)
 
 
 class _Service(StrictReply):
@@ -103,7 +107,7 @@ class About(StrictReply):
     """`instance_id` names the process: after a restart it is another."""
     limits: _Limits
     """`max_concurrent_rollouts` is how many it runs at a time, `max_body_bytes` what one request may hold,
-    `max_frames` how many pictures it draws in one replay."""
+    `max_frames` how many pictures it draws in one replay, `max_page_bytes` what a page of results has."""
     capabilities: _Capabilities = _Capabilities()
     """`reward_functions` are those that a rollout can name, with their modes; so are `interactions`;
     `number_interactions` are those whose ground truth must be a number."""
@@ -150,7 +154,7 @@ class TaskAppClient:
         name: `host:port` behind a resolved address (`addresses.Address.name`), or empty.
         label: its name in metrics; absent: host and port.
         fault: why it takes no work yet.
-        most_reply_bytes: a longer reply is an error.
+        most_reply_bytes: a longer reply is an error, unless it is a page and the app's limit is larger.
     """
 
     def __init__(
@@ -527,7 +531,7 @@ class TaskAppClient:
             ) as reply:  # fmt: skip
                 refuse_encoded(reply.headers)
                 status, location = reply.status, reply.headers.get("Location")
-                answer = await read_bounded(reply.content.iter_any(), self._most_reply_bytes)
+                answer = await read_bounded(reply.content.iter_any(), self._most_bytes(path))
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
             raise _Unreachable(str(error) or type(error).__name__) from error
         except aiohttp.ClientError as error:
@@ -535,7 +539,7 @@ class TaskAppClient:
         except ReplyFault as error:
             raise TaskAppError(
                 f"{self.url}: {method} {path}: {error}",
-                hint="A smaller TURNWISE_MAX_PAGE_BYTES makes the pages of a task app smaller.",
+                hint="TURNWISE_MAX_PAGE_BYTES of the task app sets how long its pages are, and may be here.",
             ) from error
         if target := redirect_target(status, location, self.url + path):
             raise TaskAppError(
@@ -552,6 +556,11 @@ class TaskAppClient:
             raise _Unreachable(f"status {status}: {message_of(problem, text)}")
         sentence = f"{self.url}: {method} {path}: status {status}: {message_of(problem, text)}"
         raise refusal(status, problem, sentence)
+
+    def _most_bytes(self, path: str) -> int:
+        if path not in _LONG:
+            return min(_MOST_SHORT_BYTES, self._most_reply_bytes)
+        return max(self._most_reply_bytes, min(2 * self._limits.max_page_bytes, _MOST_PAGE_BYTES))
 
     @property
     def _certificate_host(self) -> str | None:

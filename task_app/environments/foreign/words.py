@@ -68,7 +68,7 @@ def result_text(result: Any, name: str) -> str:
     """The text of a tool's result in MCP's form: its content, or else its plain value."""
     if not isinstance(result, dict):
         return text_of(result)
-    told = typed(_Content, result, f"{name}, the result of a tool")
+    told = typed(_Content, result, f"{name}, the answer to tools/call")
     texts = [part.text for part in told.content or () if part.text is not None]
     if texts:
         return "\n".join(texts)
