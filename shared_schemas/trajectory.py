@@ -256,9 +256,9 @@ class ObservationData(Body):
 class DecisionRewards(Body):
     """The achievements of one decision; `turn` counts from 1 (decision index t is turn - 1)."""
 
-    turn: int = Field(ge=1)
-    ach_delta: int = Field(ge=0)
-    unique_delta: int = Field(ge=0)
+    turn: Count = Field(ge=1)
+    ach_delta: Count
+    unique_delta: Count
     all: tuple[str, ...]
     unique: tuple[str, ...]
 
@@ -320,7 +320,7 @@ class StepData(Body):
     Source: 2-rollout-worker-and-gigpo.md, Task 2.1 (names); DESIGN.md sections 3 and 4.
     """
 
-    turn: int = Field(ge=1, description="decision index t plus 1")
+    turn: Count = Field(ge=1, description="decision index t plus 1")
     observation_data: ObservationData
     next_observation: ObservationData | None = Field(
         default=None, description="without messages: the counters and the last reward after this decision"

@@ -307,7 +307,7 @@ class OwnReplies:
         if (ids or starts) and not cover(starts, len(ids)):
             raise protocol_error(
                 f"choices.0.versions start at the tokens {replies.show_found(starts)}; expected are 0 first, "
-                f"then rising, below {len(ids)}"
+                f"then rising, below {len(ids)} token_ids"
             )
         return _exact(
             prompt_ids_reused=reply.prompt_ids_reused or 0,

@@ -25,8 +25,9 @@ from service_kit.replies import (
     read_reply,
     redirect_target,
     refuse_encoded,
+    show_found,
 )
-from shared_schemas.base import Count, StrictReply, Whole
+from shared_schemas.base import Count, StrictReply
 from shared_schemas.replay import ReplayFrame, ReplayReply, ReplayRequest
 from shared_schemas.rollouts import (
     Id,
@@ -130,7 +131,7 @@ class InstanceInfo(StrictReply):
 
 
 class _FirstObservation(StrictReply):
-    achievements_counts: dict[str, Whole] = Field(default_factory=dict)
+    achievements_counts: dict[str, Count] = Field(default_factory=dict)
 
 
 class Instance(StrictReply):
@@ -464,8 +465,7 @@ class TaskAppClient:
         frames: list[ReplayFrame] = []
         for first in range(0, len(turns), self._limits.max_frames):
             body["frames"] = turns[first : first + self._limits.max_frames]
-            # Once: a replay that took too long would do so again.
-            reply = await self._answer(ReplayReply, "POST", "/replay", body=body, attempts=1)
+            reply = await self._replay(body, "frames")
             frames += reply.frames
         return frames
 
@@ -477,9 +477,19 @@ class TaskAppClient:
             Refused: the environment has no snapshots.
             TaskAppError: anything else that went wrong.
         """
-        body = record.model_dump(mode="json", exclude_defaults=True)
-        reply = await self._answer(ReplayReply, "POST", "/replay", body=body, attempts=1)
+        reply = await self._replay(record.model_dump(mode="json", exclude_defaults=True), "snapshots")
         return {item.turn: item.snapshot for item in reply.snapshots}
+
+    async def _replay(self, body: Mapping[str, Any], name: Literal["frames", "snapshots"]) -> ReplayReply:
+        """Replay an episode once, as one that took too long would do so again; its turns are the body's."""
+        reply = await self._answer(ReplayReply, "POST", "/replay", body=body, attempts=1)
+        turns = sorted(item.turn for item in getattr(reply, name))
+        if turns != sorted({*body[name]}):
+            raise TaskAppError(
+                f"{self.url}: POST /replay: {name} are of the turns {show_found(turns)}; those of "
+                f"{show_found(body[name])} are needed"
+            )
+        return reply
 
     async def terminate(self, kind: Literal["env", "policy"], created_id: str) -> None:
         await self._answer(_Done, "POST", f"/{kind}/terminate", body={f"{kind}_id": created_id})

@@ -13,6 +13,8 @@ from trainer_backend.collect.sources import row_of
 from trainer_backend.errors import JobError, TaskAppError
 
 _ITS_OWN_FAULT = 500
+# Characters of each part of a problem, of which a service of ours writes fewer.
+_MOST_TOLD = 1_000
 
 
 class CursorExpired(TaskAppError, code="cursor_expired"):
@@ -97,7 +99,7 @@ def message_of(answer: Any, text: str) -> str:
     if not isinstance(answer, dict):
         return text[:200]
     parts = [answer.get("detail"), answer.get("where") and f"at {answer['where']}", answer.get("hint")]
-    return "; ".join(str(part) for part in parts if part) or text[:200]
+    return "; ".join(str(part)[:_MOST_TOLD] for part in parts if part) or text[:200]
 
 
 def refusal(status: int, answer: Any, sentence: str) -> TaskAppError:

@@ -57,8 +57,8 @@ class RemoteEngine:
     log-probs of its sampling distribution, not of softmax(logits).
     """
 
-    # The server in an error.
-    label = "the server of the fixed policy"
+    # The server in an error, and what replied with a sample.
+    label = part = "the server of the fixed policy"
     timeout = aiohttp.ClientTimeout(total=600.0)
 
     def __init__(
@@ -139,7 +139,7 @@ class RemoteEngine:
             body["processed_logprobs"] = True
         status, text = await self._post(json.dumps(body).encode())
         if status == 200:
-            return read(_Completion, text, self.label, hint=_WHO_TELLS).choices[0]
+            return read(_Completion, text, self.part, hint=_WHO_TELLS).choices[0]
         sentence = _refusal(status, text, key=self._key)
         if status in TRY_AGAIN:
             raise RemoteUnavailable(f"{self.label} answers {sentence}")
@@ -186,7 +186,7 @@ class RemoteEngine:
         """Refuse sampled tokens that the actor cannot be trained on, or more than were asked for."""
         if len(token_ids) != len(logprobs) or not 1 <= len(token_ids) <= sampling.max_tokens:
             raise RemoteRefused(
-                f"{self.label}: choices.0 has {len(token_ids)} token_ids and {len(logprobs)} logprobs; 1 to "
+                f"{self.part}: choices.0 has {len(token_ids)} token_ids and {len(logprobs)} logprobs; 1 to "
                 f"{sampling.max_tokens} of each were asked for"
             )
         if max(token_ids) >= self._vocabulary:
@@ -198,7 +198,7 @@ class RemoteEngine:
         return f"the actor knows the ids 0 to {self._vocabulary - 1}"
 
     def _wrong(self, field: str, value: object, allowed: str) -> RemoteRefused:
-        return RemoteRefused(str(ReplyInvalid(self.label, field, show_found(value), allowed)))
+        return RemoteRefused(str(ReplyInvalid(self.part, field, show_found(value), allowed)))
 
     def _end(
         self, token_ids: Sequence[int], reason: str | None, extras: Extras

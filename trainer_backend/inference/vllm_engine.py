@@ -30,7 +30,7 @@ import aiohttp
 from pydantic import Field, JsonValue, model_validator
 from typing_extensions import TypedDict  # pydantic reads that of `typing` from Python 3.12 on alone
 
-from service_kit.replies import PLAIN, Lines, Model, read_bounded, refuse_encoded
+from service_kit.replies import PLAIN, Lines, Model, read_bounded, refuse_encoded, show_found
 from shared_schemas.base import Count, StrictReply
 from shared_schemas.trajectory import MOST_TOKENS, DrawnLogprob, Logprob, Sampling, TokenId, cover
 from trainer_backend.errors import (
@@ -248,7 +248,8 @@ class VllmEngine(RemoteEngine):
     ) -> None:
         super().__init__(url, "", stop_ids=stop_ids, vocabulary=vocabulary, max_model_len=max_model_len)
         self.url = url.rstrip("/")
-        self.label, self._url = f"vLLM at {self.url}", self.url + _GENERATE
+        self.label = f"vLLM at {self.url}"
+        self.part = self._url = self.url + _GENERATE
         self._weight_update, self._wait_s, self._ask = weight_update, wait_s, ask
         self._name = ""  # of the last load, as is the version
         self._versions = {"": 0}  # by name, of weights that were accepted
@@ -297,10 +298,10 @@ class VllmEngine(RemoteEngine):
             raise self._wrong("choices.0.weight_versions, by their starts,", starts, allowed)
         for name in [span.version for span in answer.spans]:
             if name == self._name and name not in self._versions:
-                raise RemoteUnavailable(f"{self.label} sampled with weights that have not passed the canary")
+                raise RemoteUnavailable(f"{self.part} sampled with weights that have not passed the canary")
             if name not in self._versions:
                 raise RemoteUnavailable(
-                    f"{self.label} samples with weights that are none of this run's (weight_versions name "
+                    f"{self.part} samples with weights that are none of this run's (weight_versions name "
                     f"{name!r:.80}): it was started again, or another run loads weights into it"
                 )
         spans = [(span.start, self._versions[span.version]) for span in answer.spans]
@@ -507,11 +508,14 @@ class VllmEngine(RemoteEngine):
         reply = await self._control(_Scores, "POST", _GENERATE, json=body, timeout_s=self._wait_s)
         places = reply.prompt_logprobs
         if len(places) != len(ids):
-            raise self._wrong("prompt_logprobs", places, f"a place for each of {len(ids)} ids is needed")
+            raise RemoteRefused(
+                f"{self.part}: prompt_logprobs has {len(places)} places; {len(ids)} are needed, one for each id"
+            )
         scores = [(place or {}).get(str(token_id)) for token_id, place in zip(ids, places, strict=True)]
         if None in scores[1:]:
             index = scores.index(None, 1)
-            raise self._wrong(f"prompt_logprobs.{index}", places[index], f"that of {ids[index]} is needed")
+            allowed = f"the log-prob of {ids[index]} is needed"
+            raise self._wrong(f"prompt_logprobs.{index}", sorted(places[index] or ()), allowed)
         return [score.logprob for score in scores[1:] if score is not None]
 
     async def refuse_unfit(self) -> str:
@@ -529,7 +533,9 @@ class VllmEngine(RemoteEngine):
         models = (await self._control(_Models, "GET", "/v1/models", timeout_s=_FRONTEND_TIMEOUT_S)).data
         lengths = {model.id: model.max_model_len for model in models}
         if len(lengths) != 1:
-            raise self._wrong("data of /v1/models", sorted(lengths), "one model is needed")
+            raise RemoteRefused(
+                f"{self.url}/v1/models: data names {show_found(sorted(lengths))}; one model is needed"
+            )
         ((self._model, length),) = lengths.items()
         if length < self.max_model_len:
             raise RemoteRefused(

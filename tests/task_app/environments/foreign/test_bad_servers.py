@@ -529,7 +529,7 @@ def test_a_server_at_a_url_of_the_operators_file_gets_its_headers_and_no_error_t
                 foreign.step(CALL)
             assert str(failed.value) == sentence
         foreign.close()
-    assert keys == ["secret"] * 5 * 7, "initialize, initialized, tools/list, tools/call and the end"
+    assert keys == ["secret"] * 5 * 6, "initialize, initialized, tools/list, tools/call and the end"
     # Nobody is there any more, and nowhere.
     for place, error in ((url, "ConnectError"), ("http://999.1.1.1/mcp", "InvalidURL")):
         with pytest.raises(ForeignFailed) as failed:
