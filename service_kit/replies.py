@@ -1,22 +1,140 @@
-"""What a client takes from the reply of another service: no more than a bound, and no other address.
+"""What a client takes from the reply of another service: bounded bytes, typed values, and no other address.
+
+    bytes     read_bounded, bounded, Lines      no more than a bound; refuse_encoded: never inflated
+    values    read_reply                        of a type, strictly: true is no 1, "7" no 7, NaN no number
+    address   redirect_target                   of a redirect, which no client follows
 
 A library that follows a redirect repeats the request with its headers, our key among them, at whatever
-address the reply names, and one that reads a whole reply takes as much memory as the other side likes. So no
-client here follows redirects, and each one reads through this module.
+address the reply names, one that reads or inflates a whole reply takes as much memory as the other side
+likes, and code that reads fields of JSON by itself fails at a missing one as if it were wrong itself. So
+each client reads through this module, and raises its own error for a `ReplyFault`.
 """
 
-from collections.abc import AsyncIterable, Iterable, Iterator
+from collections.abc import AsyncIterable, Iterable, Iterator, Mapping
 from http import HTTPStatus
+from reprlib import Repr
+from typing import Any, TypeVar
 from urllib.parse import urljoin, urlsplit
 
+from pydantic import BaseModel, ValidationError
+
+Model = TypeVar("Model", bound=BaseModel)
+
 _SHOWN = 200
+# Of a value in an error, whose whole text may have megabytes.
+_clip = Repr()
+_clip.maxstring = _clip.maxlong = _clip.maxother = 60
+_clip.maxlevel = 3
+
+# What is allowed, by the type of pydantic's error, where its own message does not say that.
+_ALLOWED = {
+    "missing": "the reader needs it",
+    "extra_forbidden": "no such field is known",
+    "model_type": "it should be an object",
+    "dict_type": "it should be an object",
+    "list_type": "it should be a list",
+}
+
+# Headers of every request: an encoded reply could be a thousand times as long as what is counted.
+PLAIN = {"Accept-Encoding": "identity"}
 
 
-class ReplyTooLarge(Exception):
-    """A reply, or a line of one, is longer than its reader takes; each client raises its own error for it."""
+class ReplyFault(Exception):
+    """A reply is not what its reader takes; each client raises its own error for it."""
+
+
+class ReplyTooLarge(ReplyFault):
+    """A reply, or a line of one, is longer than its reader takes."""
 
     def __init__(self, most_bytes: int) -> None:
         super().__init__(f"its reply has more than {most_bytes} bytes")
+
+
+class ReplyEncoded(ReplyFault):
+    """A reply would have to be inflated."""
+
+    def __init__(self, encoding: str) -> None:
+        super().__init__(f"its reply has the Content-Encoding {show_found(encoding)}; none was asked for")
+
+
+class ReplyInvalid(ReplyFault):
+    """A reply has a field that its reader cannot use.
+
+    Attributes:
+        part: what replied: a route, with its server.
+        field: the path of the field, as `choices.0.token_ids.3`; "" for the whole reply.
+        found: its value and type, clipped; `missing` where there is none.
+        allowed: what it should be.
+    """
+
+    def __init__(self, part: str, field: str, found: str, allowed: str) -> None:
+        self.part, self.field, self.found, self.allowed = part, field, found, allowed
+        super().__init__(f"{part}: {self.finding}")
+
+    @property
+    def finding(self) -> str:
+        """The error without its part."""
+        return f"{self.field or 'its reply'} is {self.found}; {self.allowed}"
+
+
+def read_reply(kind: type[Model], content: bytes, part: str) -> Model:
+    """Return the value of a whole reply in JSON.
+
+    Args:
+        kind: is read strictly, whatever its own configuration says. Only a class with `allow_inf_nan=False`,
+            as every `StrictReply`, refuses NaN and infinity.
+        part: what replied, for the error.
+
+    Raises:
+        ReplyInvalid: it is no JSON, or no such value.
+    """
+    try:
+        return kind.model_validate_json(content, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+    if first["type"] == "json_invalid":
+        found = show_found(content) if content.strip() else "empty"
+        raise ReplyInvalid(part, "", found, f"JSON is needed ({first['msg'].partition(': ')[2]})")
+    raise _fault(first, part)
+
+
+def read_value(kind: type[Model], value: Any, part: str) -> Model:
+    """Return the value of a part of a reply whose JSON was parsed before.
+
+    Args:
+        kind: as of `read_reply`; its sequences are lists, as JSON's are.
+
+    Raises:
+        ReplyInvalid: it is no such value.
+    """
+    try:
+        return kind.model_validate(value, strict=True)
+    except ValidationError as error:
+        raise _fault(error.errors(include_url=False, include_context=False)[0], part) from error
+
+
+def _fault(first: Mapping[str, Any], part: str) -> ReplyInvalid:
+    """The error of pydantic's first one."""
+    found = "missing" if first["type"] == "missing" else show_found(first["input"])
+    told = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+    allowed = _ALLOWED.get(first["type"], told)
+    return ReplyInvalid(part, ".".join(map(str, first["loc"])), found, allowed)
+
+
+def show_found(value: Any) -> str:
+    """Return a value with its type, clipped, without first writing the whole of it."""
+    return f"{_clip.repr(value)} ({type(value).__name__})"
+
+
+def refuse_encoded(headers: Mapping[str, str]) -> None:
+    """Refuse a reply whose bytes have to be inflated, which `PLAIN` did not ask for.
+
+    Raises:
+        ReplyEncoded: its Content-Encoding is not `identity`.
+    """
+    encoding = headers.get("Content-Encoding") or "identity"
+    if encoding.strip().lower() != "identity":
+        raise ReplyEncoded(encoding)
 
 
 async def read_bounded(parts: AsyncIterable[bytes], most_bytes: int) -> bytes:
@@ -42,15 +160,24 @@ def bounded(parts: Iterable[bytes], most_bytes: int) -> Iterator[bytes]:
 class Lines:
     """Cuts the parts of a reply into lines that end with a line feed; JSON may hold other line ends.
 
-    A line has at most `most_bytes`; a stream as a whole may be longer.
+    A line has at most `most_bytes`; the stream as a whole may be longer, up to `most_in_all` where it has to
+    end.
     """
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int, most_in_all: int | None = None) -> None:
         self._rest, self._most_bytes = bytearray(), most_bytes
+        self._room, self._most_in_all = most_in_all, most_in_all
 
     def take(self, part: bytes) -> list[bytes]:
-        """Return the lines that this part completes. Raises ReplyTooLarge where the line that has begun is
-        longer."""
+        """Return the lines that this part completes.
+
+        Raises:
+            ReplyTooLarge: the line that has begun is longer, or the whole stream is.
+        """
+        if self._room is not None and self._most_in_all is not None:
+            self._room -= len(part)
+            if self._room < 0:
+                raise ReplyTooLarge(self._most_in_all)
         self._rest += part
         lines: list[bytearray] = []
         if b"\n" in part:

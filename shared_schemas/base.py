@@ -66,6 +66,21 @@ class OpenBody(_FailFast):
     model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
 
 
+class StrictReply(_FailFast):
+    """What we read of a reply that a server of others writes: strict types, finite numbers.
+
+    Keys that no field names are dropped. An optional field may also be null, as many servers write it.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="ignore", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+# Whole numbers that every file and database holds; a larger one is a mistake.
+Whole = Annotated[int, Field(gt=-(2**53), lt=2**53)]
+Count = Annotated[Whole, Field(ge=0)]
+
 Model = TypeVar("Model", bound=BaseModel)
 
 

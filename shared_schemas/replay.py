@@ -84,14 +84,14 @@ class ReplayRequest(Body):
 class ReplayFrame(Body):
     """The picture of the environment after a turn."""
 
-    turn: int
+    turn: FrameTurn
     png: str = Field(description="a PNG file in base64")
 
 
 class ReplaySnapshot(Body):
     """The environment after a turn."""
 
-    turn: int
+    turn: FrameTurn
     snapshot: str = Field(description="as from POST /env/snapshot; a rollout can start from it")
 
 

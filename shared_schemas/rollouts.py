@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from shared_schemas.base import Body
+from shared_schemas.base import Body, Count
 from shared_schemas.context_tools import PUBLISHED, ContextTools
 from shared_schemas.patterns import Pattern
 from shared_schemas.rewards import WIRE_NAMES, StepRewards
@@ -25,6 +25,8 @@ from shared_schemas.trajectory import Trajectory
 
 Id = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:/-]+$")]
 Name = Annotated[str, Field(max_length=200)]
+# Of the process that answers; after a restart it is another.
+InstanceId = Annotated[str, Field(min_length=1, max_length=200)]
 # Strict, because `false`, "7" and 7.0 are mistakes that would start another world.
 Seed = Annotated[int, Field(ge=0, lt=2**31 - 1, strict=True)]
 
@@ -298,7 +300,7 @@ class RolloutsAccepted(Body):
 
     accepted: tuple[str, ...]
     known: tuple[str, ...]
-    instance_id: str
+    instance_id: InstanceId
 
 
 class RolloutFailure(Body):
@@ -306,7 +308,7 @@ class RolloutFailure(Body):
 
     code: str
     detail: str
-    decisions_done: int = 0
+    decisions_done: Count = 0
     recurs: bool = Field(
         default=False,
         description="whether the same seeds would fail again: the cause is in the job or a plug-in",
@@ -336,9 +338,9 @@ class RolloutPage(Body):
     first."""
 
     rollouts: tuple[Rollout, ...]
-    cursor: str
-    unfinished: int = Field(ge=0, description="rollouts of this run that are queued or running")
-    instance_id: str
+    cursor: str = Field(max_length=1_000)
+    unfinished: Count = Field(description="rollouts of this run that are queued or running")
+    instance_id: InstanceId
 
 
 class RolloutAck(Body):

@@ -2,16 +2,23 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import StrEnum
+from itertools import pairwise
 from typing import Annotated, Any, Literal, overload
 
 from pydantic import ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
 
-from shared_schemas.base import Body
+from shared_schemas.base import Body, Count, Whole
 from shared_schemas.evaluate_result import EvaluateResult
 from shared_schemas.messages import Message, ToolCall, ToolSpec
 
 # Larger than any vocabulary or model, and small enough for every counter.
 MOST_TOKENS = 2**31 - 1
+TokenId = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
+# Rounding may lift the log-prob of a certain token a little above 0.
+Logprob = Annotated[float, Field(le=1e-3, allow_inf_nan=False)]
+# Of a token that was drawn. vLLM sends -9999 for -inf, which JSON cannot hold; no softmax that a token is
+# drawn from gives it so little.
+DrawnLogprob = Annotated[Logprob, Field(ge=-1_000.0)]
 
 
 class StopReason(StrEnum):
@@ -152,6 +159,14 @@ class PolicyLogprobs(Body):
     versions: tuple[tuple[int, int], ...]
 
 
+def cover(starts: Sequence[int], count: int) -> bool:
+    """Whether spans that start at these tokens cover `count` tokens in order: 0 first, then rising, below it.
+
+    No token has one span, which starts at 0.
+    """
+    return starts[:1] == [0] and all(a < b for a, b in pairwise([*starts, max(count, 1)]))
+
+
 _EXACT = {name for name, field in PolicyLogprobs.model_fields.items() if field.is_required()}
 
 
@@ -187,7 +202,7 @@ class ObservationData(Body):
         default_factory=dict, description="those of them that were edited since, by msg_id"
     )
     achievements_status: dict[str, bool] = Field(default_factory=dict)
-    achievements_counts: dict[str, int] = Field(default_factory=dict)
+    achievements_counts: dict[str, Whole] = Field(default_factory=dict)
     reward_last_step: float = Field(default=0.0, description="of the last env step before this observation")
     state_keys: dict[str, str] = Field(
         default_factory=dict, description="the key of the decision's state, by kind of key"
@@ -239,9 +254,9 @@ class ObservationData(Body):
 class DecisionRewards(Body):
     """The achievements of one decision; `turn` counts from 1 (decision index t is turn - 1)."""
 
-    turn: int = Field(ge=1)
-    ach_delta: int = Field(ge=0)
-    unique_delta: int = Field(ge=0)
+    turn: Count = Field(ge=1)
+    ach_delta: Count
+    unique_delta: Count
     all: tuple[str, ...]
     unique: tuple[str, ...]
 
@@ -283,8 +298,8 @@ class StepInfo(Body):
     policy_s: float = 0.0
     environment_s: float = 0.0
     interaction_s: float = Field(default=0.0, description="time of the interaction, not part of the others")
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
     finish_reason: str | None = Field(
         default=None, description="how the model's answer ended, even if its tokens are unknown"
     )
@@ -303,7 +318,7 @@ class StepData(Body):
     Source: 2-rollout-worker-and-gigpo.md, Task 2.1 (names); DESIGN.md sections 3 and 4.
     """
 
-    turn: int = Field(ge=1, description="decision index t plus 1")
+    turn: Count = Field(ge=1, description="decision index t plus 1")
     observation_data: ObservationData
     next_observation: ObservationData | None = Field(
         default=None, description="without messages: the counters and the last reward after this decision"
@@ -506,8 +521,8 @@ class Trajectory(Body):
     steps: tuple[StepData, ...]
     outcome_reward: float
     outcome_definition: str
-    achievements_counts: dict[str, int] = Field(default_factory=dict)
-    env_steps: int = Field(ge=0)
+    achievements_counts: dict[str, Whole] = Field(default_factory=dict)
+    env_steps: Count
     terminated: bool
     truncated: bool
     stop_reason: StopReason

@@ -165,6 +165,7 @@ class Services:
         """Open the service's client session; each running rollout has at most one call open."""
         self.database.open()
         self._session = aiohttp.ClientSession(
+            auto_decompress=False,
             connector=aiohttp.TCPConnector(limit=2 * self.settings.max_concurrent_rollouts),
             cookie_jar=aiohttp.DummyCookieJar(),
         )

@@ -17,7 +17,7 @@ import stamina
 from pydantic import SecretStr
 from pydantic_core import to_json
 
-from service_kit.replies import ReplyTooLarge, read_bounded
+from service_kit.replies import PLAIN, ReplyFault, read_bounded, refuse_encoded
 from shared_schemas.chat import CONTEXT_LENGTH_EXCEEDED, IGNORED_HEADER, RESPONSE_FORMAT, ROLLOUT_HEADER
 from shared_schemas.messages import Message
 from shared_schemas.trajectory import PolicyLogprobs, Sampling, SamplingKeys
@@ -25,9 +25,9 @@ from task_app.episode.actions import NO_TOOL_CALL
 from task_app.errors import ContextLengthExceeded, EpisodeFailed, PolicyUnavailable, PromptRefused
 from task_app.policies.openai_config import CHAT_PATH, OpenAIConfig, chat_completions_url
 from task_app.policies.replies import (
+    OwnReplies,
     Reply,
     WholeReplies,
-    own_tokens,
     protocol_error,
     read_count,
     read_reply,
@@ -84,13 +84,13 @@ class Endpoint:
         try:
             if self._session is not None:
                 return await self._post(self._session, data)
-            async with aiohttp.ClientSession() as session:
+            async with aiohttp.ClientSession(auto_decompress=False) as session:
                 return await self._post(session, data)
         except TimeoutError as exc:
             raise TryAgain(f"no answer within {self._timeout_s:g} s") from exc
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as exc:
             raise TryAgain(f"{type(exc).__name__}: {exc}"[:200]) from exc
-        except ReplyTooLarge as exc:
+        except ReplyFault as exc:
             raise protocol_error(str(exc)) from exc
         except (aiohttp.ClientError, ValueError) as exc:
             raise protocol_error(type(exc).__name__) from exc
@@ -100,6 +100,7 @@ class Endpoint:
         async with session.post(
             self._url, data=data, headers=self._headers, timeout=self._timeout, allow_redirects=False
         ) as response:
+            refuse_encoded(response.headers)
             after_s = retry_after_s(response.headers.get("Retry-After"))
             body = await read_bounded(response.content.iter_any(), self._max_reply_bytes)
             return Answered(response.status, body, after_s, response.headers.get(IGNORED_HEADER, ""))
@@ -168,7 +169,7 @@ class OpenAIAgentPolicy:
     ) -> None:
         self.config = config
         url = chat_completions_url(config.inference_url, allowed_hosts=allowed_hosts)
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", **PLAIN}
         if rollout_id is not None and config.asks_gateway_of_ours:
             headers[ROLLOUT_HEADER] = rollout_id
         key = SecretStr(inference_key) if isinstance(inference_key, str) else inference_key
@@ -180,7 +181,7 @@ class OpenAIAgentPolicy:
         )
         self._on_retry, self._clock = on_retry, clock
         self._turn = self._known_ids = 0
-        self._read_tokens = WholeReplies() if config.exact_tokens == "vllm" else own_tokens
+        self._read_tokens = WholeReplies() if config.exact_tokens == "vllm" else OwnReplies()
         self._last: tuple[tuple[Message, ...], Reply] | None = None
         self._has_answer = False
         self.pending_failure: str | None = None
@@ -244,7 +245,7 @@ class OpenAIAgentPolicy:
             raise PolicyUnavailable(f"the inference server is unavailable: {exc}") from exc
         if answer.status != 200:
             raise self._refusal(answer.status, answer.body)
-        return read_count(answer.body, ("count",) if can_count else ("usage", "prompt_tokens"))
+        return read_count(answer.body, is_billed=not can_count)
 
     def sampling(self, turn: int, *, most: int | None = None) -> Sampling:
         """The sampling of decision `turn` (from 1), with `most` as a further limit of tokens."""

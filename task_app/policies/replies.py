@@ -1,19 +1,24 @@
 """Pure: read the action, the text and the exact tokens of a chat completion, also from servers like vLLM.
 
 A model's mistakes are data: no tool call, several, unknown names, bad arguments. A server's mistakes are a
-PolicyUnavailable with code `inference_protocol`: no choices, lists of different lengths, a NaN.
+PolicyUnavailable with code `inference_protocol`: no choices, lists of different lengths, a NaN, a text of
+another type. The message names the field, what was found and what is allowed.
 """
 
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
-from pydantic import ValidationError
+from pydantic import Field, JsonValue
+from pydantic_core import from_json, to_json
 
-from shared_schemas.json_text import encodable
-from shared_schemas.trajectory import PolicyLogprobs
+from service_kit import replies
+from service_kit.replies import Model
+from shared_schemas.base import Count, StrictReply
+from shared_schemas.json_text import read_quotation
+from shared_schemas.trajectory import DrawnLogprob, Logprob, PolicyLogprobs, TokenId, cover
 from task_app.episode.actions import NO_TOOL_CALL, json_object
 from task_app.errors import PolicyUnavailable
 
@@ -50,55 +55,155 @@ class Reply:
         return self.prompt_tokens + max(0, self.completion_tokens - self.reasoning_tokens)
 
 
-# Reads the exact tokens of a reply and its first choice; None if the server does not send them.
-ReadTokens = Callable[[Mapping[str, Any], Mapping[str, Any]], PolicyLogprobs | None]
+class _Part(StrictReply):
+    text: JsonValue = None
+
+
+class _Message(StrictReply):
+    """What the model wrote, of which any form of a call is data."""
+
+    content: str | tuple[_Part, ...] | None = None
+    refusal: str | None = None
+    tool_calls: JsonValue = None
+    tool_call_error: str | None = None
+
+
+class _Choice(StrictReply):
+    message: _Message
+    finish_reason: str | None = None
+    sampling_finish_reason: str | None = None
+    raw_text: str | None = None
+    """All sampled text, from our gateway."""
+
+    @property
+    def ending(self) -> str | None:
+        """How sampling ended; our gateway reports it apart from "a call was parsed"."""
+        return self.sampling_finish_reason or self.finish_reason
+
+
+class _OwnChoice(_Choice):
+    """Of our gateway, or of a server that sends no exact tokens."""
+
+    token_ids: tuple[TokenId, ...] | None = None
+    token_logprobs: tuple[DrawnLogprob, ...] | None = None
+    versions: tuple[tuple[TokenId, Count], ...] | None = None
+
+
+class _PlainToken(StrictReply):
+    token: str
+    logprob: Logprob
+
+
+class _PlainTokens(StrictReply):
+    content: tuple[_PlainToken, ...] | None = None
+
+
+class _PlainChoice(_OwnChoice):
+    """With OpenAI's log-probs, which were asked for; they are absent in most replies with calls only."""
+
+    logprobs: _PlainTokens | None = None
+
+
+class _WholeToken(StrictReply):
+    logprob: DrawnLogprob
+
+
+class _WholeTokens(StrictReply):
+    content: tuple[_WholeToken, ...]
+
+
+class _WholeChoice(_Choice):
+    """Of a server like vLLM."""
+
+    token_ids: tuple[TokenId, ...]
+    logprobs: _WholeTokens
+
+
+class _Details(StrictReply):
+    reasoning_tokens: Count | None = None
+
+
+class _Usage(StrictReply):
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
+    completion_tokens_details: _Details | None = None
+
+
+AnyChoice = TypeVar("AnyChoice", bound=_Choice)
+
+
+class Completion(StrictReply, Generic[AnyChoice]):
+    """A chat completion, as far as it is read."""
+
+    choices: tuple[AnyChoice, ...] = Field(min_length=1)
+    model: str | None = None
+    usage: _Usage | None = None
+    prompt_token_ids: tuple[TokenId, ...] | None = None
+    prompt_ids_reused: Count | None = None
+
+
+class _Counted(StrictReply):
+    count: Count
+
+
+class _PromptUsage(StrictReply):
+    prompt_tokens: Count
+
+
+class _Billed(StrictReply):
+    usage: _PromptUsage
+
+
+class ReadTokens(Protocol):
+    """Reads the replies of a kind of server, and their exact tokens; None if it does not send them.
+
+    `hint` ends the sentence about a wrong field.
+    """
+
+    hint: str
+
+    def kind(self, *, logprobs: bool) -> type[Completion[Any]]:
+        """The class of a reply; `logprobs`: whether OpenAI's were asked for."""
+
+    def __call__(self, reply: Completion[Any]) -> PolicyLogprobs | None: ...
 
 
 def read_reply(body: bytes, read_tokens: ReadTokens, *, logprobs: bool = False) -> Reply:
     """Read the body of a 200; `logprobs`: whether OpenAI's were asked for."""
-    reply = parse_object(body)
-    choices = reply.get("choices")
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        raise protocol_error("'choices' holds no object")
-    choice = choices[0]
-    message = choice.get("message")
-    if not isinstance(message, dict):
-        raise protocol_error("choices[0].message is no object")
-    usage = _table(reply, "usage")
-    details, raw_text = _table(usage, "completion_tokens_details"), _string(choice.get("raw_text"))
+    reply = _read(read_tokens.kind(logprobs=logprobs), body, read_tokens.hint)
+    choice, usage = reply.choices[0], reply.usage or _Usage()
+    plain = choice.logprobs if isinstance(choice, _PlainChoice) else None
+    text = _text(choice.message)
     return Reply(
-        action=_action(message, finish_reason(choice)),
+        action=_action(choice, text),
         # All sampled text, if the server sends it; otherwise a reply with only a call has no text.
-        text=_text(message) if raw_text is None else raw_text,
-        tokens=read_tokens(reply, choice),
-        finish_reason=finish_reason(choice),
-        model=_string(reply.get("model")),
-        prompt_tokens=_count(usage.get("prompt_tokens")),
-        completion_tokens=_count(usage.get("completion_tokens")),
-        reasoning_tokens=_count(details.get("reasoning_tokens")) or 0,
-        logprobs=_plain_logprobs(choice) if logprobs else None,
+        text=text if choice.raw_text is None else choice.raw_text,
+        tokens=read_tokens(reply),
+        finish_reason=choice.ending,
+        model=reply.model,
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        reasoning_tokens=(usage.completion_tokens_details or _Details()).reasoning_tokens or 0,
+        logprobs=None
+        if plain is None or plain.content is None
+        else [(one.token, one.logprob) for one in plain.content],
     )
 
 
-def read_count(body: bytes, path: Sequence[str]) -> int:
-    """Read the number of tokens below a path of keys of the body of a 200."""
-    value: Any = parse_object(body)
-    for name in path:
-        value = value.get(name) if isinstance(value, dict) else None
-    count = _count(value)
-    if count is None:
-        raise protocol_error(f"{'.'.join(path)} is {value!r:.80}; a number of tokens is needed")
-    return count
+def read_count(body: bytes, *, is_billed: bool) -> int:
+    """Read the number of a prompt's tokens from the body of a 200; `is_billed`: from its usage."""
+    return _read(_Billed, body).usage.prompt_tokens if is_billed else _read(_Counted, body).count
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
+def _read(kind: type[Model], body: bytes, hint: str = "") -> Model:
     try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as exc:
-        raise protocol_error(f"the body is no JSON ({len(body)} bytes)") from exc
-    if not isinstance(value, dict):
-        raise protocol_error(f"the body is a JSON {type(value).__name__}, not an object")
-    return value
+        return replies.read_reply(kind, body, "")
+    except replies.ReplyInvalid as exc:
+        fault = exc
+    if not fault.field and b"\\ud" in body.lower():  # half a character that the model wrote is data
+        with suppress(ValueError):
+            return _read(kind, to_json(read_quotation(body)), hint)
+    raise protocol_error(fault.finding + hint) from fault
 
 
 def refusal(status: int, body: bytes, *, key: str = "") -> tuple[str, str]:
@@ -108,8 +213,10 @@ def refusal(status: int, body: bytes, *, key: str = "") -> tuple[str, str]:
     everywhere.
     """
     try:
-        value = parse_object(body)
-    except PolicyUnavailable:
+        value = from_json(body)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
         return "", f"status {status}"
     source = _table(value, "error") or value
     code = _without(key, _string(source.get("code")) or "")[:100]
@@ -133,23 +240,18 @@ def protocol_error(what: str) -> PolicyUnavailable:
     return PolicyUnavailable(f"the inference server answered nonsense: {what}", code=PROTOCOL)
 
 
-def _action(message: Mapping[str, Any], finish_reason: str | None) -> dict[str, Any]:
+def _action(choice: _Choice, text: str) -> dict[str, Any]:
     """The action of a message: all its calls together, or text with the reason why there is no call.
 
     A single call also has source 2's form: `name`, and `arguments` as an object where possible. `tool_calls`
     keeps the arguments' text, which the next prompt must repeat exactly.
     """
-    calls = message.get("tool_calls")
+    calls = choice.message.tool_calls
     if isinstance(calls, list) and calls:
         own = [_call(call, index) for index, call in enumerate(calls)]
-        name, text = own[0]["name"], own[0]["arguments"]
-        arguments = json_object(text)
-        published = {"name": name, "arguments": text if arguments is None else arguments}
-        single = published if len(own) == 1 else {}
-        return {"type": "tool_call", **single, "tool_calls": own, "content": _text(message)}
-    missing = WITHHELD if finish_reason == "content_filter" else NO_TOOL_CALL
-    reason = _string(message.get("tool_call_error")) or missing
-    return {"type": "text", "content": _text(message), "invalid_reason": reason}
+        return {"type": "tool_call", **_published(own), "tool_calls": own, "content": text}
+    missing = WITHHELD if choice.ending == "content_filter" else NO_TOOL_CALL
+    return {"type": "text", "content": text, "invalid_reason": choice.message.tool_call_error or missing}
 
 
 def _call(call: Any, index: int) -> dict[str, str]:
@@ -160,69 +262,73 @@ def _call(call: Any, index: int) -> dict[str, str]:
     return {
         "id": _string(source.get("id")) or f"call_{index}",
         "name": _string(function.get("name")) or "",
-        "arguments": encodable(arguments) if isinstance(arguments, str) else json.dumps(arguments),
+        "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments),
     }
 
 
-def _text(message: Mapping[str, Any]) -> str:
+def _published(calls: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+    if len(calls) > 1:
+        return {}
+    text = calls[0]["arguments"]
+    arguments = json_object(text)
+    return {"name": calls[0]["name"], "arguments": text if arguments is None else arguments}
+
+
+def _text(message: _Message) -> str:
     """The content of a message, with its parts joined, or else its refusal."""
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [part.get("text") for part in content if isinstance(part, dict)]
-        return encodable("".join(part for part in parts if isinstance(part, str)))
-    return _string(content) or _string(message.get("refusal")) or ""
+    if isinstance(message.content, tuple):
+        return "".join(part.text for part in message.content if isinstance(part.text, str))
+    return message.content or message.refusal or ""
 
 
-def own_tokens(reply: Mapping[str, Any], choice: Mapping[str, Any]) -> PolicyLogprobs | None:
-    """The exact tokens of our own gateway's reply; None if a field is missing."""
-    fields = {
-        "prompt_token_ids": reply.get("prompt_token_ids"),
-        "token_ids": choice.get("token_ids"),
-        "logprobs": choice.get("token_logprobs"),
-        "versions": choice.get("versions"),
-        "finish_reason": finish_reason(choice),
-    }
-    if any(value is None for value in fields.values()):
-        return None
-    return check_tokens({**fields, "prompt_ids_reused": reply.get("prompt_ids_reused") or 0})
+class OwnReplies:
+    """Reads the exact tokens of our own gateway's replies; None of a server that sends no such fields."""
+
+    hint = ""
+
+    def kind(self, *, logprobs: bool) -> type[Completion[Any]]:
+        return Completion[_PlainChoice] if logprobs else Completion[_OwnChoice]
+
+    def __call__(self, reply: Completion[_OwnChoice]) -> PolicyLogprobs | None:
+        choice = reply.choices[0]
+        if choice.token_logprobs is None and choice.versions is None:  # a vLLM server sends ids alone
+            return None
+        fields = {
+            "prompt_token_ids": reply.prompt_token_ids,
+            "choices.0.token_ids": choice.token_ids,
+            "choices.0.token_logprobs": choice.token_logprobs,
+            "choices.0.versions": choice.versions,
+            "choices.0.finish_reason": choice.ending,
+        }
+        for name, value in fields.items():
+            if value is None:
+                raise protocol_error(f"{name} is missing; exact tokens consist of {', '.join(fields)}")
+        ids, starts = choice.token_ids or (), [start for start, _ in choice.versions or ()]
+        if (ids or starts) and not cover(starts, len(ids)):
+            raise protocol_error(
+                f"choices.0.versions start at the tokens {replies.show_found(starts)}; expected are 0 first, "
+                f"then rising, below {len(ids)} token_ids"
+            )
+        return _exact(
+            prompt_ids_reused=reply.prompt_ids_reused or 0,
+            prompt_token_ids=reply.prompt_token_ids or (),
+            token_ids=ids,
+            logprobs=choice.token_logprobs or (),
+            finish_reason=choice.ending or "",
+            versions=choice.versions or (),
+        )
 
 
-def _plain_logprobs(choice: Mapping[str, Any]) -> list[tuple[str, float]] | None:
-    """`logprobs.content` of a choice; None if absent, as in most replies with calls only."""
-    content = _table(choice, "logprobs").get("content")
-    if not isinstance(content, list):
-        return None
-    pairs = []
-    for index, entry in enumerate(content):
-        source = entry if isinstance(entry, dict) else {}
-        token, logprob = _string(source.get("token")), source.get("logprob")
-        if token is None or not isinstance(logprob, int | float) or not math.isfinite(logprob):
-            raise protocol_error(f"logprobs.content.{index} is no token with a finite logprob")
-        pairs.append((token, float(logprob)))
-    return pairs
-
-
-def check_tokens(fields: Mapping[str, Any]) -> PolicyLogprobs:
-    try:
-        tokens = PolicyLogprobs.model_validate(fields)
-    except ValidationError as exc:
-        first = exc.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise protocol_error(f"{place}: {first['msg']}") from exc
-    if len(tokens.logprobs) != len(tokens.token_ids):
-        raise protocol_error(f"{len(tokens.token_ids)} token_ids but {len(tokens.logprobs)} token_logprobs")
-    if not all(map(math.isfinite, tokens.logprobs)):
-        raise protocol_error("a log-prob is not finite")
-    return tokens
-
-
-def finish_reason(choice: Mapping[str, Any]) -> str | None:
-    """How sampling ended; our gateway reports it apart from "a call was parsed"."""
-    return _string(choice.get("sampling_finish_reason")) or _string(choice.get("finish_reason"))
+def _exact(**fields: Any) -> PolicyLogprobs:
+    """Exact tokens of values whose types are checked."""
+    ids, logprobs = len(fields["token_ids"]), len(fields["logprobs"])
+    if ids != logprobs:
+        raise protocol_error(f"choices.0.token_ids has {ids} ids, and logprobs has {logprobs}")
+    return PolicyLogprobs.model_construct(**fields)
 
 
 def _string(value: Any) -> str | None:
-    return encodable(value) if isinstance(value, str) else None
+    return value if isinstance(value, str) else None
 
 
 def _table(source: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -231,16 +337,8 @@ def _table(source: Mapping[str, Any], name: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and value >= 0 else None
-
-
 # The model of such a server is not trained, so it has one version.
 _ONE_VERSION = ((0, 0),)
-# Rounding may lift the log-prob of a certain token this far above 0; a higher value is a fault.
-_ROUNDING = 1e-3
-# vLLM sends -9999 for -inf, which JSON cannot hold. No softmax gives so little.
-_IMPOSSIBLE = -1_000.0
 
 
 class WholeReplies:
@@ -250,46 +348,33 @@ class WholeReplies:
         token_ids                   in choices[0]                (the same)
         logprobs.content[].logprob  in choices[0]                (request: logprobs)
 
-    One object reads one conversation; call it with a reply and its first choice. The part of a prompt that
-    repeats the last prompt and answer counts as reused, as with our gateway, so records grow only with the
-    conversation.
+    One object reads one conversation. The part of a prompt that repeats the last prompt and answer counts as
+    reused, as with our gateway, so records grow only with the conversation.
     """
+
+    hint = " (return_token_ids and logprobs asked for what a sample cannot be weighted without)"
 
     def __init__(self) -> None:
         self._ids: tuple[int, ...] = ()
 
-    def __call__(self, reply: Mapping[str, Any], choice: Mapping[str, Any]) -> PolicyLogprobs:
-        content = _table(choice, "logprobs").get("content")
-        entries = content if isinstance(content, list) else None
-        fields = {
-            "prompt_token_ids": reply.get("prompt_token_ids"),
-            "choices[0].token_ids": choice.get("token_ids"),
-            "choices[0].logprobs.content": entries,
-        }
-        missing = [name for name, value in fields.items() if value is None]
-        if missing:
-            raise protocol_error(
-                f"no {missing[0]}, though return_token_ids and logprobs were asked for: samples without them "
-                "cannot be weighted"
-            )
-        logprobs = [entry.get("logprob") if isinstance(entry, Mapping) else None for entry in entries or ()]
-        whole = check_tokens(
-            {
-                "prompt_token_ids": fields["prompt_token_ids"],
-                "token_ids": fields["choices[0].token_ids"],
-                "logprobs": logprobs,
-                "finish_reason": finish_reason(choice) or "stop",
-                "versions": _ONE_VERSION,
-            }
+    def kind(self, *, logprobs: bool) -> type[Completion[Any]]:
+        return Completion[_WholeChoice]
+
+    def __call__(self, reply: Completion[_WholeChoice]) -> PolicyLogprobs:
+        choice, prompt = reply.choices[0], reply.prompt_token_ids
+        if prompt is None:
+            raise protocol_error(f"prompt_token_ids is missing{self.hint}")
+        reused = count_shared(prompt, self._ids)
+        tokens = _exact(
+            prompt_ids_reused=reused,
+            prompt_token_ids=prompt[reused:],
+            token_ids=choice.token_ids,
+            logprobs=tuple([one.logprob for one in choice.logprobs.content]),
+            finish_reason=choice.ending or "stop",
+            versions=_ONE_VERSION,
         )
-        if max(whole.logprobs, default=0.0) > _ROUNDING:
-            raise protocol_error(f"a log-prob is above 0: {max(whole.logprobs):.3g}")
-        if min(whole.logprobs, default=0.0) < _IMPOSSIBLE:
-            detail = "the token cannot come from the distribution of the log-probs"
-            raise protocol_error(f"a log-prob of {min(whole.logprobs):g}: {detail}")
-        prompt, reused = whole.prompt_token_ids, count_shared(whole.prompt_token_ids, self._ids)
-        self._ids = prompt + whole.token_ids
-        return whole.model_copy(update={"prompt_ids_reused": reused, "prompt_token_ids": prompt[reused:]})
+        self._ids = prompt + choice.token_ids
+        return tokens
 
 
 def count_shared(ids: Sequence[int], before: Sequence[int]) -> int:

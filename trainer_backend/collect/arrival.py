@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from shared_schemas.base import shown
 from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest
 from shared_schemas.trajectory import StepData, Trajectory
 
@@ -26,14 +27,17 @@ def _find_fault(request: RolloutRequest, rollout: Rollout) -> str | None:
     for name in _PLACE:
         found, asked = getattr(rollout, name), getattr(request, name)
         if found != asked:
-            return f"its {name} is {found!r}, and {asked!r} was asked for"
+            return f"its {name} is {shown(found)}, and {asked!r} was asked for"
     episode, start = rollout.trajectory, request.start
     if episode is None:
         return "it has no trajectory"
     if start.seed is not None and episode.seed != start.seed:
         return f"it was played in the world of seed {episode.seed}; seed {start.seed} was asked for"
     if (episode.parent_rollout_id, episode.parent_turn) != (start.parent_rollout_id, start.parent_turn):
-        return f"it continues {episode.parent_rollout_id!r}; {start.parent_rollout_id!r} was asked for"
+        return f"it continues {shown(episode.parent_rollout_id)}; {start.parent_rollout_id!r} was asked for"
+    turns = [step.turn for step in episode.steps]
+    if turns != list(range(1, len(turns) + 1)):
+        return f"the turns of its steps are {shown(turns)}; they count from 1"
     # `not <=`, because NaN is neither larger nor smaller.
     found = next((item for item in _numbers(episode) if not abs(item[1]) <= _LARGEST), None)
     return None if found is None else f"its {found[0]} is {found[1]}, beyond +-{_LARGEST:g}"
@@ -54,9 +58,11 @@ def _numbers(episode: Trajectory) -> Iterator[tuple[str, float]]:
 def _numbers_of_step(step: StepData) -> Iterator[tuple[str, float]]:
     yield from (("env_reward", value) for value in step.env_rewards or ())
     yield from (("reward part", part.value) for part in step.reward_parts)
-    for name in ("policy_value_estimate", "base_reward"):
+    for name in ("policy_value_estimate", "base_reward", "advantage", "return_to_go"):
         if (value := getattr(step, name)) is not None:
             yield name, value
     yield "reward_last_step", step.observation_data.reward_last_step
+    if step.next_observation is not None:
+        yield "reward_last_step", step.next_observation.reward_last_step
     info = step.step_info
     yield from (("time", value) for value in (info.policy_s, info.environment_s, info.interaction_s))

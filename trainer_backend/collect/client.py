@@ -7,23 +7,40 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 import aiohttp
 import stamina
 from aiohttp.payload import BytesIOPayload
-from pydantic import AliasChoices, BaseModel, Field, SecretStr, ValidationError
+from pydantic import AliasChoices, Field, SecretStr
 from stamina.instrumentation import set_on_retry_hooks
 
-from service_kit.replies import ReplyTooLarge, read_bounded, redirect_target
-from shared_schemas.base import OpenBody
+from service_kit.replies import (
+    PLAIN,
+    Model,
+    ReplyFault,
+    ReplyInvalid,
+    read_bounded,
+    read_reply,
+    redirect_target,
+    refuse_encoded,
+    show_found,
+)
+from shared_schemas.base import Count, StrictReply
 from shared_schemas.replay import ReplayFrame, ReplayReply, ReplayRequest
-from shared_schemas.rollouts import RolloutAck, RolloutAcked, RolloutPage, RolloutRequest, RolloutsAccepted
+from shared_schemas.rollouts import (
+    Id,
+    InstanceId,
+    RolloutAck,
+    RolloutAcked,
+    RolloutPage,
+    RolloutRequest,
+    RolloutsAccepted,
+)
 from trainer_backend.collect.wire import (
     DEFAULT_BODY_BYTES,
     TaskAppLost,
-    first_finding,
     is_final,
     json_in,
     message_of,
@@ -47,11 +64,13 @@ _CANCELS_AT_ONCE = 8
 _MANY = 1_000_000
 _LEAST_WEIGHT = 1 / 64
 _LATER = (429, 502, 503, 504)
-# The default of TURNWISE_MAX_HELD_BYTES: all results that a task app holds fit in one reply, and so does each
-# of its pages, which TURNWISE_MAX_PAGE_BYTES limits to 32 MiB by default.
-_MOST_REPLY_BYTES = 1 << 30
+# Of a reply that is no page of results and no replay.
+_MOST_SHORT_BYTES = 16 << 20
+# Of those: twice the default of TURNWISE_MAX_PAGE_BYTES, as a page may be larger by one rollout; where a task
+# app names a larger limit, twice that, up to the default of TURNWISE_MAX_HELD_BYTES.
+_MOST_REPLY_BYTES, _MOST_PAGE_BYTES = 64 << 20, 1 << 30
+_LONG = ("/rollouts", "/replay")
 
-Answer = TypeVar("Answer", bound=BaseModel)
 State = Literal["starting", "serving", "lost", "gone"]
 # Is given an app whose state has changed, or the word about it.
 Show = Callable[["TaskAppClient", State], None]
@@ -65,36 +84,37 @@ class _Unreachable(Exception):
     """The request may be repeated: there was no answer, or one that asks to try later."""
 
 
-class _Limits(OpenBody):
-    max_concurrent_rollouts: int = Field(ge=1)
-    max_body_bytes: int = Field(default=DEFAULT_BODY_BYTES, ge=1)
-    max_frames: int = Field(default=2, ge=2)
+class _Limits(StrictReply):
+    max_concurrent_rollouts: Count = Field(ge=1)
+    max_body_bytes: Count = Field(default=DEFAULT_BODY_BYTES, ge=1)
+    max_frames: Count = Field(default=2, ge=2)
+    max_page_bytes: Count = Field(default=1, ge=1)
 
 
-class _Service(OpenBody):
-    instance_id: str
+class _Service(StrictReply):
+    instance_id: InstanceId
 
 
-class _Capabilities(OpenBody):
+class _Capabilities(StrictReply):
     reward_functions: dict[str, str] = Field(default_factory=dict)
     interactions: tuple[str, ...] = ()
     number_interactions: tuple[str, ...] = ()
 
 
-class About(OpenBody):
+class About(StrictReply):
     """The part of GET /info that a trainer uses."""
 
     service: _Service
     """`instance_id` names the process: after a restart it is another."""
     limits: _Limits
     """`max_concurrent_rollouts` is how many it runs at a time, `max_body_bytes` what one request may hold,
-    `max_frames` how many pictures it draws in one replay."""
+    `max_frames` how many pictures it draws in one replay, `max_page_bytes` what a page of results has."""
     capabilities: _Capabilities = _Capabilities()
     """`reward_functions` are those that a rollout can name, with their modes; so are `interactions`;
     `number_interactions` are those whose ground truth must be a number."""
 
 
-class InstanceInfo(OpenBody):
+class InstanceInfo(StrictReply):
     """What the task app says of an environment."""
 
     conversation: bool = False
@@ -110,17 +130,21 @@ class InstanceInfo(OpenBody):
     state_keys: tuple[str, ...] = ()
 
 
-class _FirstObservation(OpenBody):
-    achievements_counts: dict[str, int] = Field(default_factory=dict)
+class _FirstObservation(StrictReply):
+    achievements_counts: dict[str, Count] = Field(default_factory=dict)
 
 
-class Instance(OpenBody):
+class Instance(StrictReply):
     """An environment or policy that `create` made."""
 
-    id: str = Field(validation_alias=AliasChoices("env_id", "policy_id"))
+    id: Id = Field(validation_alias=AliasChoices("env_id", "policy_id"))
     observation: _FirstObservation = _FirstObservation()
     """What an environment shows first; `achievements_counts` has a counter of every achievement."""
     info: InstanceInfo = InstanceInfo()
+
+
+class _Done(StrictReply):
+    """An object, of which nothing is read."""
 
 
 class TaskAppClient:
@@ -131,7 +155,7 @@ class TaskAppClient:
         name: `host:port` behind a resolved address (`addresses.Address.name`), or empty.
         label: its name in metrics; absent: host and port.
         fault: why it takes no work yet.
-        most_reply_bytes: a longer reply is an error.
+        most_reply_bytes: a longer reply is an error, unless it is a page and the app's limit is larger.
     """
 
     def __init__(
@@ -344,8 +368,10 @@ class TaskAppClient:
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
             headers={"X-API-Key": self.api_key.get_secret_value()}
+            | PLAIN
             | ({"Host": self.name} if self.name else {}),
             connector=aiohttp.TCPConnector(limit=16),
+            auto_decompress=False,
         )
         return self
 
@@ -395,11 +421,11 @@ class TaskAppClient:
             await self._answer(RolloutAcked, "POST", "/rollouts/ack", body=ack.model_dump(mode="json"))
 
     async def cancel(self, rollout_id: str) -> None:
-        await self._answer(OpenBody, "DELETE", f"/rollouts/{rollout_id}")
+        await self._answer(_Done, "DELETE", f"/rollouts/{rollout_id}")
 
     async def abort(self, run_id: str) -> None:
         """End a run's unfinished rollouts and refuse further ones; an unknown run is ignored."""
-        await self._answer(OpenBody, "POST", "/run/abort", body={"run_id": run_id})
+        await self._answer(_Done, "POST", "/run/abort", body={"run_id": run_id})
 
     async def create(self, kind: Literal["env", "policy"], body: Mapping[str, Any]) -> Instance:
         """Create an environment or a policy outside any rollout, until `terminate`.
@@ -417,7 +443,7 @@ class TaskAppClient:
             PluginFailed, BackendFailed: the environment failed.
             TaskAppError: any other error, also where no such decision is possible.
         """
-        await self._answer(OpenBody, "POST", "/env/step", body={"env_id": env_id, "tool_calls": []})
+        await self._answer(_Done, "POST", "/env/step", body={"env_id": env_id, "tool_calls": []})
 
     async def snapshot(self, env_id: str) -> None:
         """Take a snapshot of an environment from `create` and leave it at the task app.
@@ -426,7 +452,7 @@ class TaskAppClient:
             Refused: the environment has no snapshots.
             TaskAppError: any other error.
         """
-        await self._answer(OpenBody, "POST", "/env/snapshot", body={"env_id": env_id})
+        await self._answer(_Done, "POST", "/env/snapshot", body={"env_id": env_id})
 
     async def replay(self, record: ReplayRequest) -> list[ReplayFrame]:
         """Return the frames of an episode, in as many requests as this task app's `max_frames` needs.
@@ -439,8 +465,7 @@ class TaskAppClient:
         frames: list[ReplayFrame] = []
         for first in range(0, len(turns), self._limits.max_frames):
             body["frames"] = turns[first : first + self._limits.max_frames]
-            # Once: a replay that took too long would do so again.
-            reply = await self._answer(ReplayReply, "POST", "/replay", body=body, attempts=1)
+            reply = await self._replay(body, "frames")
             frames += reply.frames
         return frames
 
@@ -452,26 +477,31 @@ class TaskAppClient:
             Refused: the environment has no snapshots.
             TaskAppError: anything else that went wrong.
         """
-        body = record.model_dump(mode="json", exclude_defaults=True)
-        reply = await self._answer(ReplayReply, "POST", "/replay", body=body, attempts=1)
+        reply = await self._replay(record.model_dump(mode="json", exclude_defaults=True), "snapshots")
         return {item.turn: item.snapshot for item in reply.snapshots}
 
-    async def terminate(self, kind: Literal["env", "policy"], created_id: str) -> None:
-        await self._answer(OpenBody, "POST", f"/{kind}/terminate", body={f"{kind}_id": created_id})
+    async def _replay(self, body: Mapping[str, Any], name: Literal["frames", "snapshots"]) -> ReplayReply:
+        """Replay an episode once, as one that took too long would do so again; its turns are the body's."""
+        reply = await self._answer(ReplayReply, "POST", "/replay", body=body, attempts=1)
+        turns = sorted(item.turn for item in getattr(reply, name))
+        if turns != sorted({*body[name]}):
+            raise TaskAppError(
+                f"{self.url}: POST /replay: {name} are of the turns {show_found(turns)}; those of "
+                f"{show_found(body[name])} are needed"
+            )
+        return reply
 
-    async def _answer(self, model: type[Answer], method: str, path: str, **options: Any) -> Answer:
-        """Parse the answer of a route as a model, without a step between: pages of rollouts are large."""
+    async def terminate(self, kind: Literal["env", "policy"], created_id: str) -> None:
+        await self._answer(_Done, "POST", f"/{kind}/terminate", body={f"{kind}_id": created_id})
+
+    async def _answer(self, model: type[Model], method: str, path: str, **options: Any) -> Model:
+        """Read the answer of a route without a step between: pages of rollouts are large."""
         answer = await self._call(method, path, **options)
         try:
-            return model.model_validate_json(answer)
-        except ValidationError as error:
-            text = answer.decode(errors="replace")
-            if json_in(text) is None:
-                raise TaskAppError(
-                    f"{self.url}: {method} {path} did not answer with JSON: {text[:200]}"
-                ) from error
+            return read_reply(model, answer, f"{self.url}: {method} {path}")
+        except ReplyInvalid as error:
             raise TaskAppError(
-                f"{self.url}: {method} {path} did not answer as a task app does: {first_finding(error)}",
+                str(error),
                 hint="Another service may listen at this address, or a task app of another version.",
             ) from error
 
@@ -509,16 +539,17 @@ class TaskAppClient:
                 method, self.url + path, data=data, params=params, timeout=timeout,
                 server_hostname=self._certificate_host, allow_redirects=False,
             ) as reply:  # fmt: skip
+                refuse_encoded(reply.headers)
                 status, location = reply.status, reply.headers.get("Location")
-                answer = await read_bounded(reply.content.iter_any(), self._most_reply_bytes)
+                answer = await read_bounded(reply.content.iter_any(), self._most_bytes(path))
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
             raise _Unreachable(str(error) or type(error).__name__) from error
         except aiohttp.ClientError as error:
             raise TaskAppError(f"{self.url}: {method} {path}: {error}") from error
-        except ReplyTooLarge as error:
+        except ReplyFault as error:
             raise TaskAppError(
                 f"{self.url}: {method} {path}: {error}",
-                hint="A smaller TURNWISE_MAX_PAGE_BYTES makes the pages of a task app smaller.",
+                hint="TURNWISE_MAX_PAGE_BYTES of the task app sets how long its pages are, and may be here.",
             ) from error
         if target := redirect_target(status, location, self.url + path):
             raise TaskAppError(
@@ -535,6 +566,11 @@ class TaskAppClient:
             raise _Unreachable(f"status {status}: {message_of(problem, text)}")
         sentence = f"{self.url}: {method} {path}: status {status}: {message_of(problem, text)}"
         raise refusal(status, problem, sentence)
+
+    def _most_bytes(self, path: str) -> int:
+        if path not in _LONG:
+            return min(_MOST_SHORT_BYTES, self._most_reply_bytes)
+        return max(self._most_reply_bytes, min(2 * self._limits.max_page_bytes, _MOST_PAGE_BYTES))
 
     @property
     def _certificate_host(self) -> str | None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 
 from shared_schemas.problem import Problem
 from shared_schemas.rollouts import RolloutRequest
@@ -12,6 +13,8 @@ from trainer_backend.collect.sources import row_of
 from trainer_backend.errors import JobError, TaskAppError
 
 _ITS_OWN_FAULT = 500
+# Characters of each part of a problem, of which a service of ours writes fewer.
+_MOST_TOLD = 1_000
 
 
 class CursorExpired(TaskAppError, code="cursor_expired"):
@@ -65,7 +68,7 @@ _REFUSALS = {kind.code: kind for kind in (CursorExpired, NoPictures, ReplayDepar
 def json_in(text: str) -> Any:
     """Parse `text` as JSON; return None if it is not JSON."""
     try:
-        return json.loads(text)
+        return from_json(text)
     except ValueError:
         return None
 
@@ -96,7 +99,7 @@ def message_of(answer: Any, text: str) -> str:
     if not isinstance(answer, dict):
         return text[:200]
     parts = [answer.get("detail"), answer.get("where") and f"at {answer['where']}", answer.get("hint")]
-    return "; ".join(str(part) for part in parts if part) or text[:200]
+    return "; ".join(str(part)[:_MOST_TOLD] for part in parts if part) or text[:200]
 
 
 def refusal(status: int, answer: Any, sentence: str) -> TaskAppError:
@@ -118,13 +121,6 @@ def first_of(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def first_finding(error: ValidationError) -> str:
-    """Return `accepted.0: Input should be a valid string`, without the input, which may be a whole page."""
-    first, *others = error.errors(include_url=False, include_input=False, include_context=False)
-    place = ".".join(map(str, first["loc"])) or "the answer"
-    return f"{place}: {first['msg']}" + (f" (and {len(others)} more)" if others else "")
 
 
 # The limit of a task app that does not name one.

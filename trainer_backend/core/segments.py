@@ -4,13 +4,12 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shared_schemas.trajectory import PolicyLogprobs, StepData, exact_tokens
+from shared_schemas.trajectory import PolicyLogprobs, StepData, cover, exact_tokens
 from trainer_backend.core.columns import Column, Row
 from trainer_backend.errors import SegmentError, TrainerError, place
 
@@ -217,11 +216,9 @@ def _check_sampled(call: PolicyLogprobs, where: str) -> None:
         raise SegmentError(f"the sampler's log-prob is {logprob}", where=f"{where}, token {i}")
     firsts = [first for first, _ in call.versions]
     count = len(call.token_ids)
-    if count and firsts == [0]:
-        return  # one version for all, as a rule
-    expected_start = [0] if count or firsts else []
-    rising = all(a < b for a, b in pairwise([*firsts, max(count, 1)]))
-    if firsts[:1] != expected_start or not rising:
+    if (count or firsts) and not cover(firsts, count):
         raise SegmentError(
             f"versions start at tokens {firsts}; expected 0 first, then rising, below {count}", where=where
         )
+    if firsts and min(version for _, version in call.versions) < 0:
+        raise SegmentError(f"versions are {call.versions}; a policy version counts from 0", where=where)

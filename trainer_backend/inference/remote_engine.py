@@ -10,21 +10,30 @@ answers as for the actor.
 
 import json
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
-from pydantic import SecretStr
+from pydantic import Field, SecretStr
+from pydantic_core import from_json
 
-from service_kit.replies import ReplyTooLarge, read_bounded
-from shared_schemas.trajectory import Sampling
+from service_kit.replies import (
+    PLAIN,
+    Model,
+    ReplyFault,
+    ReplyInvalid,
+    read_bounded,
+    read_reply,
+    refuse_encoded,
+    show_found,
+)
+from shared_schemas.base import StrictReply
+from shared_schemas.trajectory import DrawnLogprob, Sampling, TokenId
 from trainer_backend.errors import (
     BadChatRequest,
     ContextLengthExceeded,
-    InferenceError,
     RemoteRefused,
     RemoteUnavailable,
 )
@@ -37,12 +46,7 @@ _KEEP_ALIVE_S = 2.0
 _AUTH_ERRORS = frozenset({401, 403})
 MOST_REPLY_BYTES = 16 << 20
 EXCERPT = 300
-# Rounding may raise the log-prob of a certain token this far above 0; more is an error.
-_ROUNDING = 1e-3
-# vLLM reports -9999 for -inf, which JSON cannot express. No softmax gives so small a value.
-_IMPOSSIBLE = -1_000.0
-# The bound of valid numbers: it excludes infinities and integers that no float can hold.
-_HUGE = 1e9
+_WHO_TELLS = "vLLM from 0.10.2 on and gateways of Turnwise tell what they sample with ids and log-probs."
 _THEIR_LIMIT = re.compile(r"maximum context length is (\d{1,9})")
 
 
@@ -53,8 +57,8 @@ class RemoteEngine:
     log-probs of its sampling distribution, not of softmax(logits).
     """
 
-    # The server in an error.
-    label = "the server of the fixed policy"
+    # The server in an error, and what replied with a sample.
+    label = part = "the server of the fixed policy"
     timeout = aiohttp.ClientTimeout(total=600.0)
 
     def __init__(
@@ -81,12 +85,14 @@ class RemoteEngine:
     ) -> Generation:
         self._refuse_unrecordable(sampling, extras)
         choice = await self._choice(list(ids), sampling, prompt_tokens=len(ids))
-        if _ids(choice, "prompt_token_ids") != list(ids):
-            raise RemoteRefused("the server answered another prompt than it was given")
-        token_ids, logprobs = self._tokens(choice, sampling)
-        length, finish_reason, stop_string = self._end(token_ids, choice, extras)
-        kept, kept_logprobs = tuple(token_ids[:length]), tuple(logprobs[:length])
-        generation = Generation(kept, kept_logprobs, finish_reason, ((0, _VERSION),), stop_string)
+        if choice.prompt_token_ids != tuple(ids):
+            raise self._wrong("choices.0.prompt_token_ids", choice.prompt_token_ids, "the prompt was another")
+        token_ids, logprobs = choice.token_ids, choice.logprobs.token_logprobs
+        self._refuse_unsound(token_ids, logprobs, sampling)
+        length, finish_reason, stop_string = self._end(token_ids, choice.finish_reason, extras)
+        generation = Generation(
+            token_ids[:length], logprobs[:length], finish_reason, ((0, _VERSION),), stop_string
+        )
         if extras.on_token is not None:
             for token in generation.sampled()[:-1]:
                 extras.on_token(token)
@@ -95,7 +101,7 @@ class RemoteEngine:
     async def text_ids(self, text: str) -> list[int]:
         """Return the ids of a text by the server's tokenizer, including special tokens written in it."""
         choice = await self._choice(text, Sampling(max_tokens=1), prompt_tokens=0)
-        return _ids(choice, "prompt_token_ids")
+        return list(choice.prompt_token_ids)
 
     def start(self) -> None:
         """Do nothing: the server runs elsewhere."""
@@ -119,9 +125,7 @@ class RemoteEngine:
                 where=sampling.changes.partition(" ")[0],
             )
 
-    async def _choice(
-        self, prompt: list[int] | str, sampling: Sampling, *, prompt_tokens: int
-    ) -> Mapping[str, Any]:
+    async def _choice(self, prompt: list[int] | str, sampling: Sampling, *, prompt_tokens: int) -> "_Choice":
         body = {
             "model": self._model,
             "prompt": prompt,
@@ -135,7 +139,7 @@ class RemoteEngine:
             body["processed_logprobs"] = True
         status, text = await self._post(json.dumps(body).encode())
         if status == 200:
-            return _first_choice(text)
+            return read(_Completion, text, self.part, hint=_WHO_TELLS).choices[0]
         sentence = _refusal(status, text, key=self._key)
         if status in TRY_AGAIN:
             raise RemoteUnavailable(f"{self.label} answers {sentence}")
@@ -150,14 +154,16 @@ class RemoteEngine:
             # Callers limit their concurrency; a limit here would only hide a queue. vLLM closes a connection
             # that was idle for 5 s, and a request that is sent at that moment fails.
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S), timeout=self.timeout
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+                timeout=self.timeout,
+                auto_decompress=False,
             )
         return self._session
 
     @property
     def _headers(self) -> dict[str, str]:
         key = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        return {"Content-Type": "application/json", **key}
+        return {"Content-Type": "application/json", **PLAIN, **key}
 
     @asynccontextmanager
     async def _response(self, data: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -167,42 +173,35 @@ class RemoteEngine:
             async with self._open_session().post(
                 self._url, data=data, headers=self._headers, allow_redirects=False
             ) as response:
+                refuse_encoded(response.headers)
                 yield response
 
     async def _post(self, data: bytes) -> tuple[int, bytes]:
         async with self._response(data) as response:
             return response.status, await read_bounded(response.content.iter_any(), MOST_REPLY_BYTES)
 
-    def _tokens(self, choice: Mapping[str, Any], sampling: Sampling) -> tuple[list[int], list[float]]:
-        """Return the sampled tokens with their log-probs, checked so that they can be weighed."""
-        token_ids = _ids(choice, "token_ids")
-        entries = choice.get("logprobs")
-        logprobs = entries.get("token_logprobs") if isinstance(entries, dict) else None
-        if not isinstance(logprobs, list):
-            raise _missing_field("logprobs.token_logprobs")
-        if not all(type(value) in (int, float) and -_HUGE < value < _HUGE for value in logprobs):
-            raise RemoteRefused("a log-prob of the server's is no finite number")
+    def _refuse_unsound(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], sampling: Sampling
+    ) -> None:
+        """Refuse sampled tokens that the actor cannot be trained on, or more than were asked for."""
         if len(token_ids) != len(logprobs) or not 1 <= len(token_ids) <= sampling.max_tokens:
             raise RemoteRefused(
-                f"the server told {len(token_ids)} token ids and {len(logprobs)} log-probs, where 1 to "
+                f"{self.part}: choices.0 has {len(token_ids)} token_ids and {len(logprobs)} logprobs; 1 to "
                 f"{sampling.max_tokens} of each were asked for"
             )
-        unknown = [token for token in token_ids if not 0 <= token < self._vocabulary]
-        if unknown:
-            raise RemoteRefused(
-                f"the server sampled the id {unknown[0]}, and the actor knows {self._vocabulary} ids"
-            )
-        if max(logprobs) > _ROUNDING:
-            raise RemoteRefused(f"a log-prob of the server's is above 0: {max(logprobs):.3g}")
-        if min(logprobs) < _IMPOSSIBLE:
-            raise RemoteRefused(
-                f"a log-prob of the server's is {min(logprobs):g}: the token cannot have been drawn from "
-                "what the log-probs are of"
-            )
-        return token_ids, [float(value) for value in logprobs]
+        if max(token_ids) >= self._vocabulary:
+            index = next(i for i, token in enumerate(token_ids) if token >= self._vocabulary)
+            raise self._wrong(f"choices.0.token_ids.{index}", token_ids[index], self._known)
+
+    @property
+    def _known(self) -> str:
+        return f"the actor knows the ids 0 to {self._vocabulary - 1}"
+
+    def _wrong(self, field: str, value: object, allowed: str) -> RemoteRefused:
+        return RemoteRefused(str(ReplyInvalid(self.part, field, show_found(value), allowed)))
 
     def _end(
-        self, token_ids: Sequence[int], choice: Mapping[str, Any], extras: Extras
+        self, token_ids: Sequence[int], reason: str | None, extras: Extras
     ) -> tuple[int, FinishReason, str | None]:
         """Return how many ids form the answer, and how it ended, by the actor's end tokens."""
         for length, token_id in enumerate(token_ids, start=1):
@@ -211,25 +210,25 @@ class RemoteEngine:
             stop_string = extras.stop.take(token_id) if extras.stop is not None else None
             if stop_string is not None:
                 return length, "stop", stop_string
-        if choice.get("finish_reason") == "length":
+        if reason == "length":
             return len(token_ids), "length", None
         raise RemoteRefused(
-            f"the server ended an answer with the id {token_ids[-1]} (finish_reason "
-            f"{choice.get('finish_reason')!r}), and the actor's end with {sorted(self._stop_ids)}",
+            f"{self.label} ended an answer with the id {token_ids[-1]} (finish_reason {reason!r:.40}); "
+            f"those of the actor end with {sorted(self._stop_ids)}",
             hint="generation_config.json of both models must name the same eos_token_id.",
         )
 
 
 @contextmanager
 def connection_errors(label: str, timeout: aiohttp.ClientTimeout) -> Iterator[None]:
-    """Raise RemoteUnavailable where a server does not answer or breaks off, RemoteRefused where it says too
-    much."""
+    """Raise RemoteUnavailable where a server does not answer or breaks off, RemoteRefused for a reply that
+    cannot be read."""
     try:
         yield
     except TimeoutError as error:
         limit_s = timeout.total or timeout.sock_connect
         raise RemoteUnavailable(f"{label} gave no answer within {limit_s:g} s") from error
-    except ReplyTooLarge as error:
+    except ReplyFault as error:
         raise RemoteRefused(f"{label}: {error}") from error
     except (aiohttp.ClientError, OSError) as error:
         reason = f"{type(error).__name__}: {error}"[:EXCERPT]
@@ -245,32 +244,29 @@ def completions_url(url: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc, f"{base}/v1/completions", parts.query, ""))
 
 
-def _first_choice(body: bytes) -> Mapping[str, Any]:
+class _TokenLogprobs(StrictReply):
+    token_logprobs: tuple[DrawnLogprob, ...]
+
+
+class _Choice(StrictReply):
+    prompt_token_ids: tuple[TokenId, ...]
+    token_ids: tuple[TokenId, ...]
+    logprobs: _TokenLogprobs
+    finish_reason: str | None = None
+
+
+class _Completion(StrictReply):
+    """A reply of /v1/completions, as far as it is read."""
+
+    choices: tuple[_Choice, ...] = Field(min_length=1)
+
+
+def read(kind: type[Model], content: bytes, part: str, *, hint: str | None = None) -> Model:
+    """As `read_reply`, with RemoteRefused for a reply that is no such value."""
     try:
-        reply = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RemoteRefused(f"the server's reply is no JSON ({len(body)} bytes)") from error
-    choices = reply.get("choices") if isinstance(reply, dict) else None
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        raise RemoteRefused("the server's reply holds no choices")
-    return choices[0]
-
-
-def _ids(choice: Mapping[str, Any], name: str) -> list[int]:
-    ids = choice.get(name)
-    if ids is None:
-        raise _missing_field(name)
-    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-        raise RemoteRefused(f"choices[0].{name} of the server is no list of ids")
-    return ids
-
-
-def _missing_field(name: str) -> InferenceError:
-    return RemoteRefused(
-        f"the server told no choices[0].{name}, though return_token_ids and logprobs were asked for: what it "
-        "samples cannot be weighed",
-        hint="vLLM from 0.10.2 on, and a gateway of Turnwise, tell it.",
-    )
+        return read_reply(kind, content, part)
+    except ReplyInvalid as error:
+        raise RemoteRefused(str(error), hint=hint) from error
 
 
 def _refusal(status: int, body: bytes, *, key: str) -> str:
@@ -278,8 +274,8 @@ def _refusal(status: int, body: bytes, *, key: str) -> str:
     if status in _AUTH_ERRORS:
         return f"status {status}"
     try:
-        reply = json.loads(body)
-    except (ValueError, RecursionError):
+        reply = from_json(body)
+    except ValueError:
         return f"status {status}"
     inner = reply.get("error") if isinstance(reply, dict) else None
     source = inner if isinstance(inner, dict) else reply

@@ -27,13 +27,17 @@ from typing import Any, Literal
 from uuid import uuid4
 
 import aiohttp
+from pydantic import Field, JsonValue, model_validator
+from typing_extensions import TypedDict  # pydantic reads that of `typing` from Python 3.12 on alone
 
-from service_kit.replies import Lines, read_bounded
-from shared_schemas.trajectory import Sampling
+from service_kit.replies import PLAIN, Lines, Model, read_bounded, refuse_encoded, show_found
+from shared_schemas.base import Count, StrictReply
+from shared_schemas.trajectory import MOST_TOKENS, DrawnLogprob, Logprob, Sampling, TokenId, cover
 from trainer_backend.errors import (
     BadChatRequest,
     ContextLengthExceeded,
     EngineBusy,
+    InferenceError,
     RemoteRefused,
     RemoteUnavailable,
     WeightsRefused,
@@ -52,6 +56,7 @@ from trainer_backend.inference.remote_engine import (
     TRY_AGAIN,
     RemoteEngine,
     connection_errors,
+    read,
 )
 from trainer_backend.inference.versions import WeightAddress
 
@@ -78,7 +83,95 @@ _READY, _RECEIVES = "turnwise_ready", "turnwise_receives"
 # Statuses of a server that is there, and cannot take this request now.
 _BUSY = frozenset({408, 425, 429})
 _RELEASE = re.compile(r"(\d+)\.(\d+)")
-_TOKENS = re.compile(rb"^vllm:(?:prompt|generation)_tokens_total(?:\{.*\})? ([0-9.e+]+)$", re.MULTILINE)
+_TOKENS = re.compile(
+    rb"^vllm:(?:prompt|generation)_tokens_total(?:\{.*\})? (\d{1,20}(?:\.\d{1,20})?(?:e\+?\d\d?)?)$",
+    re.MULTILINE,
+)
+
+
+class _Top(TypedDict):  # there may be 20 a token, and an object of a class takes twice the time
+    token_id: TokenId
+    logprob: Logprob
+
+
+class _Token(StrictReply):
+    logprob: DrawnLogprob
+    top_logprobs: tuple[_Top, ...] | None = None
+    """The sampled token comes first, whatever its rank."""
+
+
+class _Tokens(StrictReply):
+    content: tuple[_Token, ...] | None = None
+
+
+class _Span(StrictReply):
+    start: TokenId
+    version: str
+
+
+class _Choice(StrictReply):
+    token_ids: tuple[TokenId, ...] | None = None
+    logprobs: _Tokens | None = None
+    finish_reason: str | None = None
+    weight_versions: tuple[_Span, ...] | None = None
+
+    @property
+    def tokens(self) -> tuple[_Token, ...]:
+        return (self.logprobs.content if self.logprobs else None) or ()
+
+    @model_validator(mode="after")
+    def _of_equal_length(self) -> "_Choice":
+        if len(self.token_ids or ()) != len(self.tokens):
+            raise ValueError(
+                f"token_ids has {len(self.token_ids or ())} ids and logprobs.content {len(self.tokens)} "
+                "log-probs; each token needs one"
+            )
+        return self
+
+
+class _Details(StrictReply):
+    cached_tokens: TokenId | None = None
+
+
+class _Usage(StrictReply):
+    prompt_tokens_details: _Details | None = None
+
+
+class _Sample(StrictReply):
+    """A reply of /inference/v1/generate, or one chunk of it, as far as it is read."""
+
+    request_id: str | None = None
+    """The server's own name of the request."""
+    choices: tuple[_Choice, ...] | None = Field(default=None, max_length=1)
+    usage: _Usage | None = None
+    error: JsonValue = None
+    """How a stream says that its engine has failed."""
+
+
+class _Scored(StrictReply):
+    logprob: Logprob
+
+
+class _Scores(StrictReply):
+    prompt_logprobs: tuple[dict[str, _Scored] | None, ...]
+    """For each token of the prompt but the first, log-probs by id."""
+
+
+class _Nothing(StrictReply):
+    """An object, or no body: of a reply whose status says all."""
+
+
+class _Release(StrictReply):
+    version: str
+
+
+class _Model(StrictReply):
+    id: str
+    max_model_len: Count
+
+
+class _Models(StrictReply):
+    data: tuple[_Model, ...]
 
 
 @dataclass(slots=True)
@@ -86,45 +179,37 @@ class _Answer:
     """What a server has told of one sample so far."""
 
     request_id: str = ""
-    """The server's own name of the request."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     likeliest: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
-    spans: list[Mapping[str, Any]] | None = None
+    spans: tuple[_Span, ...] = ()
     finish_reason: str | None = None
     cached_tokens: int = 0
     stop_string: str | None = None
 
-    def add(self, reply: Mapping[str, Any], extras: Extras) -> None:
+    def add(self, reply: _Sample, extras: Extras) -> None:
         """Take a reply, or one chunk of it; a stop string ends it with the token that completes it."""
-        if "error" in reply:  # how a stream says that its engine has failed
-            raise RemoteUnavailable(f"vLLM ended an answer with an error: {reply['error']!r:.{EXCERPT}}")
-        self.request_id = reply.get("request_id") or self.request_id
-        usage = reply.get("usage")
-        if isinstance(usage, dict):
-            details = usage.get("prompt_tokens_details")
-            self.cached_tokens = (details or {}).get("cached_tokens") or 0
-        for choice in reply.get("choices") or ():
-            self.finish_reason = choice.get("finish_reason") or self.finish_reason
-            self.spans = choice.get("weight_versions") or self.spans
-            entries = (choice.get("logprobs") or {}).get("content") or []
-            ids = choice.get("token_ids") or []
-            if len(entries) != len(ids):
-                raise RemoteRefused(f"vLLM returned {len(ids)} token ids and {len(entries)} log-probs")
-            for token_id, entry in zip(ids, entries, strict=True):
+        if reply.error is not None:
+            raise RemoteUnavailable(f"vLLM ended an answer with an error: {reply.error!r:.{EXCERPT}}")
+        self.request_id = reply.request_id or self.request_id
+        if reply.usage is not None and (details := reply.usage.prompt_tokens_details):
+            self.cached_tokens = details.cached_tokens or 0
+        for choice in reply.choices or ():
+            self.finish_reason = choice.finish_reason or self.finish_reason
+            self.spans = choice.weight_versions or self.spans
+            for token_id, token in zip(choice.token_ids or (), choice.tokens, strict=True):
                 if self.stop_string is not None:
                     return
-                self._add_token(token_id, entry, extras)
+                self._add_token(token_id, token, extras)
 
-    def _add_token(self, token_id: int, entry: Mapping[str, Any], extras: Extras) -> None:
-        # The sampled token comes first, whatever its rank.
-        tops = sorted(
-            ((top["token_id"], top["logprob"]) for top in entry.get("top_logprobs") or ()),
-            key=lambda top: -top[1],
-        )
+    def _add_token(self, token_id: int, token: _Token, extras: Extras) -> None:
+        tops: tuple[tuple[int, float], ...] = ()
+        if extras.likeliest:
+            told = [(top["token_id"], top["logprob"]) for top in token.top_logprobs or ()]
+            tops = tuple(sorted(told, key=lambda top: -top[1])[: extras.likeliest])
         self.token_ids.append(token_id)
-        self.logprobs.append(entry["logprob"])
-        self.likeliest.append(tuple(tops[: extras.likeliest]))
+        self.logprobs.append(token.logprob)
+        self.likeliest.append(tops)
         if extras.stop is not None:
             self.stop_string = extras.stop.take(token_id)
 
@@ -171,7 +256,8 @@ class VllmEngine(RemoteEngine):
     def move(self, url: str) -> None:
         """Ask at this address from now on."""
         self.url = url.rstrip("/")
-        self.label, self._url = f"vLLM at {self.url}", self.url + _GENERATE
+        self.label = f"vLLM at {self.url}"
+        self.part = self._url = self.url + _GENERATE
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
@@ -190,38 +276,40 @@ class VllmEngine(RemoteEngine):
         answer = await self._patiently(self._sample(ids, sampling, extras))
         if answer.finish_reason == "abort" and answer.stop_string is None:
             raise RemoteUnavailable(f"{self.label} aborted the request")
-        token_ids, logprobs = self._tokens(
-            {"token_ids": answer.token_ids, "logprobs": {"token_logprobs": answer.logprobs}}, sampling
-        )
-        length, finish_reason = len(token_ids), _STOP
+        self._refuse_unsound(answer.token_ids, answer.logprobs, sampling)
+        if (
+            most := max((top for tops in answer.likeliest for top, _ in tops), default=0)
+        ) >= self._vocabulary:
+            raise self._wrong("choices.0.logprobs.content, in top_logprobs, token_id", most, self._known)
+        length, finish_reason = len(answer.token_ids), _STOP
         if answer.stop_string is None:
-            choice = {"finish_reason": answer.finish_reason}
-            length, finish_reason, _ = self._end(token_ids, choice, NO_EXTRAS)
+            length, finish_reason, _ = self._end(answer.token_ids, answer.finish_reason, NO_EXTRAS)
         return Generation(
-            tuple(token_ids[:length]), tuple(logprobs[:length]), finish_reason,
-            self._versions_of(answer.spans, length), answer.stop_string, answer.cached_tokens,
+            tuple(answer.token_ids[:length]), tuple(answer.logprobs[:length]), finish_reason,
+            self._versions_of(answer, length), answer.stop_string, answer.cached_tokens,
             tuple(answer.likeliest[:length]),
         )  # fmt: skip
 
-    def _versions_of(
-        self, spans: Sequence[Mapping[str, Any]] | None, length: int
-    ) -> tuple[tuple[int, int], ...]:
-        """((first_token, policy_version), ...) of the server's spans over the first `length` tokens."""
-        starts = [(int(span["start"]), str(span["version"])) for span in spans or ()]
-        if not starts or starts[0][0] != 0:
-            raise RemoteRefused(
-                f"{self.label} returned the weight versions {spans!r:.200}, which do not begin at the first "
-                "token"
-            )
-        for _, name in starts:
+    def _versions_of(self, answer: _Answer, length: int) -> tuple[tuple[int, int], ...]:
+        """((first_token, policy_version), ...) of the server's spans over the first `length` tokens.
+
+        A server that samples on after a stop string may tell spans beyond the tokens of the answer.
+        """
+        starts = [span.start for span in answer.spans]
+        count = len(answer.token_ids) if answer.stop_string is None else MOST_TOKENS
+        if not cover(starts, count):
+            allowed = f"they begin at 0, rise, and end below {count}"
+            raise self._wrong("choices.0.weight_versions, by their starts,", starts, allowed)
+        for name in [span.version for span in answer.spans]:
             if name == self._name and name not in self._versions:
-                raise RemoteUnavailable(f"{self.label} sampled with weights that have not passed the canary")
+                raise RemoteUnavailable(f"{self.part} sampled with weights that have not passed the canary")
             if name not in self._versions:
                 raise RemoteUnavailable(
-                    f"{self.label} samples with weights that are none of this run's ({name!r:.80}): it was "
-                    "started anew, or another run loads weights into it"
+                    f"{self.part} samples with weights that are none of this run's (weight_versions name "
+                    f"{name!r:.80}): it was started again, or another run loads weights into it"
                 )
-        return tuple((start, self._versions[name]) for start, name in starts if start < length)
+        spans = [(span.start, self._versions[span.version]) for span in answer.spans]
+        return tuple(span for span in spans if span[0] < length)
 
     async def _patiently(self, sample: Coroutine[Any, Any, _Answer]) -> _Answer:
         """The answer, however long it takes, as long as the server answers at all."""
@@ -247,7 +335,7 @@ class VllmEngine(RemoteEngine):
         """Ask for one token; raise where the server gives neither that nor another sign of life."""
         body, count = self._body([1], Sampling(max_tokens=1), 0), await self._token_count()
         try:
-            await self._control("POST", _GENERATE, json=body, timeout_s=self.silence_s)
+            await self._control(_Nothing, "POST", _GENERATE, json=body, timeout_s=self.silence_s)
         except EngineBusy:
             pass
         except RemoteUnavailable:
@@ -266,11 +354,11 @@ class VllmEngine(RemoteEngine):
         return None
 
     async def _control(
-        self, method: str, route: str, *, timeout_s: float | None = None, **sent: Any
-    ) -> Mapping[str, Any]:
-        """One request apart from the samples, whose reply is JSON; arguments as of `_exchange`."""
+        self, kind: type[Model], method: str, route: str, *, timeout_s: float | None = None, **sent: Any
+    ) -> Model:
+        """One request apart from the samples; arguments as of `_exchange`."""
         status, text = await self._exchange(method, route, timeout_s=timeout_s, **sent)
-        return _reply(status, text, self.url + route)
+        return _reply(kind, status, text, self.url + route)
 
     async def _exchange(
         self, method: str, route: str, *, timeout_s: float | None, **sent: Any
@@ -283,9 +371,10 @@ class VllmEngine(RemoteEngine):
         where, timeout = self.url + route, aiohttp.ClientTimeout(total=timeout_s)
         with connection_errors(where, timeout):
             async with (
-                aiohttp.ClientSession(timeout=timeout) as session,
+                aiohttp.ClientSession(timeout=timeout, headers=PLAIN, auto_decompress=False) as session,
                 session.request(method, where, allow_redirects=False, **sent) as response,
             ):
+                refuse_encoded(response.headers)
                 return response.status, await read_bounded(response.content.iter_any(), MOST_REPLY_BYTES)
 
     def _body(
@@ -314,22 +403,22 @@ class VllmEngine(RemoteEngine):
         data, answer = json.dumps(body).encode(), _Answer()
         if not streams:
             status, text = await self._post(data)
-            answer.add(_reply(status, text, self.url), extras)
+            answer.add(_reply(_Sample, status, text, self._url), extras)
             self._signs += 1
             return answer
         async with self._response(data) as response:  # leaving it early aborts the request
             if response.status != 200:
-                _reply(response.status, await response.content.read(EXCERPT * 10), self.url)
-            count = 0
-            async for chunk in _chunks(response.content, self.url):
+                raise _refusal(response.status, await response.content.read(EXCERPT * 10), self._url)
+            count, most_bytes = 0, MOST_REPLY_BYTES + sampling.max_tokens * _most_chunk_bytes(extras)
+            async for chunk in _chunks(response.content, self._url, most_bytes):
                 self._signs += 1
                 goes_on = answer.stop_string is None
                 answer.add(chunk, extras)
                 if len(answer.token_ids) > sampling.max_tokens:
-                    raise RemoteRefused(f"{self.url} sampled more than max_tokens {sampling.max_tokens}")
+                    raise RemoteRefused(f"{self._url} sampled more than max_tokens {sampling.max_tokens}")
                 if goes_on and answer.stop_string is not None and answer.finish_reason is None:
                     ended = {"request_ids": [answer.request_id]}
-                    await self._control("POST", _ABORT, json=ended, timeout_s=_FRONTEND_TIMEOUT_S)
+                    await self._control(_Nothing, "POST", _ABORT, json=ended, timeout_s=_FRONTEND_TIMEOUT_S)
                 if extras.on_token is not None:
                     count = _tell(answer, count, extras)
         return answer
@@ -356,19 +445,23 @@ class VllmEngine(RemoteEngine):
         try:
             try:
                 async with asyncio.timeout(self._wait_s):
-                    await self._control("POST", "/pause", params={"mode": self._weight_update})
+                    await self._control(_Nothing, "POST", "/pause", params={"mode": self._weight_update})
                     # A load that fails half-way must not leave the name of the weights before it.
-                    await self._control("POST", "/update_weight_version", json={"new_version": "unknown"})
+                    await self._control(
+                        _Nothing, "POST", "/update_weight_version", json={"new_version": "unknown"}
+                    )
                     if isinstance(source, WeightAddress):
                         self._ask()
                     for route, body in update:
-                        await self._control("POST", route, json=body)
-                    await self._control("POST", "/reset_prefix_cache")
-                    await self._control("POST", "/update_weight_version", json={"new_version": name})
+                        await self._control(_Nothing, "POST", route, json=body)
+                    await self._control(_Nothing, "POST", "/reset_prefix_cache")
+                    await self._control(
+                        _Nothing, "POST", "/update_weight_version", json={"new_version": name}
+                    )
                 self._name, self.version = name, version
             finally:
                 self._loads, self._signs = False, self._signs + 1
-                await self._control("POST", "/resume", timeout_s=_ENGINE_TIMEOUT_S)
+                await self._control(_Nothing, "POST", "/resume", timeout_s=_ENGINE_TIMEOUT_S)
         except TimeoutError as error:
             raise WeightsRefused(
                 f"it has not loaded version {version} within {self._wait_s:g} s (inference.replica_wait_s)",
@@ -416,13 +509,18 @@ class VllmEngine(RemoteEngine):
             # Nothing may be taken from a cache: what is tested is the weights.
             "cache_salt": f"score {uuid4().hex}",
         }
-        reply = await self._control("POST", _GENERATE, json=body, timeout_s=self._wait_s)
-        places: Any = reply.get("prompt_logprobs")
-        try:
-            pairs = zip(ids[1:], places[1:], strict=True)
-            return [float(place[str(token_id)]["logprob"]) for token_id, place in pairs]
-        except (TypeError, KeyError, ValueError) as error:
-            raise RemoteRefused(f"{self.label} returned no prompt_logprobs for a scored prompt") from error
+        reply = await self._control(_Scores, "POST", _GENERATE, json=body, timeout_s=self._wait_s)
+        places = reply.prompt_logprobs
+        if len(places) != len(ids):
+            raise RemoteRefused(
+                f"{self.part}: prompt_logprobs has {len(places)} places; {len(ids)} are needed, one for each id"
+            )
+        scores = [(place or {}).get(str(token_id)) for token_id, place in zip(ids, places, strict=True)]
+        if None in scores[1:]:
+            index = scores.index(None, 1)
+            allowed = f"the log-prob of {ids[index]} is needed"
+            raise self._wrong(f"prompt_logprobs.{index}", sorted(places[index] or ()), allowed)
+        return [score.logprob for score in scores[1:] if score is not None]
 
     async def refuse_unfit(self) -> str:
         """Check that the server can be trained with; return a line that describes it.
@@ -432,14 +530,16 @@ class VllmEngine(RemoteEngine):
                 context; a route is missing; or its log-probs ignore the temperature.
             RemoteUnavailable: it does not answer.
         """
-        release = (await self._control("GET", "/version", timeout_s=_FRONTEND_TIMEOUT_S)).get("version")
-        refuse_release(str(release), self.url)
+        release = (await self._control(_Release, "GET", "/version", timeout_s=_FRONTEND_TIMEOUT_S)).version
+        refuse_release(release, self.url)
         # A trainer that was killed amid a publish leaves the server paused, and every request waiting.
-        await self._control("POST", "/resume", timeout_s=_FRONTEND_TIMEOUT_S)
-        models = (await self._control("GET", "/v1/models", timeout_s=_FRONTEND_TIMEOUT_S)).get("data") or []
-        lengths = {str(model.get("id")): model.get("max_model_len") or 0 for model in models}
+        await self._control(_Nothing, "POST", "/resume", timeout_s=_FRONTEND_TIMEOUT_S)
+        models = (await self._control(_Models, "GET", "/v1/models", timeout_s=_FRONTEND_TIMEOUT_S)).data
+        lengths = {model.id: model.max_model_len for model in models}
         if len(lengths) != 1:
-            raise RemoteRefused(f"{self.url} serves the models {sorted(lengths)}, where one is needed")
+            raise RemoteRefused(
+                f"{self.url}/v1/models: data names {show_found(sorted(lengths))}; one model is needed"
+            )
         ((self._model, length),) = lengths.items()
         if length < self.max_model_len:
             raise RemoteRefused(
@@ -447,7 +547,7 @@ class VllmEngine(RemoteEngine):
                 f"{self.max_model_len}",
                 hint=f"Start it with --max-model-len {self.max_model_len}.",
             )
-        await self._control("GET", "/weight_info", timeout_s=_FRONTEND_TIMEOUT_S)
+        await self._control(_Nothing, "GET", "/weight_info", timeout_s=_FRONTEND_TIMEOUT_S)
         hint = "Start it with --worker-extension-cls turnwise_vllm.TurnwiseWorker (docs/vllm.md)."
         await self._require(_READY, "cannot load weights", hint)
         await self._refuse_raw_logprobs()
@@ -465,7 +565,7 @@ class VllmEngine(RemoteEngine):
         """Refuse a server whose worker does not know a method, as its error says."""
         try:
             await self._control(
-                "POST", "/collective_rpc", json={"method": method}, timeout_s=_ENGINE_TIMEOUT_S
+                _Nothing, "POST", "/collective_rpc", json={"method": method}, timeout_s=_ENGINE_TIMEOUT_S
             )
         except RemoteUnavailable as error:
             if method not in error.detail:
@@ -478,7 +578,7 @@ class VllmEngine(RemoteEngine):
         for temperature in (2.0, 0.5):
             sampling, answer = Sampling(temperature=temperature, max_tokens=1), _Answer()
             body = self._body(range(1, 17), sampling, _PROBE_TOPS)
-            reply = await self._control("POST", _GENERATE, json=body, timeout_s=_ENGINE_TIMEOUT_S)
+            reply = await self._control(_Sample, "POST", _GENERATE, json=body, timeout_s=_ENGINE_TIMEOUT_S)
             answer.add(reply, Extras(likeliest=_PROBE_TOPS))
             tops.append(answer.likeliest)
         if not tops[0] or tops[0] == tops[1]:
@@ -500,35 +600,43 @@ def refuse_release(release: str, where: str) -> None:
         )
 
 
-def _reply(status: int, text: bytes, where: str) -> Mapping[str, Any]:
-    """The JSON object of a reply; {} of an empty one."""
-    try:
-        reply = json.loads(text) if text.strip() else {}
-    except (ValueError, RecursionError):
-        reply = None
-    if status == 200 and isinstance(reply, dict):
-        return reply
-    excerpt = text[:EXCERPT].decode("utf-8", "replace")
+def _reply(kind: type[Model], status: int, text: bytes, where: str) -> Model:
+    """The value of a reply; of an empty one that of {}."""
+    if status != 200:
+        raise _refusal(status, text, where)
+    return read(kind, text if text.strip() else b"{}", where)
+
+
+def _refusal(status: int, text: bytes, where: str) -> InferenceError:
+    """The error of a status that is not 200."""
+    told = f"{where} answered {status}: {text[:EXCERPT].decode('utf-8', 'replace')}"
     if status in _BUSY:
-        raise EngineBusy(f"{where} answered {status}: {excerpt}")
-    if status == 200 or (400 <= status < 500 and status not in TRY_AGAIN):
-        flag = next((flag for route, flag in _FLAGS.items() if status == 404 and where.endswith(route)), None)
-        hint = None if flag is None else f"Start it with {flag} (docs/vllm.md)."
-        raise RemoteRefused(f"{where} answered {status}: {excerpt}", hint=hint)
-    raise RemoteUnavailable(f"{where} answered {status}: {excerpt}")
+        return EngineBusy(told)
+    if status >= 500 or status in TRY_AGAIN or status < 400:
+        return RemoteUnavailable(told)
+    flag = next((flag for route, flag in _FLAGS.items() if status == 404 and where.endswith(route)), None)
+    return RemoteRefused(told, hint=None if flag is None else f"Start it with {flag} (docs/vllm.md).")
 
 
-async def _chunks(content: aiohttp.StreamReader, where: str) -> AsyncIterator[Mapping[str, Any]]:
-    """The JSON objects of server-sent events, up to [DONE]; a stream without it is RemoteUnavailable."""
-    lines = Lines(MOST_REPLY_BYTES)
+async def _chunks(content: aiohttp.StreamReader, where: str, most_bytes: int) -> AsyncIterator[_Sample]:
+    """The values of server-sent events, up to [DONE]; a stream without it is RemoteUnavailable.
+
+    `most_bytes` is the length of the whole stream.
+    """
+    lines = Lines(MOST_REPLY_BYTES, most_bytes)
     async for part in content.iter_any():
         for line in lines.take(part):
             data = line.strip().removeprefix(b"data:").strip()
             if data == b"[DONE]":
                 return
-            if data:
-                yield _reply(200, data, where)
+            if data and not data.startswith(b":"):  # a comment, which keeps the connection open
+                yield read(_Sample, data, where)
     raise RemoteUnavailable(f"{where} ended a stream in the middle of an answer")
+
+
+def _most_chunk_bytes(extras: Extras) -> int:
+    """More than a server writes of one token."""
+    return 1024 * (2 + extras.likeliest)
 
 
 def _tell(answer: _Answer, count: int, extras: Extras) -> int:

@@ -1,16 +1,28 @@
 """The terminal's client of a trainer service."""
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from ssl import SSLContext
 from typing import Any, NamedTuple
 
 import httpx
+from pydantic_core import from_json
 
 from service_kit.keys import TRAINER_KEY, key_from_environ
-from service_kit.replies import Lines, ReplyTooLarge, bounded, redirect_target
+from service_kit.replies import (
+    PLAIN,
+    Lines,
+    ReplyFault,
+    ReplyInvalid,
+    bounded,
+    read_reply,
+    redirect_target,
+    refuse_encoded,
+)
+from shared_schemas.base import Count, StrictReply
 from shared_schemas.problem import Problem
 from trainer_backend.errors import TrainerError
 
@@ -31,6 +43,77 @@ class ServiceUnreachable(
     TrainerError, code="service_unreachable", status=502, title="The trainer service does not answer"
 ):
     """No trainer service answers."""
+
+
+class _Progress(StrictReply):
+    stage: str | None = None
+    iteration: Count = 0
+    iterations: Count | None = None
+
+
+class JobReply(StrictReply):
+    """What the terminal reads of a job."""
+
+    id: str
+    name: str
+    state: str
+    started: str | None
+    run_dir: str | None
+    detail: str | None
+    progress: _Progress | None
+
+
+class JobsReply(StrictReply):
+    """What the terminal reads of a page of jobs."""
+
+    jobs: list[JobReply]
+    next_cursor: str | None
+
+
+class CreatedReply(JobReply):
+    """A new job."""
+
+    warnings: list[str]
+
+
+class ResolvedReply(StrictReply):
+    """A job with every default."""
+
+    toml: str
+    warnings: list[str]
+
+
+class _Line(StrictReply):
+    time: str
+    text: str
+
+
+class LogReply(StrictReply):
+    """Lines of a log."""
+
+    lines: list[_Line]
+
+
+class _StateChange(StrictReply):
+    state: str
+    detail: str | None = None
+
+
+class _Warning(StrictReply):
+    detail: str
+
+
+class _Object(StrictReply):
+    """An object, of which nothing is read."""
+
+
+# By the name of the event.
+_EVENTS: dict[str, type[StrictReply]] = {
+    "state": _StateChange,
+    "end": _StateChange,
+    "log": _Line,
+    "store": _Warning,
+}
 
 
 class Event(NamedTuple):
@@ -56,16 +139,24 @@ class JobsClient:
     environ: Mapping[str, str]
     most_reply_bytes: int = _MOST_REPLY_BYTES
 
-    def get(self, path: str, **query: Any) -> Any:
-        return json.loads(self._ask("GET", path, params=query))
+    def get(self, path: str, kind: type[StrictReply] = _Object, **query: Any) -> Any:
+        """Return a reply as plain JSON, whose fields are those of the kind, and others."""
+        return self._read(kind, self._ask("GET", path, params=query), path)
 
     def text(self, path: str) -> str:
         return self._ask("GET", path).decode(errors="replace")
 
     def post(
-        self, path: str, *, body: str = "", headers: Mapping[str, str] | None = None, **query: Any
+        self,
+        path: str,
+        kind: type[StrictReply] = _Object,
+        *,
+        body: str = "",
+        headers: Mapping[str, str] | None = None,
+        **query: Any,
     ) -> Any:
-        return json.loads(self._ask("POST", path, params=query, content=body, headers=headers))
+        """As `get`."""
+        return self._read(kind, self._ask("POST", path, params=query, content=body, headers=headers), path)
 
     def delete(self, path: str, **query: Any) -> None:
         self._ask("DELETE", path, params=query)
@@ -82,26 +173,42 @@ class JobsClient:
                 elif kind == "id":
                     identity = value
                 elif kind == "data":
-                    yield Event(name, json.loads(value), identity)
+                    data = self._read(_EVENTS.get(name, _Object), value.encode(), path)
+                    yield Event(name, data, identity)
 
     def _ask(self, method: str, path: str, **options: Any) -> bytes:
         with self._answer(_TIMEOUT_S, method, path, **options) as answer:
             return self._content(answer)
+
+    def _read(self, kind: type[StrictReply], content: bytes, path: str) -> Any:
+        part = f"{self.url}{path} answers, and not as a trainer service does"
+        try:
+            read_reply(kind, content, part)
+        except ReplyInvalid as error:
+            raise ServiceUnreachable(str(error)) from error
+        return from_json(content)
 
     @contextmanager
     def _answer(self, timeout_s: float, method: str, path: str, **options: Any) -> Iterator[httpx.Response]:
         """Send a request; errors of the connection, also while the answer is read, become ours."""
         key = key_from_environ(self.environ, TRAINER_KEY)
         keys = {"X-API-Key": key.get_secret_value()} if key is not None else {}
-        client = httpx.Client(base_url=self.url, timeout=timeout_s, headers=keys, follow_redirects=False)
+        client = httpx.Client(
+            base_url=self.url,
+            timeout=timeout_s,
+            headers=PLAIN | keys,
+            follow_redirects=False,
+            verify=_certificates(),
+        )
         try:
             with client, client.stream(method, path, **options) as answer:
+                refuse_encoded(answer.headers)
                 if not answer.is_success:
                     raise self._refusal(answer)
                 yield answer
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
             raise ServiceRefused(f"--url is {self.url!r}, which is no http or https URL") from error
-        except ReplyTooLarge as error:
+        except ReplyFault as error:
             raise ServiceUnreachable(
                 f"{self.url} answers, and not as a trainer service does: {error}"
             ) from error
@@ -112,11 +219,11 @@ class JobsClient:
             ) from error
 
     def _content(self, answer: httpx.Response) -> bytes:
-        return b"".join(bounded(answer.iter_bytes(), self.most_reply_bytes))
+        return b"".join(bounded(answer.iter_raw(), self.most_reply_bytes))
 
     def _lines(self, answer: httpx.Response) -> Iterator[str]:
         lines = Lines(self.most_reply_bytes)
-        for part in answer.iter_bytes():
+        for part in answer.iter_raw():
             for line in lines.take(part):
                 yield line.rstrip(b"\r").decode(errors="replace")
         if lines.rest:
@@ -140,6 +247,12 @@ class JobsClient:
         if answer.status_code == 401:
             hint = f"Set {TRAINER_KEY} in the environment."
         return ServiceRefused(problem.detail, where=problem.where, hint=hint)
+
+
+@cache
+def _certificates() -> SSLContext:
+    """The certificates that are trusted, which take 20 ms to read."""
+    return httpx.create_ssl_context()
 
 
 def client_for(url: str | None, environ: Mapping[str, str] = os.environ) -> JobsClient:

@@ -14,7 +14,16 @@ from rich.text import Text
 from trainer_backend.errors import JobError
 from trainer_backend.job.load import text_to_send
 from trainer_backend.store.rows import ENDED
-from trainer_backend.terminal.jobs_client import JobsClient, ServiceUnreachable, client_for
+from trainer_backend.terminal.jobs_client import (
+    CreatedReply,
+    JobReply,
+    JobsClient,
+    JobsReply,
+    LogReply,
+    ResolvedReply,
+    ServiceUnreachable,
+    client_for,
+)
 from trainer_backend.terminal.output import JobPaths, Overrides, TextConsole, line_of, tell, write
 
 jobs = typer.Typer(no_args_is_help=True, help="Use a trainer service: submit, list, show, pause, cancel.")
@@ -52,7 +61,8 @@ def submit(
     headers = {"Content-Type": "application/toml"}
     headers |= {"Idempotency-Key": idempotency_key} if idempotency_key else {}
     query = {"dry_run": True} if dry_run else {}
-    reply = client.post("/jobs", body=text, headers=headers, **query)
+    kind = ResolvedReply if dry_run else CreatedReply
+    reply = client.post("/jobs", kind, body=text, headers=headers, **query)
     for warning in (*notes, *reply["warnings"]):
         tell(_err, f"warning: {warning}")
     if dry_run:
@@ -71,7 +81,7 @@ def list_jobs(
     as_json: Annotated[bool, typer.Option("--json", help="print the service's reply")] = False,
 ) -> None:
     """List the newest jobs, including runs of `turnwise train` that the service sees."""
-    reply = client_for(url).get("/jobs", limit=limit, state=state or [])
+    reply = client_for(url).get("/jobs", JobsReply, limit=limit, state=state or [])
     if as_json:
         print(json.dumps(reply))
         return
@@ -107,7 +117,7 @@ def show(
     if config:
         write(client.text(f"/jobs/{job}/config"))
         return
-    reply = client.get(f"/jobs/{job}")
+    reply = client.get(f"/jobs/{job}", JobReply)
     if as_json:
         print(json.dumps(reply))
         return
@@ -137,7 +147,7 @@ def logs(
     if follow:
         _follow(client, job)
         return
-    for line in client.get(f"/jobs/{job}/log", part=part, tail=tail)["lines"]:
+    for line in client.get(f"/jobs/{job}/log", LogReply, part=part, tail=tail)["lines"]:
         tell(_out, line_of(line))
 
 
@@ -167,14 +177,14 @@ def delete(
 ) -> None:
     """Forget a job that has ended."""
     client = client_for(url)
-    reply = client.get(f"/jobs/{job}")
+    reply = client.get(f"/jobs/{job}", JobReply)
     client.delete(f"/jobs/{reply['id']}", files=files)
     note = "" if files or not reply["run_dir"] else f"; its files stay in {reply['run_dir']}"
     tell(_out, f"{reply['id']}  deleted{note}")
 
 
 def _ask(job: str, verb: str, url: str | None) -> None:
-    reply = client_for(url).post(f"/jobs/{job}/{verb}")
+    reply = client_for(url).post(f"/jobs/{job}/{verb}", JobReply)
     tell(_out, f"{reply['id']}  {reply['state']}  {reply['name']}")
 
 

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shared_schemas.base import Body
+from pydantic import Field, JsonValue, RootModel
+
+from shared_schemas.base import Body, StrictReply
 from shared_schemas.messages import ToolSpec
 from shared_schemas.prefixes import PREFIXES
 from task_app.complaints import state_in
@@ -20,7 +22,7 @@ from task_app.environments.foreign.configs import ReasoningGymConfig, TextArenaC
 from task_app.environments.foreign.environment import ForeignConversation
 from task_app.environments.foreign.peer import Call, ForeignFailed, Shown
 from task_app.environments.foreign.schemas import tool
-from task_app.environments.foreign.words import number, object_in
+from task_app.environments.foreign.words import typed
 from task_app.errors import EpisodeOver, InvalidRequest, clipped, started
 from task_app.protocols import DecisionOutcome, Observation, ToolRequest
 from task_app.settings import Reach
@@ -51,6 +53,45 @@ def verifiers_environment(argument: str, config: VerifiersConfig, reach: Reach) 
     return ForeignConversation(f"verifiers:{argument}", peer, instructions="")
 
 
+class _Offered(StrictReply):
+    name: str
+    description: str
+    parameters: dict[str, JsonValue]
+
+
+class _Ready(StrictReply):
+    ready: list[_Offered] | None = None
+
+
+class _Offer(RootModel[list[_Offered]]):
+    """The tools of a process that was asked for them."""
+
+
+class _World(StrictReply):
+    tools: list[_Offered] = Field(default_factory=list)
+    prompt: str = ""
+    system: str = ""
+
+
+class _Moved(StrictReply):
+    """What a call led to; null and nothing are the same."""
+
+    text: str | None = None
+    data: dict[str, JsonValue] | None = None
+    reward: float | None = None
+    terminated: bool | None = None
+    truncated: bool | None = None
+    refused: str | None = None
+
+
+class _Moves(RootModel[list[_Moved]]):
+    """What each call of a request led to."""
+
+
+class _Error(StrictReply):
+    error: str
+
+
 class LibraryPeer:
     """One process, which plays one world at a time; `children/LIBRARY_child.py` plays."""
 
@@ -62,7 +103,7 @@ class LibraryPeer:
         self._reach = reach
         self._child: Child | None = None
         self._folder = ""
-        self._tools: list[Any] | None = None
+        self._tools: list[_Offered] | None = None
 
     def open(self) -> tuple[ToolSpec, ...]:
         # Temporary files of a process that is killed stay otherwise.
@@ -73,23 +114,21 @@ class LibraryPeer:
             self._name, self._command, self._reach, source=f"TURNWISE_{source}_PYTHON", variables=variables
         )
         start_s = max(START_S, self._reach.environment_deadline_s)
-        ready = object_in(self._reply(self._child, start_s), "the process's first line").get("ready")
         if self._tools is None:
+            ready = typed(_Ready, self._reply(self._child, start_s), f"{self._name}: its first line").ready
             if ready is None:
                 self._child.tell({"offer": 0})
-                ready = self._reply(self._child, start_s)
-            self._tools = _objects(ready, self._name)
-        due = "the parameters of a tool of the process"
-        return tuple(
-            tool(str(one.get("name")), str(one.get("description")), object_in(one.get("parameters"), due))
-            for one in self._tools
-        )
+                ready = typed(_Offer, self._reply(self._child, start_s), f"{self._name}: its offer").root
+            self._tools = ready
+        else:
+            self._reply(self._child, start_s)
+        return tuple(tool(one.name, one.description, one.parameters) for one in self._tools)
 
     def reset(self, seed: int) -> Shown:
-        world = object_in(self._ask({"reset": seed}), "an opening of the process")
-        if world.get("tools", []) != self._tools:
+        world = typed(_World, self._ask({"reset": seed}), f"{self._name}: an opening")
+        if world.tools != self._tools:
             raise ForeignFailed(f"{self._name} offers other tools than before")
-        return Shown(str(world.get("prompt", "")), system=str(world.get("system", "")))
+        return Shown(world.prompt, system=world.system)
 
     def carry_out(self, calls: Sequence[Call]) -> Iterator[Shown]:
         if calls:  # only with tools
@@ -108,17 +147,17 @@ class LibraryPeer:
 
     def _shown(self, request: Mapping[str, Any]) -> list[Shown]:
         count = len(request["call"]) if "call" in request else 1
-        replies = _objects(self._ask(request), self._name)
+        replies = typed(_Moves, self._ask(request), f"{self._name}: its answers").root
         if len(replies) != count:
             raise ForeignFailed(f"{self._name} answered {len(replies)} of {count} calls")
         return [
             Shown(
-                str(one.get("text", "")),
-                object_in(one.get("data", {}), "data of the process"),
-                number(one.get("reward"), self._name),
-                terminated=one.get("terminated") is True,
-                truncated=one.get("truncated") is True,
-                refused=str(one["refused"]) if one.get("refused") else None,
+                one.text or "",
+                one.data or {},
+                one.reward or 0.0,
+                terminated=bool(one.terminated),
+                truncated=bool(one.truncated),
+                refused=one.refused or None,
             )
             for one in replies
         ]
@@ -132,16 +171,10 @@ class LibraryPeer:
         """The next line of the process, which is no error."""
         reply = next(child.lines(deadline_s))
         if isinstance(reply, Mapping) and "error" in reply:
-            error = clipped(str(reply["error"]), 1_000)
+            error = clipped(typed(_Error, reply, f"{self._name}: a line").error, 1_000)
             how = f"; {PREFIXES[self._library].how}" if "pip install" in error else ""
             raise ForeignFailed(f"{self._name}: {error}{how}")
         return reply
-
-
-def _objects(value: Any, name: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ForeignFailed(f"{name} answered no list where one was due")
-    return [object_in(one, "an item of the process's answer") for one in value]
 
 
 class Moment(Body):

@@ -6,15 +6,16 @@ Source: modelcontextprotocol.io/specification/2025-06-18, basic/transports.
 from collections.abc import Mapping
 from typing import Any
 
+from service_kit.replies import show_found
 from task_app.environments.foreign.child import START_S, Child
 from task_app.environments.foreign.mcp_servers import McpServer
 from task_app.environments.foreign.peer import ForeignFailed
 from task_app.environments.foreign.wire import CLOSE_S, Http, json_of
-from task_app.environments.foreign.words import object_in
 from task_app.settings import Reach
 
 INITIALIZE = "initialize"
 _SESSION = "mcp-session-id"
+_MOST_HEADER = 1_000
 _METHOD_NOT_FOUND = -32601
 _EVENTS = (b"event:", b"data:", b"id:", b"retry:", b":")
 
@@ -31,7 +32,7 @@ class HttpLink:
         self._http.client.headers.update(headers or {})
         self._http.client.headers["accept"] = "application/json, text/event-stream"
 
-    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def ask(self, request: Mapping[str, Any]) -> Any:
         """The answer to a request, which has an id and a method."""
 
         def ends(content: bytes) -> bool:
@@ -40,9 +41,9 @@ class HttpLink:
         response, content = self._http.send("POST", self._url, body=request, ends=ends)
         answer = _answer(content, request["id"], self._name)
         if answer is None:
-            answer = object_in(json_of(content, self._name), f"the answer to {request['method']}")
+            answer = json_of(content, self._name)
         if request["method"] == INITIALIZE:
-            self._agree(response.headers, request, answer.get("result"))
+            self._agree(response.headers, request, answer)
         return answer
 
     def tell(self, notification: Mapping[str, Any]) -> None:
@@ -58,14 +59,21 @@ class HttpLink:
         finally:
             self._http.close()
 
-    def _agree(self, told: Mapping[str, str], request: Mapping[str, Any], result: Any) -> None:
+    def _agree(self, told: Mapping[str, str], request: Mapping[str, Any], answer: Any) -> None:
         """Every later request names the session and the version."""
-        version = request["params"]["protocolVersion"]
-        if isinstance(result, dict):
-            version = result.get("protocolVersion", version)
-        self._http.client.headers["mcp-protocol-version"] = str(version)
+        result = answer.get("result") if isinstance(answer, dict) else None
+        version = result.get("protocolVersion") if isinstance(result, dict) else None
+        headers = {"mcp-protocol-version": version or request["params"]["protocolVersion"]}
         if _SESSION in told:
-            self._http.client.headers[_SESSION] = told[_SESSION]
+            headers[_SESSION] = told[_SESSION]
+        for name, value in headers.items():
+            if not isinstance(value, str) or not value.isascii() or len(value) > _MOST_HEADER:
+                raise ForeignFailed(
+                    f"{self._name}: {name} is {show_found(value)}; a text of at most {_MOST_HEADER} ASCII "
+                    "characters is needed",
+                    unquoted=f"{self._name}: {name} is no text that a header can hold",
+                )
+            self._http.client.headers[name] = value
 
 
 class ProcessLink:
@@ -79,14 +87,16 @@ class ProcessLink:
             source="TURNWISE_MCP_SERVERS", variables=server.env, folder=server.cwd,
         )  # fmt: skip
 
-    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def ask(self, request: Mapping[str, Any]) -> Any:
         deadline_s = self._reach.environment_deadline_s
         if request["method"] == INITIALIZE:
             deadline_s = max(START_S, deadline_s)
         self._child.tell(request)
         lines = self._child.lines(deadline_s)
         while True:
-            message = object_in(next(lines), "a line of the process")
+            message = next(lines)
+            if not isinstance(message, dict):
+                return message
             if "method" in message:
                 self._answer(message)
             # The error of a request that was not understood has no id.

@@ -15,8 +15,10 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlunsplit
 
+from pydantic import JsonValue
 from pydantic_core import from_json
 
+from shared_schemas.base import StrictReply
 from shared_schemas.messages import ToolSpec
 from shared_schemas.prefixes import PREFIXES
 from task_app.environments.foreign.configs import McpConfig
@@ -25,7 +27,7 @@ from task_app.environments.foreign.mcp_links import INITIALIZE, HttpLink, Link, 
 from task_app.environments.foreign.mcp_servers import McpServer
 from task_app.environments.foreign.peer import Call, ForeignFailed, Shown
 from task_app.environments.foreign.wire import checked_url
-from task_app.environments.foreign.words import mcp_tool, number, object_in, result_text
+from task_app.environments.foreign.words import mcp_tool, result_text, typed
 from task_app.errors import InvalidRequest, clipped
 from task_app.settings import Reach
 
@@ -73,6 +75,36 @@ def _server_of(argument: str, reach: Reach) -> McpServer:
 _FACTS = ("structuredContent", "_meta")
 
 
+class _RpcError(StrictReply):
+    code: JsonValue = None
+    message: JsonValue = None
+
+
+class _Answer(StrictReply):
+    error: _RpcError | None = None
+    result: dict[str, JsonValue] | None = None
+
+
+class _Agreed(StrictReply):
+    protocolVersion: str = VERSION
+
+
+class _Listed(StrictReply):
+    tools: list[JsonValue] | None = None
+    nextCursor: str | None = None
+
+
+class _Result(StrictReply):
+    isError: bool | None = None
+
+
+class _Facts(StrictReply):
+    """What a call pays, and whether it ended the episode."""
+
+    reward: float | None = None
+    done: bool | None = None
+
+
 class Refused(Exception):
     """The server refuses the parameters of a request."""
 
@@ -90,7 +122,7 @@ class McpPeer:
 
     def open(self) -> tuple[ToolSpec, ...]:
         self._begin()
-        tools = [mcp_tool(described) for described in self._described()]
+        tools = [mcp_tool(described, self._name) for described in self._described()]
         names = [spec.function.name for spec in tools]
         config = self._config
         for missing in {*config.tools, *filter(None, [config.reset_tool])} - set(names):
@@ -128,11 +160,11 @@ class McpPeer:
         self._link = self._connect()
         info = {"name": "turnwise", "version": "1"}
         asked = {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": info}
-        agreed = self._request(INITIALIZE, asked).get("protocolVersion", VERSION)
+        agreed = typed(_Agreed, self._request(INITIALIZE, asked), self._where(INITIALIZE)).protocolVersion
         if agreed not in VERSIONS:
             ours = f"of MCP; Turnwise speaks {', '.join(VERSIONS)}"
             raise ForeignFailed(
-                f"{self._name} speaks version {clipped(str(agreed), 300)} {ours}",
+                f"{self._name} speaks version {clipped(agreed, 300)} {ours}",
                 unquoted=f"{self._name} speaks another version {ours}",
             )
         self._link.tell({"jsonrpc": "2.0", "method": "notifications/initialized"})
@@ -142,11 +174,11 @@ class McpPeer:
         """The tools of all pages."""
         params: dict[str, Any] = {}
         for _ in range(_MAX_PAGES):
-            result = self._request("tools/list", params)
-            yield from result.get("tools") or ()
-            if not result.get("nextCursor"):
+            listed = typed(_Listed, self._request("tools/list", params), self._where("tools/list"))
+            yield from listed.tools or ()
+            if not listed.nextCursor:
                 return
-            params = {"cursor": result["nextCursor"]}
+            params = {"cursor": listed.nextCursor}
         raise ForeignFailed(f"{self._name} lists tools without an end")
 
     def _call(self, call: Call) -> Shown:
@@ -154,32 +186,39 @@ class McpPeer:
             result = self._request("tools/call", {"name": call.tool, "arguments": dict(call.arguments)})
         except Refused as exc:
             return Shown("", refused=str(exc))
-        text = result_text(result)
-        if result.get("isError"):
+        text = result_text(result, self._name)
+        if typed(_Result, result, self._where("tools/call")).isError:
             return Shown("", refused=text or "the tool failed")
-        facts = [*map(result.get, _FACTS), _paying(text, self._config.reward_key)]
+        places, keys = [*map(result.get, _FACTS), _paying(text, self._config.reward_key)], self._config
+        told = {"reward": _first(places, keys.reward_key), "done": _first(places, keys.done_key)}
+        facts = typed(_Facts, told, f"{self._name}, what a call of {call.tool} pays")
         return Shown(
             text,
             {name: result[name] for name in _FACTS if name in result},
-            reward=number(_first(facts, self._config.reward_key), self._name),
-            terminated=_first(facts, self._config.done_key) is True,
+            reward=facts.reward or 0.0,
+            terminated=bool(facts.done),
         )
 
     def _request(self, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
         """The result of a request; Refused if its parameters are invalid."""
         assert self._link is not None, "the peer is open"
         self._count += 1
-        answer = self._link.ask({"jsonrpc": "2.0", "id": self._count, "method": method, "params": params})
-        error = answer.get("error")
-        if isinstance(error, dict):
-            code = error.get("code")
-            message = f"{clipped(str(error.get('message')), 300)} ({code})"
+        request = {"jsonrpc": "2.0", "id": self._count, "method": method, "params": params}
+        answer = typed(_Answer, self._link.ask(request), self._where(method))
+        if answer.error is not None:
+            code = answer.error.code
+            message = f"{clipped(str(answer.error.message), 300)} ({clipped(str(code))})"
             if method == "tools/call" and code == _INVALID_PARAMS:
                 raise Refused(message)
             what = f"{self._name} answered an error to {method}"
             known = code if isinstance(code, int) else "no code"
             raise ForeignFailed(f"{what}: {message}", unquoted=f"{what}: {known}")
-        return object_in(answer.get("result"), f"the result of {method}")
+        if answer.result is None:
+            raise ForeignFailed(f"{self._where(method)}: result is missing; an answer has it, or an error")
+        return answer.result
+
+    def _where(self, method: str) -> str:
+        return f"{self._name}, the answer to {method}"
 
 
 def _first(facts: Sequence[Any], key: str) -> Any:

@@ -11,17 +11,61 @@ Source: openenv/core/env_server/{http_server,types,mcp_types,serialization}.py o
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from pydantic import JsonValue
+
+from shared_schemas.base import StrictReply, Whole
 from shared_schemas.messages import ToolSpec
 from task_app.environments.foreign.configs import OpenEnvConfig
 from task_app.environments.foreign.environment import ForeignEnvironment, remote_environment
 from task_app.environments.foreign.peer import Call, ForeignFailed, Shown
 from task_app.environments.foreign.schemas import tool
 from task_app.environments.foreign.wire import Http, Socket, below, checked_url, json_of
-from task_app.environments.foreign.words import mcp_tool, number, object_in, result_text, text_of
+from task_app.environments.foreign.words import mcp_tool, result_text, text_of, typed
 from task_app.errors import clipped
 from task_app.settings import Reach
 
 TYPED_TOOL = "step"
+
+
+class _Schema(StrictReply):
+    action: dict[str, JsonValue]
+
+
+class _Action(StrictReply):
+    """What is read of the schema of an action."""
+
+    title: str | None = None
+    description: str | None = None
+    properties: dict[str, JsonValue] | None = None
+
+
+class _Message(StrictReply):
+    type: str
+    data: dict[str, JsonValue]
+
+
+class _Listed(StrictReply):
+    tools: list[JsonValue] | None = None
+
+
+class _Tools(StrictReply):
+    result: _Listed | None = None
+
+
+class _Observed(StrictReply):
+    observation: dict[str, JsonValue]
+    reward: float | None = None
+    done: bool | None = None
+
+
+class _Facts(StrictReply):
+    """What is read of an observation."""
+
+    text: JsonValue = None
+    tool_name: JsonValue = None
+    achievements_counts: dict[str, Whole] | None = None
+
+
 # Titles of the action classes with which a server takes MCP calls.
 _MCP_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")
 # Of a tool: its own code failed, which the model may see.
@@ -51,16 +95,15 @@ class OpenEnvPeer:
         finally:
             http.close()
         self._socket = Socket(self._name, below(self._parts, "/ws", websocket=True), self._reach)
-        action = object_in(json_of(text, self._name), "/schema").get("action")
-        schema = object_in(action, "the action of /schema")
+        schema = typed(_Schema, json_of(text, self._name), f"{self._name}: /schema").action
+        action = typed(_Action, schema, f"{self._name}: the action of /schema")
         tools: list[ToolSpec] = []
-        if schema.get("title") in _MCP_ACTIONS or "tool_name" in schema.get("properties", {}):
+        if action.title in _MCP_ACTIONS or "tool_name" in (action.properties or {}):
             request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
-            result = self._ask("mcp", request).get("result")
-            listed = result.get("tools") if isinstance(result, dict) else None
-            tools = [mcp_tool(one) for one in listed or ()]
+            result = typed(_Tools, self._ask("mcp", request), f"{self._name}: tools/list").result
+            tools = [mcp_tool(one, self._name) for one in (result.tools if result else None) or ()]
         self._is_mcp = bool(tools)
-        return tuple(tools) or (_typed_tool(schema),)
+        return tuple(tools) or (_typed_tool(schema, action),)
 
     def reset(self, seed: int) -> Shown:
         shown = self._shown(self._ask("reset", {**self._config.reset, "seed": seed}))
@@ -84,47 +127,47 @@ class OpenEnvPeer:
     def _ask(self, kind: str, data: Mapping[str, Any]) -> Any:
         """The data of an answer; a text, if the server says that a step's action is invalid."""
         assert self._socket is not None, "the peer is open"
-        reply = object_in(self._socket.ask({"type": kind, "data": data}), "a message")
-        answer = object_in(reply.get("data"), "the data of a message")
-        if reply.get("type") == "error":
+        reply = typed(_Message, self._socket.ask({"type": kind, "data": data}), f"{self._name}: a message")
+        answer = reply.data
+        if reply.type == "error":
             code, message = answer.get("code"), clipped(str(answer.get("message")), 300)
             if kind == "step" and code == "VALIDATION_ERROR":
                 return f"{message} {clipped(str(answer.get('errors', '')), 300)}".strip()
             raise ForeignFailed(f"{self._name} answered {code} to {kind}: {message}")
-        if reply.get("type") != ("mcp" if kind == "mcp" else "observation"):
-            raise ForeignFailed(f"{self._name} speaks another protocol: {clipped(str(reply), 200)}")
+        if reply.type != ("mcp" if kind == "mcp" else "observation"):
+            raise ForeignFailed(f"{self._name} speaks another protocol: type is {clipped(reply.type)!r}")
         return answer
 
     def _shown(self, data: Mapping[str, Any]) -> Shown:
-        observation = dict(object_in(data.get("observation"), "an observation"))
+        told = typed(_Observed, data, f"{self._name}: an answer")
+        observation = dict(told.observation)
         metadata = observation.pop("metadata", None)
         for name in ("reward", "done"):
             observation.pop(name, None)
-        counts = observation.get("achievements_counts")
+        facts = typed(_Facts, observation, f"{self._name}: an observation")
         return Shown(
-            self._text(observation),
+            self._text(observation, facts),
             {"observation": observation, "metadata": metadata},
-            reward=number(data.get("reward"), self._name),
-            terminated=bool(data.get("done")),
-            achievements=counts if isinstance(counts, dict) else None,
+            reward=told.reward or 0.0,
+            terminated=bool(told.done),
+            achievements=facts.achievements_counts,
         )
 
-    def _text(self, observation: Mapping[str, Any]) -> str:
-        if self._is_mcp and "tool_name" in observation:
+    def _text(self, observation: Mapping[str, Any], facts: _Facts) -> str:
+        if self._is_mcp and facts.tool_name is not None:
             error = observation.get("error")
             if isinstance(error, dict):
                 if error.get("error_type") not in _SEEN_ERRORS:
                     raise ForeignFailed(f"{self._name}: a tool failed: {clipped(str(error), 200)}")
                 return f"failed: {error.get('message')}"
-            return result_text(observation.get("result"))
-        text = observation.get("text")
-        return text if isinstance(text, str) else text_of(observation)
+            return result_text(observation.get("result"), self._name)
+        return facts.text if isinstance(facts.text, str) else text_of(observation)
 
 
-def _typed_tool(schema: Mapping[str, Any]) -> ToolSpec:
+def _typed_tool(schema: Mapping[str, Any], action: _Action) -> ToolSpec:
     """The typed action as a tool; `metadata`, which every action has, is not the model's to give."""
-    properties = {name: part for name, part in schema.get("properties", {}).items() if name != "metadata"}
+    properties = {name: part for name, part in (action.properties or {}).items() if name != "metadata"}
     if not properties:
         raise ForeignFailed("the server has neither MCP tools nor an action with fields")
     rest = {name: part for name, part in schema.items() if name not in ("title", "description", "properties")}
-    return tool(TYPED_TOOL, schema.get("description") or "Take one step.", {**rest, "properties": properties})
+    return tool(TYPED_TOOL, action.description or "Take one step.", {**rest, "properties": properties})

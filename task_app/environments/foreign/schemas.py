@@ -1,5 +1,6 @@
 """Tool calls against the JSON Schemas of foreign tools."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,8 @@ def tool(name: str, description: str, parameters: Mapping[str, Any]) -> ToolSpec
     except SchemaError as exc:
         what = f"the schema of tool {clipped(name)!r} is none"
         raise ForeignFailed(f"{what}: {exc.message[:200]}", unquoted=what) from exc
+    except RecursionError as exc:
+        raise ForeignFailed(f"the schema of tool {clipped(name)!r} has too many levels") from exc
     return ToolSpec(function=FunctionSpec(name=name, description=description, parameters=schema))
 
 
@@ -52,6 +55,11 @@ class Tools:
         except Unresolvable as exc:
             raise ForeignFailed(
                 f"the schema of tool {call.name!r} refers to what it does not define"
+            ) from exc
+        except (re.error, OverflowError, RecursionError) as exc:
+            raise ForeignFailed(
+                f"the schema of tool {call.name!r} cannot be applied: {type(exc).__name__}: {exc!s:.200}",
+                unquoted=f"the schema of tool {call.name!r} cannot be applied: {type(exc).__name__}",
             ) from exc
         if error is None:
             return None

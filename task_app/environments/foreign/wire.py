@@ -16,7 +16,7 @@ from websockets import CloseCode
 from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
-from service_kit.replies import ReplyTooLarge, bounded
+from service_kit.replies import PLAIN, ReplyEncoded, ReplyTooLarge, bounded, refuse_encoded
 from shared_schemas.json_text import read_json
 from shared_schemas.prefixes import PREFIXES
 from shared_schemas.urls import PORTS, split_http
@@ -60,7 +60,7 @@ class Http:
     def __init__(self, name: str, reach: Reach) -> None:
         self._name = name
         self._reach = reach
-        self.client = httpx.Client(follow_redirects=False, trust_env=False)
+        self.client = httpx.Client(follow_redirects=False, trust_env=False, headers=PLAIN)
 
     def close(self) -> None:
         self.client.close()
@@ -83,7 +83,8 @@ class Http:
         content = bytearray()
         try:
             with self.client.stream(method, url, json=body, timeout=deadline_s) as response:
-                for chunk in bounded(response.iter_bytes(), self._reach.max_environment_bytes):
+                refuse_encoded(response.headers)
+                for chunk in bounded(response.iter_raw(), self._reach.max_environment_bytes):
                     content += chunk
                     if time.monotonic() > until_s:
                         raise late(self._name, deadline_s)
@@ -91,6 +92,10 @@ class Http:
                         break
         except ReplyTooLarge as exc:
             raise too_much(self._name, self._reach) from exc
+        except ReplyEncoded as exc:
+            raise ForeignFailed(
+                f"{self._name}: {exc}", unquoted=f"{self._name}: its reply is encoded"
+            ) from exc
         except httpx.TimeoutException as exc:
             raise late(self._name, deadline_s) from exc
         except (httpx.HTTPError, httpx.InvalidURL) as exc:

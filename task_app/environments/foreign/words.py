@@ -4,10 +4,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import AliasChoices, Field, JsonValue
+
+from service_kit.replies import Model, ReplyInvalid, read_value
+from shared_schemas.base import StrictReply
 from shared_schemas.messages import ToolSpec
 from task_app.environments.foreign.peer import ForeignFailed
 from task_app.environments.foreign.schemas import tool
-from task_app.errors import clipped
 
 
 def text_of(data: Any) -> str:
@@ -34,42 +37,47 @@ def _row(data: Any) -> str:
     return json.dumps(data, ensure_ascii=False)
 
 
-def mcp_tool(described: Any) -> ToolSpec:
+class _Tool(StrictReply):
     """A tool as MCP describes it; OpenEnv spells its schema `input_schema`."""
-    described = object_in(described, "a tool")
-    schema = described.get("inputSchema") or described.get("input_schema") or {}
-    return tool(
-        str(described.get("name")), described.get("description") or "", object_in(schema, "a tool's schema")
+
+    name: str = Field(min_length=1)
+    description: str | None = None
+    schema_: dict[str, JsonValue] | None = Field(
+        default=None, validation_alias=AliasChoices("inputSchema", "input_schema")
     )
 
 
-def result_text(result: Any) -> str:
+class _Part(StrictReply):
+    text: str | None = None
+
+
+class _Content(StrictReply):
+    """A tool's result in MCP's form; what has no texts is shown as its plain value."""
+
+    content: list[_Part] | None = None
+    structured: JsonValue = Field(default=None, validation_alias=AliasChoices("structuredContent", "data"))
+
+
+def mcp_tool(described: Any, name: str) -> ToolSpec:
+    """A tool of the foreign side of that name."""
+    one = typed(_Tool, described, f"{name}, a tool")
+    return tool(one.name, one.description or "", one.schema_ or {})
+
+
+def result_text(result: Any, name: str) -> str:
     """The text of a tool's result in MCP's form: its content, or else its plain value."""
     if not isinstance(result, dict):
         return text_of(result)
-    parts = result.get("content")
-    if not isinstance(parts, list):
-        parts = []
-    texts = [str(part["text"]) for part in parts if isinstance(part, dict) and "text" in part]
+    told = typed(_Content, result, f"{name}, the answer to tools/call")
+    texts = [part.text for part in told.content or () if part.text is not None]
     if texts:
         return "\n".join(texts)
-    return text_of(result.get("structuredContent", result.get("data", result)))
+    return text_of(result if told.structured is None else told.structured)
 
 
-def number(value: Any, name: str) -> float:
-    """A reward; null is 0."""
-    if value is None:
-        return 0.0
-    if not isinstance(value, int | float):
-        raise ForeignFailed(
-            f"{name} pays a reward of {clipped(str(value))!r}, which is no number",
-            unquoted=f"{name} pays a reward that is no number",
-        )
-    return float(value)
-
-
-def object_in(value: Any, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        fault = f"{what} is no JSON object"
-        raise ForeignFailed(f"{fault}: {clipped(str(value), 200)}", unquoted=fault)
-    return value
+def typed(kind: type[Model], value: Any, part: str) -> Model:
+    """As `read_value`, with a ForeignFailed for what is no such value."""
+    try:
+        return read_value(kind, value, part)
+    except ReplyInvalid as exc:
+        raise ForeignFailed(str(exc), unquoted=f"{part}: a field is wrong; {exc.allowed}") from exc

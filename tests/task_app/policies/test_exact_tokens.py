@@ -1,5 +1,6 @@
 """Exact tokens of a server that is no gateway of ours: asked for in vLLM's words, or there is no rollout."""
 
+import json
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from shared_schemas.chat import ROLLOUT_HEADER
 from shared_schemas.messages import Message
 from task_app.errors import ContextLengthExceeded, PolicyUnavailable
 from task_app.policies.openai_config import OpenAIConfig
-from task_app.policies.replies import WholeReplies
+from task_app.policies.replies import WholeReplies, read_reply
 from task_app.protocols import PolicyObservation
 from tests.task_app.fake_inference import Answer, calling
 from tests.task_app.test_openai_policy import SEEN, TOOLS, asking
@@ -52,10 +53,12 @@ def test_a_prompt_that_goes_on_is_kept_as_what_it_adds():
     read = WholeReplies()
 
     def kept(prompt: list[int], sampled: list[int]) -> tuple[int, tuple[int, ...]]:
-        reply = {"prompt_token_ids": prompt}
-        entries = [{"logprob": -1.0}] * len(sampled)
-        found = read(reply, {"token_ids": sampled, "logprobs": {"content": entries}, "finish_reason": "stop"})
-        return found.prompt_ids_reused, found.prompt_token_ids
+        content = [{"logprob": -1.0}] * len(sampled)
+        choice = {"message": {}, "token_ids": sampled, "logprobs": {"content": content}}
+        reply = {"prompt_token_ids": prompt, "choices": [choice]}
+        tokens = read_reply(json.dumps(reply).encode(), read).tokens
+        assert tokens is not None
+        return tokens.prompt_ids_reused, tokens.prompt_token_ids
 
     assert kept([1, 2], [3]) == (0, (1, 2))
     assert kept([1, 2, 3, 4], [5]) == (3, (4,))  # all of prompt and answer, and one more
@@ -67,17 +70,17 @@ def test_a_prompt_that_goes_on_is_kept_as_what_it_adds():
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
-        (whole([1], [7], token_ids=None), r"no choices\[0\]\.token_ids, though return_token_ids"),
-        (whole([1], [7], logprobs=None), r"no choices\[0\]\.logprobs\.content"),
-        (whole([1], [7], logprobs={"content": None}), r"no choices\[0\]\.logprobs\.content"),
-        (calling("a", choice={"token_ids": [7]}), "no prompt_token_ids"),
-        (whole([1], [7], logprobs={"content": []}), "1 token_ids but 0 token_logprobs"),
-        (whole([1], [7], logprobs={"content": [{"logprob": None}]}), r"logprobs\.0"),
-        (whole([1], [7], logprobs={"content": ["-0.5"]}), r"logprobs\.0"),
-        (whole([1], [7], logprobs={"content": [{"logprob": 0.5}]}), "a log-prob is above 0"),
+        (whole([1], [7], token_ids=None), r"choices\.0\.token_ids is None .* \(return_token_ids"),
+        (whole([1], [7], logprobs=None), r"choices\.0\.logprobs is None"),
+        (whole([1], [7], logprobs={"content": None}), r"logprobs\.content is None"),
+        (calling("a", choice={"token_ids": [7]}), r"choices\.0\.logprobs is missing"),
+        (whole([1], [7], logprobs={"content": []}), "token_ids has 1 ids, and logprobs has 0"),
+        (whole([1], [7], logprobs={"content": [{"logprob": None}]}), r"logprobs\.content\.0"),
+        (whole([1], [7], logprobs={"content": ["-0.5"]}), r"logprobs\.content\.0"),
+        (whole([1], [7], logprobs={"content": [{"logprob": 0.5}]}), "is 0.5 .* equal to 0.001"),
         (
             whole([1], [7], logprobs={"content": [{"logprob": -9999.0}]}),
-            "a log-prob of -9999: the token cannot",
+            "is -9999.0 .* equal to -1000",
         ),
     ],
 )

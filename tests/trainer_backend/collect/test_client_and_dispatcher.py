@@ -129,7 +129,7 @@ async def test_nonsense_is_an_error_that_names_the_address():
     task_app.nonsense = True
     async with served(task_app) as client:
         with pytest.raises(
-            TaskAppError, match=r"http://127\.0\.0\.1:\d+: GET /rollouts did not answer with JSON"
+            TaskAppError, match=r"http://127\.0\.0\.1:\d+: GET /rollouts: its reply is .*; JSON is needed"
         ):
             await client.poll("run", None, wait_s=0)
 
@@ -150,12 +150,15 @@ class OtherService(ScriptedTaskApp):
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
-        ({"status": "ok"}, "accepted: Field required (and 3 more)"),
-        (["ok"], "the answer: Input should be an object"),
-        ({"accepted": [7], "known": [], "instance_id": "i"}, "accepted.0: Input should be a valid string"),
+        ({"status": "ok"}, "accepted is missing; the reader needs it"),
+        (["ok"], "its reply is ['ok'] (list); it should be an object"),
+        (
+            {"accepted": [7], "known": [], "instance_id": "i"},
+            "accepted.0 is 7 (int); it should be a valid string",
+        ),
         (
             {"accepted": [], "known": [], "instance_id": "i", "new": 1},
-            "new: Extra inputs are not permitted",
+            "new is 1 (int); no such field is known",
         ),
     ],
 )
@@ -164,7 +167,7 @@ async def test_a_malformed_answer_is_told_with_its_route_and_what_was_wrong_in_i
         with pytest.raises(TaskAppError) as caught:
             await client.submit([request_of(0)])
     lines = str(caught.value).splitlines()
-    place = f"{client.url}: POST /rollouts did not answer as a task app does: "
+    place = f"{client.url}: POST /rollouts: "
     assert lines == [
         f"{place}{told}. Another service may listen at this address, or a task app of another version."
     ]

@@ -78,7 +78,7 @@ def test_nothing_but_nonsense_is_told_and_kept_as_failures(tmp_path):
         pytest.raises(NothingToLearnFrom, match="evaluation: 2 of 2 rollouts lost") as caught,
     ):
         played(short_job(), asked(server), keep=path)
-    assert "answered nonsense: the body is no JSON" in str(caught.value)
+    assert "answered nonsense: its reply is" in str(caught.value)
     assert [rollout.failure.code for rollout in read_rollouts(path)] == ["inference_protocol"] * 2
 
 

@@ -71,9 +71,9 @@ BAD = {
     ),
     "large": (says("x" * 100_000_000), ForeignFailed, "answered more than 10000 bytes"),
     "no_json": (says("hello"), ForeignFailed, "answered no JSON"),
-    "another": (says({"jsonrpc": "2.0", "result": {}}), ForeignFailed, "no JSON object"),
+    "another": (says({"jsonrpc": "2.0", "result": {}}), ForeignFailed, "a message: type is missing"),
     "unknown": (says({"type": "state", "data": {}}), ForeignFailed, "speaks another protocol"),
-    "words": (says(paid("much")), ForeignFailed, "pays a reward of 'much', which is no number"),
+    "words": (says(paid("much")), ForeignFailed, "reward is 'much' (str); it should be a valid number"),
     "broken": (
         says({"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "oh"}}),
         ForeignFailed,
@@ -121,7 +121,7 @@ def test_an_action_that_the_server_refuses_is_a_no_op():
         ("<html>", "answered no JSON"),
         ('{"action": {"properties": {}}}', "neither MCP tools nor an action with fields"),
         ('{"action": {"properties": {"move": {"type": "nonsense"}}}}', "the schema of tool 'step' is none"),
-        ('{"action": [1]}', "is no JSON object"),
+        ('{"action": [1]}', "action is [1] (list); it should be an object"),
     ],
 )
 def test_a_server_of_something_else_is_told_as_such(schema, sentence):
@@ -307,12 +307,16 @@ BAD_MCP = {
     "large_events": (much(EVENTS, "data: "), ForeignFailed, "answered more than 10000 bytes"),
     "a_byte_too_much": (a_byte_too_much, ForeignFailed, "answered more than 10000 bytes"),
     "no_json": (lambda handler, request_id: handler.answers("hello"), ForeignFailed, "answered no JSON"),
-    "another": (results_in("hello"), ForeignFailed, "the result of tools/call is no JSON object"),
-    "words": (pays("much"), ForeignFailed, "pays a reward of 'much', which is no number"),
+    "another": (
+        results_in("hello"),
+        ForeignFailed,
+        "tools/call: result is 'hello' (str); it should be an object",
+    ),
+    "words": (pays("much"), ForeignFailed, "a call of step pays: reward is 'much' (str)"),
     "nan_in_its_text": (
         results_in({"content": [{"type": "text", "text": '{"reward": NaN}'}]}),
         ForeignFailed,
-        "no finite number",
+        "reward is nan (float); it should be a finite number",
     ),
     "broken": (
         lambda handler, request_id: handler.send_error(500, "oh"),
@@ -346,7 +350,7 @@ BAD_CHILD = {
     "nan": (ForeignFailed, "no JSON"),
     "large": (ForeignFailed, "answered more than 10000 bytes"),
     "no_json": (ForeignFailed, "answered no JSON"),
-    "another": (ForeignFailed, "a line of the process is no JSON object"),
+    "another": (ForeignFailed, "is [1] (list); it should be an object"),
     "did_not_read": (ForeignFailed, "what?"),
 }
 
@@ -494,10 +498,14 @@ def test_a_server_at_a_url_of_the_operators_file_gets_its_headers_and_no_error_t
         "mcp:far answered an error to tools/call: -32001": lambda said, _: json.dumps(
             {"error": {"code": -32001, "message": said}}
         ),
-        "the answer to tools/call is no JSON object": lambda said, _: json.dumps([said]),
-        "the result of tools/call is no JSON object": lambda said, request_id: message(request_id, said),
-        "mcp:far pays a reward that is no number": lambda said, request_id: message(
-            request_id, {"structuredContent": {"reward": said}}
+        "mcp:far, the answer to tools/call: a field is wrong; it should be an object": lambda said, _: (
+            json.dumps([said])
+        ),
+        "mcp:far, the answer to tools/call: a field is wrong; it should be a valid string": (
+            lambda said, request_id: message(request_id, {"content": [{"text": [said]}]})
+        ),
+        "mcp:far, what a call of step pays: a field is wrong; it should be a valid number": (
+            lambda said, request_id: message(request_id, {"structuredContent": {"reward": said}})
         ),
         "mcp:far answered no JSON": lambda said, _: said,
     }

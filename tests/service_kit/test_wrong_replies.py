@@ -1,0 +1,353 @@
+"""Every field that a client reads with every wrong value: an error of ours names it, or it is unread."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from service_kit.server import Listener, ServerThread
+from shared_schemas.messages import Message
+from shared_schemas.replay import ReplayRequest
+from shared_schemas.rollouts import RolloutRequest
+from shared_schemas.trajectory import Sampling
+from task_app.policies.openai import OpenAIAgentPolicy
+from task_app.policies.openai_config import OpenAIConfig
+from tests.service_kit.wrong_replies import Reading
+from trainer_backend.collect.arrival import checked
+from trainer_backend.collect.client import TaskAppClient
+from trainer_backend.core.segments import segments_of
+from trainer_backend.errors import TaskAppError
+from trainer_backend.inference.protocol import Extras
+from trainer_backend.inference.remote_engine import RemoteEngine
+from trainer_backend.inference.vllm_engine import VllmEngine
+from trainer_backend.learner.scoring import refuse_unknown_ids
+from trainer_backend.terminal.jobs_client import JobsClient, JobsReply, LogReply
+
+Ask = Callable[[str], Awaitable[Any]]
+GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
+
+
+class Fake:
+    """A server that answers a route with what a test says, and the others rightly."""
+
+    def __init__(self, replies: dict[str, bytes]) -> None:
+        self.replies = replies
+
+    async def answer(self, request: Request) -> Response:
+        return Response(self.replies.get(request.url.path, b"{}"), media_type="application/json")
+
+
+@contextmanager
+def served(replies: dict[str, bytes]) -> Iterator[tuple[Fake, str]]:
+    fake = Fake(replies)
+    app = Starlette(routes=[Route("/{path:path}", fake.answer, methods=["GET", "POST", "DELETE"])])
+    with ServerThread(app, Listener("127.0.0.1", 0)) as url:
+        yield fake, url
+
+
+def vllm(ask: Callable[[VllmEngine], Awaitable[Any]]) -> Ask:
+    async def call(url: str) -> Any:
+        engine = VllmEngine(url, stop_ids=[9], vocabulary=10, max_model_len=64, wait_s=30)
+        try:
+            return str(await ask(engine)).replace(url, ""), engine._model
+        finally:
+            await engine.close()
+
+    return call
+
+
+def sample(**extras: Any) -> Ask:
+    wanted = Extras(likeliest=1, **extras)
+    return vllm(lambda one: one.generate([2, 3], Sampling(max_tokens=4), request_id="r", extras=wanted))
+
+
+async def become_fit(engine: VllmEngine) -> str:
+    line = await engine.refuse_unfit()
+    await engine.refuse_deaf()
+    return line
+
+
+def remote(ask: Callable[[RemoteEngine], Awaitable[Any]]) -> Ask:
+    async def call(url: str) -> Any:
+        engine = RemoteEngine(url, "m", SecretStr("k"), stop_ids=[9], vocabulary=10, max_model_len=64)
+        try:
+            return await ask(engine)
+        finally:
+            await engine.close()
+
+    return call
+
+
+def app(ask: Callable[[TaskAppClient], Awaitable[Any]]) -> Ask:
+    async def call(url: str) -> Any:
+        async with TaskAppClient(url, SecretStr("k"), timeout_s=30) as client:
+            return await ask(client)
+
+    return call
+
+
+def terminal(ask: Callable[[JobsClient], Any]) -> Ask:
+    return lambda url: asyncio.to_thread(ask, JobsClient(url, {}))
+
+
+def policy(*, counts: bool = False, **config: Any) -> Ask:
+    async def call(url: str) -> Any:
+        one = OpenAIAgentPolicy(OpenAIConfig(inference_url=url, model="m", max_attempts=1, **config))
+        one._known_ids = 1
+        if counts:
+            return await one.count_tokens([Message(role="user", content="hi")], [])
+        return await one.get_action([Message(role="user", content="hi")], [{"type": "function"}])
+
+    return call
+
+
+async def learn_from(client: TaskAppClient) -> Any:
+    """A page as the trainer takes it: each rollout is compared with its request, and cut into segments."""
+    page = await client.poll("run", None, wait_s=0)
+    for rollout in page.rollouts:
+        answer = checked(REQUEST, rollout)
+        if answer.failure is not None and rollout.failure is None:
+            raise TaskAppError(f"GET /rollouts: {answer.failure.detail}")
+        if answer.trajectory is not None:
+            where = f"GET /rollouts: {rollout.rollout_id}"
+            refuse_unknown_ids(segments_of(answer.trajectory.steps, rollout_id=where), rows=10)
+    return page
+
+
+def tokens(*ids: int) -> list[dict[str, Any]]:
+    tops = [{"token_id": 7, "logprob": -0.5}]
+    return [{"logprob": -0.5, "top_logprobs": tops} for _ in ids]
+
+
+CHOICE = {
+    "token_ids": [7, 9],
+    "logprobs": {"content": tokens(7, 9)},
+    "finish_reason": "stop",
+    "weight_versions": [{"start": 0, "version": ""}, {"start": 1, "version": ""}],
+}
+USAGE = {"prompt_tokens_details": {"cached_tokens": 1}}
+FIT = {
+    "/version": {"version": "0.32.0"},
+    "/resume": {},
+    "/v1/models": {"data": [{"id": "m", "max_model_len": 64}]},
+    "/weight_info": {},
+    "/collective_rpc": {},
+}
+OPTIONAL_OF_SAMPLES = frozenset(
+    {"request_id", "top_logprobs", "usage", "prompt_tokens_details", "cached_tokens", "weight_versions"}
+)
+REQUEST = RolloutRequest.model_validate(
+    {
+        "rollout_id": "r", "run_id": "run", "group_id": "g", "start": {"seed": 3},
+        "env": {"env_name": "e"}, "policy": {"policy_name": "p"},
+    }
+)  # fmt: skip
+LOGPROBS = {
+    "prompt_ids_reused": 0, "prompt_token_ids": [1, 2], "token_ids": [3, 4], "logprobs": [-0.5, -0.25],
+    "finish_reason": "stop", "versions": [[0, 1], [1, 2]],
+}  # fmt: skip
+STEP = {
+    "turn": 1,
+    "observation_data": {
+        "messages": [{"role": "user", "content": "hi"}], "reward_last_step": 0.0,
+        "achievements_counts": {"a": -1},
+    },
+    "next_observation": {"reward_last_step": 0.5},
+    "action_taken": {"type": "text"},
+    "policy_logprobs": LOGPROBS,
+    "sampling": {"temperature": 1.0, "top_k": 0, "max_tokens": 8},
+    "env_rewards": [0.5],
+    "reward_parts": [{"source": "tool", "value": 1.0}],
+    "metadata": {
+        "decision_rewards": {"turn": 1, "ach_delta": 1, "unique_delta": 1, "all": ["a"], "unique": ["a"]}
+    },
+    "step_info": {"policy_s": 0.5, "prompt_tokens": 2},
+    "is_done": True,
+}  # fmt: skip
+EPISODE = {
+    "env_name": "e", "policy_name": "p", "seed": 3, "steps": [STEP], "outcome_reward": 1.0,
+    "outcome_definition": "d", "env_steps": 1, "terminated": True, "truncated": False,
+    "stop_reason": "environment_done", "wall_s": 0.5,
+}  # fmt: skip
+ROLLOUT = {
+    "rollout_id": "r", "run_id": "run", "iteration": 0, "group_id": "g", "sibling": 0, "attempt": 0,
+    "instance_id": "i", "status": "finished", "trajectory": EPISODE,
+}  # fmt: skip
+PAGE = {"rollouts": [ROLLOUT], "cursor": "2", "unfinished": 0, "instance_id": "i"}
+OPTIONAL_OF_PAGES = frozenset(
+    {
+        "rollouts", "steps", "observation_data", "messages", "content", "reward_last_step", "step_info",
+        "achievements_counts", "a", "next_observation", "env_rewards", "reward_parts", "metadata",
+        "max_tokens", "decision_rewards", "policy_s", "prompt_tokens", "is_done", "prompt_token_ids",
+        "versions", "sampling",
+    }
+)  # fmt: skip
+PAGE_READING = Reading(
+    "GET /rollouts", PAGE, OPTIONAL_OF_PAGES, ("rollouts.0.trajectory.steps.0.action_taken",)
+)
+CAPABILITIES = {"reward_functions": {"f": "one"}, "interactions": ["a"], "number_interactions": ["a"]}
+INFO = {
+    "service": {"instance_id": "i"},
+    "limits": {"max_concurrent_rollouts": 4, "max_body_bytes": 100_000, "max_page_bytes": 2, "max_frames": 8},
+    "capabilities": CAPABILITIES,
+}
+ENVIRONMENT = {
+    "env_id": "e1",
+    "observation": {"achievements_counts": {"a": 0}},
+    "info": {"conversation": False, "takes_answers": True, "restorable": True, "state_keys": ["s"]},
+}
+REPLAY = {"frames": [{"turn": 0, "png": "aa"}], "snapshots": [{"turn": 0, "snapshot": "zz"}]}
+PLAYED = ReplayRequest(env_name="e", seed=1, frames=(0,), snapshots=(0,))
+FUNCTION = {"name": "act", "arguments": '{"a": 1}'}
+MESSAGE = {
+    "content": "hm", "refusal": None, "tool_calls": [{"id": "c", "type": "function", "function": FUNCTION}]
+}  # fmt: skip
+COUNTS = {"prompt_tokens": 3, "completion_tokens": 2, "completion_tokens_details": {"reasoning_tokens": 0}}
+OWN_CHOICE = {
+    "message": MESSAGE, "finish_reason": "stop", "raw_text": "raw", "sampling_finish_reason": "stop",
+    "token_ids": [7, 9], "token_logprobs": [-0.5, -0.25], "versions": [[0, 3], [1, 4]],
+}  # fmt: skip
+PLAIN_CHOICE = {
+    "message": MESSAGE,
+    "finish_reason": "stop",
+    "logprobs": {"content": [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -0.25}]},
+}
+OPTIONAL_OF_CHATS = frozenset(
+    {
+        "model", "usage", "content", "refusal", "message", "finish_reason", "raw_text", "prompt_ids_reused",
+        "sampling_finish_reason", "prompt_token_ids", "versions", *COUNTS, "reasoning_tokens",
+    }
+)  # fmt: skip
+CALLS = ("choices.0.message.tool_calls",)
+NONSENSE = "the inference server answered nonsense"
+JOB = {
+    "id": "j", "name": "n", "state": "running", "started": "2026", "run_dir": "/runs/n", "detail": "d",
+    "progress": {"stage": "s", "iteration": 1, "iterations": 2},
+}  # fmt: skip
+OPTIONAL_OF_JOBS = frozenset({"started", "run_dir", "detail", "progress", "stage", "iteration", "iterations"})
+
+
+def job_reading(right: Any, *optional: str) -> Reading:
+    return Reading("answers, and not as a trainer service does", right, OPTIONAL_OF_JOBS.union(optional))
+
+
+def chat_reading(choice: Any, *optional: str, **more: Any) -> Reading:
+    reply = {"model": "m", "choices": [choice], "usage": COUNTS, **more}
+    return Reading(NONSENSE, reply, OPTIONAL_OF_CHATS.union(optional, ["choices"]), CALLS)
+
+
+SCORE = {"prompt_logprobs": [None, {"3": {"logprob": -1.0}}, {"4": {"logprob": -2.0}}]}
+COMPLETION = {
+    "choices": [
+        {
+            "prompt_token_ids": [2, 3], "token_ids": [7, 9], "finish_reason": "stop",
+            "logprobs": {"token_logprobs": [-0.5, -0.25]},
+        }
+    ]
+}  # fmt: skip
+THEIRS = "the server of the fixed policy"
+READINGS: dict[str, tuple[str, Ask, Reading]] = {
+    "vLLM, a sample": (
+        GENERATE,
+        sample(),
+        Reading(GENERATE, {"request_id": "r", "choices": [CHOICE], "usage": USAGE}, OPTIONAL_OF_SAMPLES),
+    ),
+    "vLLM, a scored prompt": (GENERATE, vllm(lambda one: one.score([2, 3, 4])), Reading(GENERATE, SCORE)),
+    **{
+        f"vLLM, {route}": (route, vllm(become_fit), Reading(route.split("/")[-1], FIT[route]))
+        for route in FIT
+    },
+    "a fixed policy, a sample": (
+        COMPLETIONS,
+        remote(lambda one: one.generate([2, 3], Sampling(max_tokens=4), request_id="r")),
+        Reading(THEIRS, COMPLETION, frozenset({"choices"})),
+    ),
+    "a fixed policy, a text": (
+        COMPLETIONS,
+        remote(lambda one: one.text_ids("x")),
+        Reading(THEIRS, COMPLETION, frozenset({"choices", "prompt_token_ids"})),
+    ),
+    "task app, /info": (
+        "/info",
+        app(lambda one: one.about()),
+        Reading("GET /info", INFO, frozenset({*INFO["limits"], "capabilities", *CAPABILITIES, "f"})),
+    ),
+    "task app, a page": ("/rollouts", app(learn_from), PAGE_READING),
+    "task app, accepted": (
+        "/rollouts",
+        app(lambda one: one.submit([REQUEST])),
+        Reading("POST /rollouts", {"accepted": ["r"], "known": [], "instance_id": "i"}),
+    ),
+    "task app, acknowledged": (
+        "/rollouts/ack",
+        app(lambda one: one.ack("run", ["a"])),
+        Reading("POST /rollouts/ack", {"acked": ["a"], "unknown": ["b"]}),
+    ),
+    "task app, an environment": (
+        "/env/create",
+        app(lambda one: one.create("env", {})),
+        Reading(
+            "POST /env/create", ENVIRONMENT,
+            frozenset({"observation", "achievements_counts", "a", "info", *ENVIRONMENT["info"]}),
+        ),
+    ),
+    "task app, frames": (
+        "/replay",
+        app(lambda one: one.replay(PLAYED)),
+        Reading("POST /replay", REPLAY, frozenset({"snapshots"})),
+    ),
+    "task app, snapshots": (
+        "/replay",
+        app(lambda one: one.snapshots(PLAYED)),
+        Reading("POST /replay", REPLAY, frozenset({"frames"})),
+    ),
+    "task app, cancelled": (
+        "/rollouts/r", app(lambda one: one.cancel("r")), Reading("DELETE /rollouts/r", {}),
+    ),
+    "a policy at our gateway": (
+        CHAT, policy(), chat_reading(OWN_CHOICE, prompt_token_ids=[1, 2], prompt_ids_reused=1),
+    ),
+    "a policy at vLLM": (
+        CHAT,
+        policy(exact_tokens="vllm"),
+        chat_reading({**PLAIN_CHOICE, "token_ids": [7, 9]}, prompt_token_ids=[1, 2]),
+    ),
+    "a policy at another server": (
+        CHAT,
+        policy(ask_token_ids=False, logprobs=True),
+        chat_reading(PLAIN_CHOICE, "logprobs", "content"),
+    ),
+    "a policy, tokens": ("/tokenize", policy(counts=True), Reading(NONSENSE, {"count": 3})),
+    "a policy, billed tokens": (
+        CHAT, policy(counts=True, ask_token_ids=False), Reading(NONSENSE, {"usage": {"prompt_tokens": 3}}),
+    ),
+    "the terminal, jobs": (
+        "/jobs",
+        terminal(lambda one: one.get("/jobs", JobsReply)),
+        job_reading({"jobs": [JOB], "next_cursor": "c"}, "jobs", "next_cursor"),
+    ),
+    "the terminal, a log": (
+        "/jobs/j/log",
+        terminal(lambda one: one.get("/jobs/j/log", LogReply)),
+        job_reading({"lines": [{"time": "", "text": "t"}]}, "lines"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READINGS)
+async def test_a_wrong_field_of_a_reply_is_an_error_of_ours_that_names_it(name: str, monkeypatch: Any):
+    # What it samples is read in another case, and would be refused here.
+    monkeypatch.setattr(VllmEngine, "_refuse_raw_logprobs", lambda engine: asyncio.sleep(0))
+    route, ask, reading = READINGS[name]
+    replies = {path: json.dumps(reply).encode() for path, reply in FIT.items()}
+    with served(replies) as (fake, url):
+        faults = await reading.find_faults(lambda body: fake.replies.update({route: body}), lambda: ask(url))
+    assert faults == [], "\n".join(faults)
