@@ -513,7 +513,7 @@ class VllmEngine(RemoteEngine):
         places = reply.prompt_logprobs
         if len(places) != len(ids):
             raise RemoteRefused(
-                f"{self.part}: prompt_logprobs has {len(places)} places; {len(ids)} are needed, one for each id"
+                f"{self.part}: prompt_logprobs has {len(places)} places, and there are {len(ids)} ids"
             )
         scores = [(place or {}).get(str(token_id)) for token_id, place in zip(ids, places, strict=True)]
         if None in scores[1:]:

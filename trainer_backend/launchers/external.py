@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator, Mapping
 
 from service_kit.errors import SettingsError
 from service_kit.keys import key_from_environ
+from service_kit.process import Process
 from trainer_backend.errors import JobError
-from trainer_backend.launchers.launcher import LOCAL, Process, Role
+from trainer_backend.launchers.launcher import LOCAL, Role
 
 
 class Elsewhere:

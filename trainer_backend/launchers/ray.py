@@ -37,9 +37,9 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from service_kit.process import PIPE, Child, address_in
+from service_kit.process import PIPE, Child, Process, address_in
 from trainer_backend.errors import JobError, NotPlaced
-from trainer_backend.launchers.launcher import LOCAL, PACKAGE, Place, Process, Resources, Role
+from trainer_backend.launchers.launcher import LOCAL, PACKAGE, Place, Resources, Role
 
 Result = TypeVar("Result")
 

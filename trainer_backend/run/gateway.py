@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from service_kit.process import last_line, name_exit
+from service_kit.process import Process, last_line, name_exit
 from service_kit.replies import ReplyTooLarge, read_bounded
 from service_kit.rpc import MOST_REFUSAL_BYTES, PATH, Reply, Tell
 from service_kit.server import Listener
@@ -30,7 +30,7 @@ from trainer_backend.errors import (
 )
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.job.tables import InferenceTable
-from trainer_backend.launchers.launcher import LOCAL, Launcher, Place, Process, Resources, Role
+from trainer_backend.launchers.launcher import LOCAL, Launcher, Place, Resources, Role
 from trainer_backend.protocols import Reporter
 from trainer_backend.run.gateway_calls import (
     CONTROL_KEY,

@@ -17,7 +17,7 @@ from typing import Any, Self, cast
 
 import httpx
 
-from service_kit.process import last_line, name_exit
+from service_kit.process import Process, last_line, name_exit
 from service_kit.release import version
 from service_kit.replies import ReplyTooLarge, bounded
 from service_kit.rpc import MOST_REFUSAL_BYTES, PATH, Reply
@@ -36,7 +36,6 @@ from trainer_backend.launchers.launcher import (
     Launcher,
     NotReady,
     Place,
-    Process,
     Resources,
     Role,
     address_of,

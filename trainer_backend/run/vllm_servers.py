@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from service_kit.keys import TASK_APP_KEY, TRAINER_KEY
-from service_kit.process import last_line, name_exit
+from service_kit.process import Process, last_line, name_exit
 from trainer_backend.errors import EngineBusy, JobError, RemoteRefused, RemoteUnavailable, TrainerError
 from trainer_backend.inference.keys import CONTRACT
 from trainer_backend.inference.vllm_engine import VllmEngine, refuse_release
 from trainer_backend.job.tables import InferenceTable
-from trainer_backend.launchers.launcher import LOCAL, Launcher, Place, Process, Resources, Role
+from trainer_backend.launchers.launcher import LOCAL, Launcher, Place, Resources, Role
 from trainer_backend.protocols import VISIBLE_DEVICES, Hardware
 from trainer_backend.run.stopping import end_tasks
 from trainer_backend.rundir.layout import RunDirectory
