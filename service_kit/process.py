@@ -331,7 +331,6 @@ class Worker:
     A role is a subclass: it says how its process starts, when that is ready, and what its end means.
     """
 
-    name: str
     stop_s = 10.0
     """Between the request to end and the kill."""
     ready_s: float | None = None
@@ -353,70 +352,77 @@ class Worker:
         """Start the process."""
         raise NotImplementedError
 
-    def on_end(self, code: int | None, lasted_s: float, pause_s: float) -> None:
-        """Report an end, by its exit code, and when the next start is; an error that this raises ends `keep`.
-
-        None: `start` raised what `is_passing` takes.
-        """
-        raise NotImplementedError
-
     async def serve(self, process: Process) -> bool:
-        """Return once the process is ready; False if it ends before."""
+        """Return once the process is ready; False if it ends before, or shall end."""
         return await process.address() is not None
 
+    async def live(self, process: Process) -> None:
+        """Return when a process that is ready has ended, or shall end."""
+        await process.ended()
+
     async def probe(self) -> None:
-        """Ask for a sign of life; any answer is one, also an error."""
+        """Ask for a sign of life; any answer is one, also an error that is no TimeoutError."""
 
     def on_silence(self, what: str) -> None:
         """Report that it is killed, since it was not ready in time, or gave no sign of life."""
 
-    def is_passing(self, error: Exception) -> bool:
-        """Return whether another start may succeed after an error of `start`."""
-        return False
+    def on_end(self, code: int, lasted_s: float, pause_s: float) -> None:
+        """Report an end, by its exit code, and when the next start is; an error of this ends `run_forever`.
 
-    async def keep(self) -> NoReturn:
+        This is where a role gives up: after so many processes in a row that did nothing, say.
+        """
+        raise NotImplementedError
+
+    def on_no_start(self, error: Exception, pause_s: float) -> None:
+        """Report an error of `start` that may pass; by default none does, and it ends `run_forever`."""
+        raise error
+
+    async def run_forever(self) -> NoReturn:
         """Run the process, one after another, until cancelled, which ends it in order."""
         pause_s = 0.0
         while True:
             await asyncio.sleep(pause_s)
-            start_s = self._clock()
+            start_s, self.process, fault = self._clock(), None, None
             try:
-                code = await self._run_once()
+                self.process = await self.start()
             except Exception as error:
-                if self.process is not None or not self.is_passing(error):
-                    raise
-                code = None
-            lasted_s = self._clock() - start_s
-            first_s, most_s = self.pauses_s
+                fault = error
+            else:
+                code = await self._watch(self.process)
+            lasted_s, (first_s, most_s) = self._clock() - start_s, self.pauses_s
             pause_s = 0.0 if lasted_s >= self.healthy_s else min(max(2 * pause_s, first_s), most_s)
+            if fault is not None:
+                self.on_no_start(fault, pause_s)
+                continue
             self.on_end(code, lasted_s, pause_s)
             self.restarts += 1
-
-    async def _run_once(self) -> int:
-        self.process = None
-        process = self.process = await self.start()
-        watch = None
-        try:
-            async with asyncio.timeout(self.ready_s):
-                is_ready = await self.serve(process)
-            if is_ready:
-                self.ready.set()
-                watch = asyncio.ensure_future(self._kill_if_silent(process))
-            return await process.ended()
-        except TimeoutError:
-            self.on_silence(f"did not serve within {self.ready_s:g} s")
-        finally:
-            self.ready.clear()
-            if watch is not None:
-                watch.cancel()
-            await self.end(process)
-        return await process.ended()
 
     async def end(self, process: Process) -> bool:
         """End the process, and what it has left behind; return whether it was killed."""
         was_killed = await process.end(self.stop_s)
         process.kill_rest()
         return was_killed
+
+    async def _watch(self, process: Process) -> int:
+        """Return the exit code of a process that has just been started."""
+        probes = None
+        try:
+            async with asyncio.timeout(self.ready_s) as until_ready:
+                if await self.serve(process):
+                    until_ready.reschedule(None)
+                    self.ready.set()
+                    probes = asyncio.ensure_future(self._kill_if_silent(process))
+                    await self.live(process)
+        except TimeoutError:
+            if not until_ready.expired():
+                raise
+            self.on_silence(f"did not serve within {self.ready_s:g} s")
+        finally:
+            self.ready.clear()
+            if probes is not None:
+                probes.cancel()
+            await self.end(process)
+        return await process.ended()
 
     async def _kill_if_silent(self, process: Process) -> None:
         while self.silence_s is not None:
@@ -426,7 +432,7 @@ class Worker:
                     async with asyncio.timeout(self.silence_s):
                         await self.probe()
                 except TimeoutError:
-                    self.on_silence(f"has given no sign of life for {self.silence_s:g} s")
+                    self.on_silence(f"has given no sign of life for {self.silence_s:g} s, and is killed")
                     process.signal(signal.SIGKILL)
                     return
 

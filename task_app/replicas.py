@@ -52,7 +52,7 @@ class Replica(Worker):
             log.info("replica_ready", replica=self._index, url=url, pid=process.pid)
         return url is not None
 
-    def on_end(self, code: int | None, lasted_s: float, pause_s: float) -> None:
+    def on_end(self, code: int, lasted_s: float, pause_s: float) -> None:
         if code == _BAD_SETTINGS and not self.url:
             raise StartFailed
         log.warning(
@@ -72,7 +72,7 @@ async def supervise(replicas: Sequence[Replica], stop: asyncio.Event, *, tell: C
 
     `tell` is called with the line for a job's [services] when all are ready.
     """
-    tasks = [asyncio.ensure_future(replica.keep()) for replica in replicas]
+    tasks = [asyncio.ensure_future(replica.run_forever()) for replica in replicas]
     stop_task = asyncio.ensure_future(_all_set([stop]))
     ready = asyncio.ensure_future(_all_set([replica.ready for replica in replicas]))
     try:

@@ -53,7 +53,7 @@ class Scripted(Worker):
         self.now_s += life_s
         return await Child.start(["sh", "-c", f"echo '{READY}x'; exit 7"], stdout=PIPE)
 
-    def on_end(self, code: int | None, lasted_s: float, pause_s: float) -> None:
+    def on_end(self, code: int, lasted_s: float, pause_s: float) -> None:
         assert code == 7
         self.pauses.append(pause_s)
 
@@ -67,7 +67,7 @@ async def test_a_worker_starts_its_process_again_after_a_pause_that_doubles(monk
     worker = Scripted([0, 1, 2, 3, 4, 31, 0])
     monkeypatch.setattr("service_kit.process.asyncio.sleep", sleep)
     with pytest.raises(FileNotFoundError):
-        await worker.keep()
+        await worker.run_forever()
     assert worker.pauses == [0.5, 1.0, 2.0, 4.0, 4.0, 0.0, 0.5]
     assert worker.restarts == 7
     assert [pause for pause in slept if pause not in (0,)] == [pause for pause in worker.pauses if pause]

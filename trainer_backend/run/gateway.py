@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from service_kit.process import Process, last_line, name_exit
+from service_kit.process import Process, Worker, last_line, name_exit
 from service_kit.replies import ReplyTooLarge, read_bounded
 from service_kit.rpc import MOST_REFUSAL_BYTES, PATH, Reply, Tell
 from service_kit.server import Listener
@@ -57,7 +57,7 @@ _TOTALS_S = 30.0
 _LOAD_S = 600.0
 # A process that has ended so often in a row without an answer will not give one, nor load what it died of.
 _MOST_IN_VAIN = 3
-_LOOK_S, _PROBE_EVERY_S = 0.2, 10.0
+_LOOK_S = 0.2
 _SHOWN = 500
 # For the last answer of a process that has ended.
 _LAST_WORDS_S = 1.0
@@ -122,13 +122,24 @@ class _Life:
     """Set once it answers requests."""
     moves: list[tuple[str, str]] = field(default_factory=list)
     """Former and new addresses of vLLM servers that it does not know of yet."""
+    tasks: list[asyncio.Future[Any]] = field(default_factory=list)
+    """That wait for its end, for the end of the call `serve`, and for its announcement."""
     has_answered: bool = False
     reason: str = ""
     """Why the policies cannot be served any more, by any process."""
-    exit_code: int = 0
+    refusal: JobError | None = None
+    """Of what the job asks for."""
+
+    async def hear_last_words(self) -> None:
+        """Wait for the last answer of a process that ends."""
+        await asyncio.wait(self.tasks[1:2], timeout=_LAST_WORDS_S)
 
 
-class Gateway:
+class _Hopeless(Exception):
+    """No process of a gateway will serve."""
+
+
+class Gateway(Worker):
     """One gateway: its public address, and the process that serves there, one after another where they die.
 
     Args:
@@ -138,6 +149,7 @@ class Gateway:
         launcher: starts its processes.
     """
 
+    pauses_s = (0.0, 0.0)
     silence_s = 120.0
     """A process that serves is wedged if a sign of life takes so long. An engine answers between two of its
     steps, and a policy that waits for a sample has given up by then."""
@@ -152,10 +164,10 @@ class Gateway:
         *,
         load_s: float = _LOAD_S,
     ) -> None:
+        super().__init__()
         self.name, self._role, self._setup = role.name, role, setup
         self._address, self._is_elsewhere = PublicAddress(listener), False
-        self._log_file, self._say, self._launcher, self._load_s = role.log_file, say, launcher, load_s
-        self.restarts = 0  # how many of its processes died and were followed by another
+        self._log_file, self._say, self._launcher, self.ready_s = role.log_file, say, launcher, load_s
         self.reporter: Reporter | None = None
         self.renew: Say | None = None  # starts the vLLM server of an address again
         # Has the learner hand the weights out to a server that is about to ask for them.
@@ -163,7 +175,7 @@ class Gateway:
         self._version: PolicyVersion | None = None
         self._life: _Life | None = None
         self._last_words = ""
-        self._ready = asyncio.Event()
+        self._in_vain = 0  # processes in a row that ended without an answer
         self._totals = RunningTotals()
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {role.keys[CONTROL_KEY]}"},
@@ -182,24 +194,34 @@ class Gateway:
         Raises:
             JobError: it refuses what the job asks of it, and would again.
         """
-        self._version, in_vain = version, 0
+        self._version, self._in_vain = version, 0
         self._report("starting")
-        while True:
-            life = await self._run_one(self._version)
-            self._totals.start_again()
-            if life.reason:
-                return f"{self.name}: {life.reason}"
-            self._last_words = last_line(self._log_file)[:_SHOWN] or "(nothing)"
-            in_vain = 0 if life.has_answered else in_vain + 1
-            if in_vain == _MOST_IN_VAIN:
-                return (
-                    f"{self.name} ended {in_vain} times without answering a request, with "
-                    f"{name_exit(life.exit_code)}; {self._log_file} ends with: {self._last_words}"
-                )
-            self.restarts += 1
-            word = f"ended with {name_exit(life.exit_code)}, and is started again"
-            self._say(f"{self.name} {word}")
-            self._report("starting", word)
+        try:
+            await self.run_forever()
+        except _Hopeless as error:
+            word = str(error)
+        return word
+
+    def on_end(self, code: int, lasted_s: float, pause_s: float) -> None:
+        assert self._life is not None, "it has ended"
+        self._totals.start_again()
+        if self._life.refusal is not None:
+            raise self._life.refusal
+        if self._life.reason:
+            raise _Hopeless(f"{self.name}: {self._life.reason}")
+        self._last_words = last_line(self._log_file)[:_SHOWN] or "(nothing)"
+        self._in_vain = 0 if self._life.has_answered else self._in_vain + 1
+        if self._in_vain == _MOST_IN_VAIN:
+            raise _Hopeless(
+                f"{self.name} ended {_MOST_IN_VAIN} times without answering a request, with "
+                f"{name_exit(code)}; {self._log_file} ends with: {self._last_words}"
+            )
+        word = f"ended with {name_exit(code)}, and is started again"
+        self._say(f"{self.name} {word}")
+        self._report("starting", word)
+
+    def on_silence(self, what: str) -> None:
+        self._say(f"{self.name} {what}")
 
     async def load(self, version: PolicyVersion) -> None:
         """Have it serve this version. One that dies meanwhile serves the version before, and is asked again.
@@ -210,15 +232,15 @@ class Gateway:
             EngineTimeout: it did not answer in time.
         """
         restarts = self.restarts
-        if version.address is not None and not self._ready.is_set():
+        if version.address is not None and not self.ready.is_set():
             # The process that starts cannot get the version before: the learner has it no more.
             self._version = version
             if self._life is not None:
                 self._life.child.signal(signal.SIGKILL)
-            await self._ready.wait()
+            await self.ready.wait()
             return
         while True:
-            await self._ready.wait()
+            await self.ready.wait()
             deaths = self.restarts - restarts
             if deaths >= _MOST_IN_VAIN:
                 raise WeightsRefused(
@@ -226,7 +248,7 @@ class Gateway:
                     f"{self._log_file} ends with: {self._last_words}"
                 )
             try:
-                await self._call("load", version, timeout_s=self._load_s)
+                await self._call("load", version, timeout_s=self.ready_s)
             except (aiohttp.ClientError, OSError):
                 await asyncio.sleep(_LOOK_S)  # its end is about to be seen
                 continue
@@ -237,9 +259,9 @@ class Gateway:
     async def verify(self) -> list[str]:
         """Check that its fixed policies are as they were loaded; return a line for each local one."""
         while True:
-            await self._ready.wait()
+            await self.ready.wait()
             try:
-                lines: list[str] = await self._call("verify", timeout_s=self._load_s)
+                lines: list[str] = await self._call("verify", timeout_s=self.ready_s)
             except (aiohttp.ClientError, OSError):
                 await asyncio.sleep(_LOOK_S)  # its end is about to be seen
                 continue
@@ -249,12 +271,8 @@ class Gateway:
         """Have it take the new address of a vLLM server, now or once it serves."""
         if self._life is not None:
             self._life.moves.append((url, new_url))
-            if self._ready.is_set():
+            if self.ready.is_set():
                 await self._pass_moves_on(self._life)
-
-    async def ready(self) -> None:
-        """Wait until its process serves."""
-        await self._ready.wait()
 
     async def totals(self) -> dict[str, float]:
         """The actor's counts here since the start of the run; those of now, or the newest that are known.
@@ -265,7 +283,7 @@ class Gateway:
         if self.known_totals:
             await self._read()
         while not self.known_totals:
-            await self._ready.wait()
+            await self.ready.wait()
             await self._read()
             if not self.known_totals:
                 await asyncio.sleep(_LOOK_S)
@@ -286,44 +304,66 @@ class Gateway:
         except (aiohttp.ClientError, OSError):
             return
         except EngineTimeout:
-            if self.known_totals or life is not self._life or not self._ready.is_set():
+            if self.known_totals or life is not self._life or not self.ready.is_set():
                 return
             raise
-        if life is self._life and self._ready.is_set():
+        if life is self._life and self.ready.is_set():
             self._totals.read(counts)
 
-    async def _run_one(self, version: PolicyVersion) -> _Life:
-        """Run one process to its end."""
-        self._life = life = _Life(await self._start(), version)
-        tasks: list[asyncio.Future[Any]] = []
+    async def start(self) -> Process:
+        return await self._launcher.start(
+            Role(
+                self.name, self._command, self._role.keys, self._log_file, replica=self._role.number,
+                resources=self._role.resources, descriptors=(self._address.socket.fileno(),),
+            )
+        )  # fmt: skip
+
+    async def serve(self, process: Process) -> bool:
+        """Return once it answers requests; False also if a load has ended since its start.
+
+        Then the next process begins with that version.
+        """
+        assert self._version is not None, "it is kept"
+        self._life = life = _Life(process, self._version)
+        address = await process.address()
+        if address is None:
+            return False
+        life.url, life.version = address, self._version
+        # `ended` reads what libraries print, too.
+        life.tasks = [
+            asyncio.ensure_future(work)
+            for work in (process.ended(), self._serve(life), life.announced.wait())
+        ]
+        await asyncio.wait(life.tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not life.announced.is_set() or life.version is not self._version:
+            await life.hear_last_words()
+            return False
+        if self._is_elsewhere:
+            await self._address.lead_to(life.public_url)
+        self._report("serving")
+        if self.restarts:
+            self._say(f"{self.name} serves version {life.version.number} again")
+        return True
+
+    async def live(self, process: Process) -> None:
+        assert self._life is not None, "it serves"
+        await self._pass_moves_on(self._life)
+        await asyncio.wait(self._life.tasks[:2], return_when=asyncio.FIRST_COMPLETED)
+        await self._life.hear_last_words()
+
+    async def end(self, process: Process) -> bool:
+        self._address.hold()
         try:
-            async with asyncio.timeout(self._load_s) as until_ready:
-                address = await life.child.address()
-                if address is not None:
-                    life.url, life.version = address, self._version or version
-                    ended = asyncio.ensure_future(life.child.ended())  # it reads what libraries print, too
-                    announced = asyncio.ensure_future(life.announced.wait())
-                    serving = asyncio.ensure_future(self._serve(life))
-                    tasks += ended, announced, serving
-                    await asyncio.wait((ended, announced, serving), return_when=asyncio.FIRST_COMPLETED)
-                    if announced.done() and life.version is self._version:
-                        until_ready.reschedule(None)
-                        await self._open(life)
-                        tasks.append(asyncio.ensure_future(self._kill_if_silent(life)))
-                        await asyncio.wait((ended, serving), return_when=asyncio.FIRST_COMPLETED)
-                    # Else a load has ended since it was started: the next one begins with that version.
-                    await asyncio.wait((serving,), timeout=_LAST_WORDS_S)
-                    if serving.done():
-                        serving.result()
-        except TimeoutError:
-            self._say(f"{self.name} did not serve within {self._load_s:g} s")
+            return await super().end(process)
         finally:
-            self._ready.clear()
-            self._address.hold()
-            await life.child.end(_STOP_S)
-            await end_tasks(*tasks)
-        life.exit_code = await life.child.ended()
-        return life
+            if self._life is not None:
+                await end_tasks(*self._life.tasks)
+
+    async def probe(self) -> None:
+        try:
+            await self._call("probe", timeout_s=self.silence_s)
+        except EngineTimeout as error:
+            raise TimeoutError from error
 
     async def _serve(self, life: _Life) -> None:
         """Have a process serve, as long as it does."""
@@ -334,7 +374,7 @@ class Gateway:
             pass  # it has died
         except TrainerError as error:
             if is_final(error):  # another start would be refused too
-                raise JobError(f"{self.name}: {error}") from error
+                life.refusal = JobError(f"{self.name}: {error}")
             life.reason = str(error)
 
     def _heed(self, life: _Life, event: Event) -> None:
@@ -354,35 +394,10 @@ class Gateway:
             case ProcessChanged() if self.reporter is not None:
                 self.reporter.process(**event.model_dump(exclude={"kind"}))
 
-    async def _open(self, life: _Life) -> None:
-        """Let requests come to a process."""
-        if self._is_elsewhere:
-            await self._address.lead_to(life.public_url)
-        self._ready.set()
-        self._report("serving")
-        if self.restarts:
-            self._say(f"{self.name} serves version {life.version.number} again")
-        await self._pass_moves_on(life)
-
     async def _pass_moves_on(self, life: _Life) -> None:
         with suppress(aiohttp.ClientError, OSError, InferenceError):  # its end is about to be seen
             while life.moves:
                 await self._call("move_server", *life.moves.pop(0), timeout_s=_TOTALS_S)
-
-    async def _kill_if_silent(self, life: _Life) -> None:
-        """Kill the process once it lives and gives no sign of life; then it is started again."""
-        while True:
-            await asyncio.sleep(min(_PROBE_EVERY_S, self.silence_s))
-            # An error is a sign of life: what breaks the engine ends the process by itself.
-            with suppress(aiohttp.ClientError, OSError, InferenceError):
-                try:
-                    await self._call("probe", timeout_s=self.silence_s)
-                except EngineTimeout:
-                    self._say(
-                        f"{self.name} has given no sign of life for {self.silence_s:g} s, and is killed"
-                    )
-                    life.child.signal(signal.SIGKILL)
-                    return
 
     def _report(self, state: str, word: str = "") -> None:
         if self.reporter is not None and self._version is not None:
@@ -390,14 +405,6 @@ class Gateway:
             self.reporter.process(
                 self.name, role="gateway", state=state, version=version, word=word, host=address
             )
-
-    async def _start(self) -> Process:
-        return await self._launcher.start(
-            Role(
-                self.name, self._command, self._role.keys, self._log_file, replica=self._role.number,
-                resources=self._role.resources, descriptors=(self._address.socket.fileno(),),
-            )
-        )  # fmt: skip
 
     def _command(self, place: Place) -> tuple[str, ...]:
         self._is_elsewhere = place.host is not None

@@ -56,7 +56,7 @@ class Gateways:
         for gateway in gateways:
             gateway.renew, gateway.serve_again = weights.renew, weights.serve_again
         if weights.servers is not None:
-            weights.servers.moved = self.move_server
+            weights.servers.on_move(self.move_server)
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._keepers: list[asyncio.Task[str]] = []
 
@@ -112,7 +112,7 @@ class Gateways:
         self._keepers = [asyncio.ensure_future(gateway.keep(version)) for gateway in self.gateways]
         for keeper in self._keepers:
             keeper.add_done_callback(self._end)
-        await _all(gateway.ready() for gateway in self.gateways)
+        await _all(gateway.ready.wait() for gateway in self.gateways)
 
     def _end(self, keeper: asyncio.Task[str]) -> None:
         if not keeper.cancelled() and not self._broken.done():

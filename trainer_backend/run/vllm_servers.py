@@ -14,15 +14,15 @@ import time
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from service_kit.keys import TASK_APP_KEY, TRAINER_KEY
-from service_kit.process import Process, last_line, name_exit
+from service_kit.process import Process, Worker, last_line, name_exit
 from trainer_backend.errors import EngineBusy, JobError, RemoteRefused, RemoteUnavailable, TrainerError
 from trainer_backend.inference.keys import CONTRACT
 from trainer_backend.inference.vllm_engine import VllmEngine, refuse_release
@@ -39,10 +39,8 @@ _RELEASE = (
     "print(m.version(names[0]) if names else '')"
 )
 _RELEASE_TIMEOUT_S = 60.0
-_STOP_S = 20.0
 # A server that is being started answers after minutes.
 _LOOK_S = 1.0
-_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 # Arguments where the learner sends the weights.
 TRANSFER = {"weight_transfer_config": {"backend": "turnwise"}}
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -135,21 +133,79 @@ async def _ignore_move(url: str, new_url: str) -> None:
     """For servers that are started again where they were."""
 
 
-@dataclass(slots=True)
-class _Server:
-    """One server of the run, whether its process runs or not."""
+class VllmServer(Worker):
+    """One server of a run.
 
-    number: int
-    port: int
-    log_file: Path
-    devices: str | None
-    child: Process | None = None
-    place: Place = field(default_factory=Place)
-    """Where it was placed; beside this process until it is."""
+    Args:
+        table: [inference]; `own` are further arguments of its command.
+        tell: is given a line for each of its ends.
+    """
+
+    stop_s, pauses_s, healthy_s = 20.0, (1.0, 60.0), 60.0
+
+    def __init__(
+        self, number: int, port: int, log_file: Path, devices: str | None, *, table: InferenceTable,
+        own: Mapping[str, Any], launcher: Launcher, resources: Resources, tell: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._port, self._log_file, self._table, self._own = port, log_file, table, own
+        self._launcher, self._tell = launcher, tell
+        self._place = Place()  # beside this process until it is placed
+        environment = _QUIET | {"PYTHONPATH": str(_WORKER), "VLLM_SERVER_DEV_MODE": "1"}
+        if devices is not None:
+            environment[VISIBLE_DEVICES] = devices
+        self._role = Role(
+            f"vllm_{number}", self._command, environment, log_file, withheld=frozenset(_KEPT_BACK),
+            replica=number, resources=resources, has_ready_line=False, is_ours=False,
+        )  # fmt: skip
+        self.fitness = ""  # a line about it once it has been ready
+        self.moved: Moved = _ignore_move
 
     @property
     def url(self) -> str:
-        return f"http://{self.place.host or _LOOPBACK}:{self.place.port or self.port}"
+        return f"http://{self._place.host or _LOOPBACK}:{self._place.port or self._port}"
+
+    async def start(self) -> Process:
+        url = self.url
+        process = await self._launcher.start(self._role)
+        if self.url != url and self.fitness:
+            await self.moved(url, self.url)
+        return process
+
+    async def serve(self, process: Process) -> bool:
+        """Check the first process of a server; the gateways notice when a later one is ready."""
+        if self.fitness:
+            return True
+        check = ready_server(self.url, self._table, f"the run's own server {self.url}")
+        ready, end = asyncio.ensure_future(check), asyncio.ensure_future(process.ended())
+        try:
+            await asyncio.wait((ready, end), return_when=asyncio.FIRST_COMPLETED)
+            if ready.done():
+                self.fitness = ready.result()
+            return bool(self.fitness)
+        finally:
+            await end_tasks(ready, end)
+
+    def on_end(self, code: int, lasted_s: float, pause_s: float) -> None:
+        if not self.fitness:
+            raise JobError(
+                f"a vLLM server ended with {name_exit(code)} before it was ready: "
+                f"{last_line(self._log_file) or 'its log is empty'}",
+                where=str(self._log_file),
+            )
+        self._tell(f"vLLM server {self.url} ended with {name_exit(code)}; it is started anew")
+
+    def on_no_start(self, error: Exception, pause_s: float) -> None:
+        # Out of processes or memory for a moment, no such program any more, or no place for it.
+        if not self.fitness or not isinstance(error, OSError | TrainerError):
+            raise error
+        self._tell(f"vLLM server {self.url} cannot be started, and is tried again: {error}")
+
+    def _command(self, place: Place) -> list[str]:
+        self._place = place
+        own = {"host": place.host or _LOOPBACK, "port": place.port or self._port, **self._own}
+        program = (str(self._table.vllm_python), "-m", "turnwise_serve")
+        return [*program, *arguments(own), *arguments(self._table.vllm)]
 
 
 class VllmServers:
@@ -160,8 +216,6 @@ class VllmServers:
         log_files: of each server.
         hardware: the learner's.
         tell: is given a line for each server that is ready or has ended.
-
-    `moved` is told where a server that was started again has another address.
     """
 
     def __init__(
@@ -175,16 +229,18 @@ class VllmServers:
         launcher: Launcher = LOCAL,
         device: str = "auto",
     ) -> None:
-        self._table, self._folder, self._dtype, self._tell = table, folder, hardware.dtype, tell
+        self._folder, self._tell = folder, tell
         # The accelerators of one server, by vLLM's parallel sizes.
         sizes = {key.replace("-", "_"): value for key, value in table.vllm.items()}
         of_one = prod(size for key in _PARALLEL if isinstance(size := sizes.get(key), int))
-        self._launcher = launcher
         each = visible_devices(hardware.devices, len(log_files), of_one)
-        self._resources = Resources("vllm", len(log_files), of_one, device)
-        self._servers = list(map(_Server, count(), _free_ports(len(log_files)), log_files, each))
-        self.moved: Moved = _ignore_move
-        self._keepers: list[asyncio.Task[None]] = []
+        own = {"model": folder.absolute(), "max_model_len": table.max_model_len, "dtype": hardware.dtype}
+        make = partial(
+            VllmServer, table=table, own=own | CONTRACT, launcher=launcher, tell=tell,
+            resources=Resources("vllm", len(log_files), of_one, device),
+        )  # fmt: skip
+        self._servers = list(map(make, count(), _free_ports(len(log_files)), log_files, each))
+        self._keepers: list[asyncio.Task[NoReturn]] = []
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -201,97 +257,41 @@ class VllmServers:
             return
         await asyncio.to_thread(_copy, version, self._folder)
         self._tell(f"{len(self._servers)} vLLM servers are started, which takes minutes")
-        tasks = [asyncio.ensure_future(self._begin(server)) for server in self._servers]
+        self._keepers = [asyncio.ensure_future(server.run_forever()) for server in self._servers]
+        ready = asyncio.ensure_future(_all_ready(self._servers))
         try:
-            for line in await asyncio.gather(*tasks):
-                self._tell(line)
+            await asyncio.wait((ready, *self._keepers), return_when=asyncio.FIRST_COMPLETED)
+            for keeper in self._keepers:
+                if keeper.done():
+                    keeper.result()
+        except BaseException:
+            await self.stop()
+            raise
         finally:
-            await end_tasks(*tasks)
-        self._keepers = [asyncio.ensure_future(self._keep(server)) for server in self._servers]
+            await end_tasks(ready)
+        for server in self._servers:
+            self._tell(server.fitness)
+
+    def on_move(self, moved: Moved) -> None:
+        """Have this told where a server that was started again has another address."""
+        for server in self._servers:
+            server.moved = moved
 
     def renew(self, url: str) -> None:
         """Kill a server that runs and does not serve; it is then started again, as one that died."""
         for server in self._servers:
-            if server.url == url and server.child is not None:
+            if server.url == url and server.process is not None:
                 self._tell(f"vLLM server {url} does not come back, and is killed")
-                server.child.signal(signal.SIGKILL)
+                server.process.signal(signal.SIGKILL)
 
     async def stop(self) -> None:
         """End all servers."""
         await end_tasks(*self._keepers)
-        await asyncio.gather(*(self._end(server) for server in self._servers))
 
-    async def _begin(self, server: _Server) -> str:
-        child = await self._spawn(server)
-        check = ready_server(server.url, self._table, f"the run's own server {server.url}")
-        ready, end = asyncio.ensure_future(check), asyncio.ensure_future(child.ended())
-        try:
-            await asyncio.wait((ready, end), return_when=asyncio.FIRST_COMPLETED)
-            if not ready.done():
-                await self._end(server)
-                raise JobError(
-                    f"a vLLM server ended with {name_exit(end.result())} before it was ready: "
-                    f"{last_line(server.log_file) or 'its log is empty'}",
-                    where=str(server.log_file),
-                )
-            return ready.result()
-        finally:
-            await end_tasks(ready, end)
 
-    async def _keep(self, server: _Server) -> None:
-        pause = _PAUSE_S
-        while True:
-            start = time.monotonic()
-            if server.child is not None:
-                code = await server.child.ended()
-                await self._end(server)
-                self._tell(f"vLLM server {server.url} ended with {name_exit(code)}; it is started anew")
-            lasted = time.monotonic() - start > _LONGEST_PAUSE_S
-            pause = _PAUSE_S if lasted else min(2 * pause, _LONGEST_PAUSE_S)
-            await asyncio.sleep(pause)
-            try:
-                await self._spawn(server)
-            # Out of processes or memory for a moment, no such program any more, or no place for it.
-            except (OSError, TrainerError) as error:
-                self._tell(f"vLLM server {server.url} cannot be started, and is tried again: {error}")
-
-    async def _spawn(self, server: _Server) -> Process:
-        environment = _QUIET | {"PYTHONPATH": str(_WORKER), "VLLM_SERVER_DEV_MODE": "1"}
-        if server.devices is not None:
-            environment[VISIBLE_DEVICES] = server.devices
-        url = server.url
-        server.child = await self._launcher.start(
-            Role(
-                f"vllm_{server.number}", partial(self._command, server), environment, server.log_file,
-                withheld=frozenset(_KEPT_BACK), replica=server.number, resources=self._resources,
-                has_ready_line=False, is_ours=False,
-            )
-        )  # fmt: skip
-        if server.url != url and self._keepers:
-            await self.moved(url, server.url)
-        return server.child
-
-    def _command(self, server: _Server, place: Place) -> list[str]:
-        server.place = place
-        own = {
-            "model": self._folder.absolute(),
-            "host": place.host or _LOOPBACK,
-            "port": place.port or server.port,
-            "max_model_len": self._table.max_model_len,
-            "dtype": self._dtype,
-            **CONTRACT,
-        }
-        program = (str(self._table.vllm_python), "-m", "turnwise_serve")
-        return [*program, *arguments(own), *arguments(self._table.vllm)]
-
-    async def _end(self, server: _Server) -> None:
-        """End a server, and the processes that it leaves behind where it was killed."""
-        child = server.child
-        if child is None:
-            return
-        await child.end(_STOP_S)
-        child.kill_rest()
-        server.child = None  # its number may be another process's by the next time
+async def _all_ready(servers: Sequence[VllmServer]) -> None:
+    for server in servers:
+        await server.ready.wait()
 
 
 def own_servers(

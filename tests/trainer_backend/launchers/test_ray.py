@@ -133,7 +133,7 @@ async def test_a_vllm_server_on_a_node_announces_its_address_and_the_next_one_wh
     async def moved(url: str, new_url: str) -> None:
         moves.append((url, new_url))
 
-    servers.moved = moved
+    servers.on_move(moved)
     try:
         await servers.start(version)
         (url,) = servers.urls

@@ -336,7 +336,7 @@ async def test_a_gateway_that_lives_and_gives_no_sign_of_life_is_killed_and_star
     async with scripted("wedges") as (server, reporter):
         while (tmp_path / "starts").read_text().split() != ["0", "0"]:
             await asyncio.sleep(0.01)
-        await server.gateways[0].ready()
+        await server.gateways[0].ready.wait()
     assert reporter.lines[:2] == [
         "gateway_0 has given no sign of life for 0.2 s, and is killed",
         "gateway_0 ended with SIGKILL (often the system, short of memory), and is started again",
@@ -360,7 +360,7 @@ async def test_a_process_that_started_with_the_version_before_a_load_serves_nobo
         (tmp_path / "answer").touch()
         await publish
         (tmp_path / "ready").touch()
-        await gateway.ready()
+        await gateway.ready.wait()
     assert (tmp_path / "starts").read_text().split() == ["0", "0", "1"]
     assert reporter.lines[-1] == "gateway_0 serves version 1 again"
 
