@@ -109,6 +109,7 @@ class Handler(BaseHTTPRequestHandler):
         elif SCRIPT == "answers after its end":
             if os.fork():
                 end(9, "killed")
+            os.setsid()  # what a process leaves behind is killed by its group
             os.close(1)
             wait_for("answer")
             self.answer("result [null]\n")

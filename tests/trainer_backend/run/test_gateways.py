@@ -267,6 +267,9 @@ class Unplaced:
 
     renew, serve_again, servers, restarts, known_totals = None, None, None, 0, {"requests": 3}
 
+    def __init__(self) -> None:
+        self.ready = asyncio.Event()
+
     async def write(self, policy_version: int) -> None: ...
 
     async def deliver(self, work: Awaitable[None]) -> None:
@@ -275,10 +278,9 @@ class Unplaced:
     async def keep(self, version: None) -> str:
         raise NotPlaced("no node has room", hint="Add one.")
 
-    async def ready(self) -> None:
-        await asyncio.Event().wait()
-
-    totals = ready
+    async def totals(self) -> dict[str, float]:
+        await self.ready.wait()
+        raise AssertionError("it is never ready")
 
     async def close(self) -> None: ...
 

@@ -18,7 +18,13 @@ from trainer_backend.errors import JobError, NotPlaced
 from trainer_backend.job.tables import InferenceTable
 from trainer_backend.launchers.launcher import LOCAL, Launcher, Process, Role
 from trainer_backend.protocols import Hardware
-from trainer_backend.run.vllm_servers import VllmServers, arguments, check_environment, visible_devices
+from trainer_backend.run.vllm_servers import (
+    VllmServer,
+    VllmServers,
+    arguments,
+    check_environment,
+    visible_devices,
+)
 
 SERVER = "vllm/entrypoints/openai/api_server.py"
 
@@ -148,7 +154,7 @@ async def test_a_server_that_dies_or_is_renewed_starts_anew_from_a_copy_that_sta
 async def test_a_server_that_cannot_be_started_for_a_while_is_tried_again(tmp_path):
     lines: list[str] = []
     async with started(tmp_path, lines) as (servers, url):
-        python = servers._table.vllm_python
+        python = servers._servers[0]._table.vllm_python
         python.rename(tmp_path / "gone")
         servers.renew(url)
         while "cannot be started, and is tried again: " not in lines[-1]:
@@ -176,7 +182,7 @@ class OnceFull:
 
 
 async def test_a_server_that_has_no_place_for_a_while_is_placed_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer_backend.run.vllm_servers._PAUSE_S", 0.01)
+    monkeypatch.setattr(VllmServer, "pauses_s", (0.01, 60.0))
     lines: list[str] = []
     async with started(tmp_path, lines, OnceFull()) as (servers, url):
         servers.renew(url)
