@@ -36,19 +36,22 @@ LIMIT = 1.0
 Sample = Callable[[EngineCall, Tell | None], Awaitable[Generation]]
 
 
-async def generate(call: EngineCall, tell: Tell) -> tuple[Generation, EngineCounters]:
-    count = call.sampling.max_tokens
-    ids, logprobs = tuple(range(count)), tuple(-1.0 / (place + 3) for place in range(count))
-    if call.streams:
-        for token in map(SampledToken, ids, logprobs):
-            tell(token)
-    return Generation(ids, logprobs, "length", ((0, 7),)), EngineCounters(requests=1)
+class Engine:
+    """Samples at once."""
+
+    async def generate(self, call: EngineCall, tell: Tell) -> tuple[Generation, EngineCounters]:
+        count = call.sampling.max_tokens
+        ids, logprobs = tuple(range(count)), tuple(-1.0 / (place + 3) for place in range(count))
+        if call.streams:
+            for token in map(SampledToken, ids, logprobs):
+                tell(token)
+        return Generation(ids, logprobs, "length", ((0, 7),)), EngineCounters(requests=1)
 
 
 @asynccontextmanager
 async def by_lines() -> AsyncIterator[Sample]:
     ours, theirs = socket.socketpair()
-    serving = asyncio.ensure_future(serve_calls(ENGINE_CALLS, {"generate": generate}, theirs))
+    serving = asyncio.ensure_future(serve_calls(ENGINE_CALLS, Engine(), theirs))
     caller = Caller(ENGINE_CALLS)
     await caller.connect(ours)
 
@@ -65,7 +68,7 @@ async def by_lines() -> AsyncIterator[Sample]:
 @asynccontextmanager
 async def by_http() -> AsyncIterator[Sample]:
     def begin(request: Any, name: str, body: bytes) -> AsyncIterator[bytes]:
-        return reply_lines(ENGINE_CALLS, name, generate, body)
+        return reply_lines(ENGINE_CALLS, Engine(), name, body)
 
     app = calls_app(ENGINE_CALLS, begin, Keys([SecretStr("key")], variable="KEY"))
     with Listener("127.0.0.1", 0) as listener:
@@ -128,7 +131,7 @@ async def by_frames() -> AsyncIterator[Sample]:
     tasks: set[asyncio.Task[None]] = set()
 
     async def answer(number: int, call: EngineCall) -> None:
-        generation, _ = await generate(call, partial(theirs.say, number, "token"))
+        generation, _ = await Engine().generate(call, partial(theirs.say, number, "token"))
         theirs.say(number, "done", generation, (1.0,) * 8)
 
     async def serve() -> None:

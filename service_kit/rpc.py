@@ -24,7 +24,7 @@ import asyncio
 import os
 import reprlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from http import HTTPStatus
 from itertools import count
 from typing import Annotated, Any, Generic, TypeVar, cast
@@ -51,8 +51,6 @@ log = structlog.get_logger("calls")
 
 Error = TypeVar("Error", bound=ServiceError)
 Tell = Callable[..., None]
-# Does a call: it is given the arguments, and where the call has progress what tells that.
-Handler = Callable[..., Awaitable[Any]]
 PATH = "/calls/"
 
 _MIB = 1 << 20
@@ -64,11 +62,6 @@ _MOST_UNSENT_BYTES = 64 * _MIB
 _MOST_HEAD_BYTES = 200
 _MOST_DIGITS, _SHOWN = 18, 60
 _MOST_BODY_S = 600.0
-
-
-def _read(adapter: TypeAdapter[Any], body: bytes) -> Any:
-    # A text is no number, at any depth: models that are lax elsewhere are strict here.
-    return adapter.validate_json(body, strict=True)
 
 
 class Call:
@@ -91,8 +84,9 @@ class Call:
         most_argument_bytes: int = 16 * _MIB,
         most_reply_bytes: int = _MIB,
         encode: Callable[[TypeAdapter[Any], Any], bytes] = TypeAdapter.dump_json,
-        decode: Callable[[TypeAdapter[Any], bytes], Any] = _read,
+        decode: Callable[[TypeAdapter[Any], bytes], Any] = TypeAdapter.validate_json,
     ) -> None:
+        # A text is no number; pydantic models are as strict as their own config says.
         config = ConfigDict(ser_json_inf_nan="constants", strict=True)
 
         def adapt(kind: Any) -> TypeAdapter[Any]:
@@ -258,7 +252,7 @@ class Reply:
         kind, _, text = line.partition(b" ")
         if kind == b"progress" and self._call.progress is not None and self._end is None:
             try:
-                values = _read(self._call.progress, text)
+                values = self._call.progress.validate_json(text)
             except ValueError as error:
                 raise self._table.misfit(f"the progress of {self.name!r}", error) from error
             if self._tell is not None and self.unwelcome is None:
@@ -282,15 +276,20 @@ class Reply:
         if kind == b"error":
             raise self._table.read_error(text, self.name)
         try:
-            return _read(self._call.result, text)[0]
+            return self._call.result.validate_json(text)[0]
         except ValueError as error:
             raise self._table.misfit(f"the result of {self.name!r}", error, outer=1) from error
 
 
 async def carry_out(
-    table: Table[Any], name: str, handler: Handler, body: bytes, say: Callable[[bytes], None]
+    table: Table[Any], host: object, name: str, body: bytes, say: Callable[[bytes], None]
 ) -> None:
-    """Do a call, and say the lines of its reply."""
+    """Do a call, and say the lines of its reply.
+
+    Args:
+        host: has a coroutine method for each call. It is given the arguments, and where the call has progress
+            what tells that.
+    """
 
     def tell(*values: Any) -> None:
         say(table.write_progress(name, values))
@@ -298,7 +297,7 @@ async def carry_out(
     try:
         arguments = table.read_arguments(name, body)
         more = () if table[name].progress is None else (tell,)
-        line = table.write_result(name, await handler(*arguments, *more))
+        line = table.write_result(name, await getattr(host, name)(*arguments, *more))
     except asyncio.CancelledError:
         say(table.write_error(table.failure(f"{name!r} was stopped"), name))
         raise
@@ -307,7 +306,7 @@ async def carry_out(
     say(line)
 
 
-async def reply_lines(table: Table[Any], name: str, handler: Handler, body: bytes) -> AsyncIterator[bytes]:
+async def reply_lines(table: Table[Any], host: object, name: str, body: bytes) -> AsyncIterator[bytes]:
     """Do a call while its reply is read; it is cancelled where the reader goes, or does not read."""
     lines: asyncio.Queue[bytes] = asyncio.Queue()
 
@@ -316,7 +315,7 @@ async def reply_lines(table: Table[Any], name: str, handler: Handler, body: byte
             raise table.failure(f"the caller of {name!r} does not read its progress")
         lines.put_nowait(line)
 
-    work = asyncio.ensure_future(carry_out(table, name, handler, body, say))
+    work = asyncio.ensure_future(carry_out(table, host, name, body, say))
     try:
         while True:
             line = await lines.get()
@@ -459,7 +458,7 @@ class Caller:
             end.set_exception(error)
 
 
-async def serve_calls(table: Table[Any], handlers: Mapping[str, Handler], connected: socket.socket) -> str:
+async def serve_calls(table: Table[Any], host: object, connected: socket.socket) -> str:
     """Answer the calls of a socket until its other end has gone; return the reason."""
     loop = asyncio.get_running_loop()
     gone: asyncio.Future[str] = loop.create_future()
@@ -486,7 +485,7 @@ async def serve_calls(table: Table[Any], handlers: Mapping[str, Handler], connec
         def say(text: bytes) -> None:
             connection.say(start + b" " + text)
 
-        tasks[number] = asyncio.ensure_future(carry_out(table, name, handlers[name], body, say))
+        tasks[number] = asyncio.ensure_future(carry_out(table, host, name, body, say))
         tasks[number].add_done_callback(lambda task: tasks.pop(number, None))
 
     connection = _Connection(table.most_argument_bytes + _MOST_HEAD_BYTES, hear, lose, "its caller")

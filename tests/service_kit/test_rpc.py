@@ -97,17 +97,13 @@ class Kitchen:
         return {"slices": "many", "weights": []}
 
 
-def handlers(kitchen: Kitchen) -> dict[str, Callable[..., Awaitable[Any]]]:
-    return {name: getattr(kitchen, name) for name in TABLE}
-
-
 Ask = Callable[..., Awaitable[Any]]
 
 
 @asynccontextmanager
 async def by_socket(kitchen: Kitchen) -> AsyncIterator[Ask]:
     ours, theirs = socket.socketpair()
-    serving, caller = asyncio.ensure_future(serve_calls(TABLE, handlers(kitchen), theirs)), Caller(TABLE)
+    serving, caller = asyncio.ensure_future(serve_calls(TABLE, kitchen, theirs)), Caller(TABLE)
     await caller.connect(ours)
     try:
         yield caller.call
@@ -121,7 +117,7 @@ async def by_socket(kitchen: Kitchen) -> AsyncIterator[Ask]:
 @contextmanager
 def kitchen_app(kitchen: Kitchen) -> Iterator[httpx.AsyncClient]:
     def begin(request: Any, name: str, body: bytes) -> AsyncIterator[bytes]:
-        return reply_lines(TABLE, name, handlers(kitchen)[name], body)
+        return reply_lines(TABLE, kitchen, name, body)
 
     app = calls_app(TABLE, begin, Keys([SecretStr("key")], variable="KEY"))
     with ServerThread(app, Listener("127.0.0.1", 0)) as url:
@@ -220,7 +216,7 @@ async def test_what_cannot_be_a_call_is_refused_over_http():
 
 
 async def test_a_caller_that_reads_nothing_fills_no_memory():
-    lines = [line async for line in reply_lines(TABLE, "count", Kitchen().count, b"[1000000]")]
+    lines = [line async for line in reply_lines(TABLE, Kitchen(), "count", b"[1000000]")]
     assert len(lines) < 20_000 and lines[-1].startswith(b"error ")
     assert b"the caller of 'count' does not read its progress" in lines[-1]
 
@@ -341,7 +337,7 @@ async def test_a_faulty_reply_over_a_socket_fails_its_call_alone():
 async def test_a_server_cuts_a_caller_that_it_cannot_understand_and_ends_its_calls(content: bytes):
     ours, theirs = socket.socketpair()
     kitchen = Kitchen()
-    serving = asyncio.ensure_future(serve_calls(TABLE, handlers(kitchen), theirs))
+    serving = asyncio.ensure_future(serve_calls(TABLE, kitchen, theirs))
     _, writer = await asyncio.open_connection(sock=ours)
     writer.write(b"3 call count [1]\n4 stop\n" + content)
     assert "what its caller said could not be read" in await serving

@@ -83,19 +83,13 @@ class EngineHost:
         return self._engine
 
 
-async def serve(connected: socket.socket) -> None:
-    host = EngineHost()
-    handlers = {name: getattr(host, name) for name in ENGINE_CALLS}
-    await serve_calls(ENGINE_CALLS, handlers, connected)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer_backend.run.engine_process")
     parser.add_argument("--socket", type=int, required=True, metavar="N", help="the inherited descriptor")
     options = parser.parse_args(arguments)
     configure_logs_from()
     with socket.socket(fileno=options.socket) as connected:
-        run(serve(connected))
+        run(serve_calls(ENGINE_CALLS, EngineHost(), connected))
     return 0
 
 

@@ -21,7 +21,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import structlog
 from pydantic import SecretStr
@@ -220,10 +220,9 @@ def _die(word: str, error: Exception | None = None) -> NoReturn:
 
 async def answer_calls(host: GatewayHost, address: str, key: SecretStr) -> None:
     """Answer the run's calls at an address of this machine until the gateway has ended, or is to end."""
-    handlers = {name: getattr(host, name) for name in GATEWAY_CALLS}
 
-    def begin(request: Any, name: str, body: bytes) -> AsyncIterator[bytes]:
-        return reply_lines(GATEWAY_CALLS, name, handlers[name], body)
+    def begin(request: object, name: str, body: bytes) -> AsyncIterator[bytes]:
+        return reply_lines(GATEWAY_CALLS, host, name, body)
 
     with Listener(address, 0) as listener:
         app = calls_app(GATEWAY_CALLS, begin, Keys([key], variable=CONTROL_KEY))
