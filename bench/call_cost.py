@@ -77,8 +77,8 @@ async def by_http() -> AsyncIterator[Sample]:
         async with aiohttp.ClientSession(headers={"X-API-Key": "key"}) as session:
 
             async def sample(call: EngineCall, tell: Tell | None) -> Generation:
-                reply = Reply(ENGINE_CALLS, "generate", tell)
                 body = ENGINE_CALLS.write_arguments("generate", (call,))
+                reply = Reply(ENGINE_CALLS, "generate", body, tell)
                 async with session.post(f"{listener.url}{PATH}generate", data=body) as response:
                     async for part in response.content.iter_any():
                         if reply.take(part):

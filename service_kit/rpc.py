@@ -71,7 +71,8 @@ class Call:
         arguments, progress: types, as a tuple; without a type of progress the call reports none.
         result: a type.
         most_argument_bytes: the longest body of the arguments.
-        most_reply_bytes: the longest line of the reply.
+        most_reply_bytes: the longest line of the reply,
+        reply_growth: and how much longer it may be for each byte of the arguments.
         encode, decode: of the arguments, where they are more than a line of JSON.
     """
 
@@ -83,6 +84,7 @@ class Call:
         progress: Any = None,
         most_argument_bytes: int = 16 * _MIB,
         most_reply_bytes: int = _MIB,
+        reply_growth: int = 0,
         encode: Callable[[TypeAdapter[Any], Any], bytes] = TypeAdapter.dump_json,
         decode: Callable[[TypeAdapter[Any], bytes], Any] = TypeAdapter.validate_json,
     ) -> None:
@@ -95,6 +97,7 @@ class Call:
         self.arguments, self.result = adapt(arguments), adapt(tuple[result])
         self.progress = None if progress is None else adapt(progress)
         self.most_argument_bytes, self.most_reply_bytes = most_argument_bytes, most_reply_bytes
+        self.reply_growth = reply_growth
         self.encode, self.decode = encode, decode
 
 
@@ -222,20 +225,20 @@ class Table(dict[str, Call], Generic[Error]):
 class Reply:
     """The reply of a call as it comes, over whatever.
 
-    `tell` receives the progress. What it raises is kept in `unwelcome`: the call is to be stopped, and that
-    error is its end.
+    `body` are the arguments as they were sent. `tell` receives the progress. What it raises is kept in
+    `unwelcome`: the call is to be stopped, and that error is its end.
     """
 
-    def __init__(self, table: Table[Any], name: str, tell: Tell | None = None) -> None:
-        self.name, self._table, self._tell = name, table, tell
+    def __init__(self, table: Table[Any], name: str, body: bytes = b"", tell: Tell | None = None) -> None:
+        self.name, self.body, self._table, self._tell = name, body, table, tell
         self._call = table[name]
-        self._lines = Lines(self._call.most_reply_bytes)
+        self._lines = Lines(self._call.most_reply_bytes + self._call.reply_growth * len(body))
         self._end: bytes | None = None
         self.unwelcome: Exception | None = None
 
     def again(self) -> "Reply":
         """What reads the reply of the same call where this one was broken off."""
-        reply = Reply(self._table, self.name, self._tell)
+        reply = Reply(self._table, self.name, self.body, self._tell)
         reply.unwelcome = self.unwelcome
         return reply
 
@@ -424,11 +427,11 @@ class Caller:
         if self._gone is not None:
             raise Unanswered(self._gone)
         assert self._connection is not None
-        number, reply = next(self._numbers), Reply(self._table, name, tell)
+        number, body = next(self._numbers), self._table.write_arguments(name, arguments)
+        reply = Reply(self._table, name, body, tell)
         end = asyncio.get_running_loop().create_future()
         self._open[number] = reply, end
         try:
-            body = self._table.write_arguments(name, arguments)
             self._connection.say(b"%d call %s " % (number, name.encode()) + body)
             await end
         finally:

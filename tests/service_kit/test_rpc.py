@@ -59,7 +59,7 @@ MOST = 10_000
 TABLE = Table(
     {
         "bake": Call(tuple[Loaf, float], Loaf, most_argument_bytes=MOST, most_reply_bytes=MOST),
-        "count": Call(tuple[int], str, progress=tuple[int, int], most_reply_bytes=MOST),
+        "count": Call(tuple[int], str, progress=tuple[int, int], most_reply_bytes=MOST, reply_growth=2),
         "wait": Call(tuple[()], None, progress=tuple[()]),
         "spoil": Call(tuple[()], None),
         "lie": Call(tuple[()], Loaf),
@@ -129,9 +129,8 @@ async def by_http(kitchen: Kitchen) -> AsyncIterator[Ask]:
     with kitchen_app(kitchen) as client:
 
         async def ask(name: str, *arguments: Any, tell: Callable[..., None] | None = None) -> Any:
-            reply = Reply(TABLE, name, tell)
-            body = TABLE.write_arguments(name, arguments)
-            async with client.stream("POST", f"/calls/{name}", content=body) as response:
+            reply = Reply(TABLE, name, TABLE.write_arguments(name, arguments), tell)
+            async with client.stream("POST", f"/calls/{name}", content=reply.body) as response:
                 assert response.status_code == 200
                 async for part in response.aiter_bytes():
                     if reply.take(part):
@@ -253,6 +252,14 @@ def test_no_bytes_of_a_stranger_raise_anything_else(content: bytes, cut: int):
             heard(start + content + b"\n", cut)
         except Failure as error:
             assert len(str(error)) < 600
+
+
+def test_a_reply_may_be_as_long_as_its_arguments_allow():
+    line = b"result " + b"x" * MOST
+    for body, fault in ((b"[3]", "more than 10006 bytes"), (b"[30]", "does not fit its type: Invalid JSON")):
+        reply = Reply(TABLE, "count", body)
+        with pytest.raises(Failure, match=fault):
+            assert reply.take(line + b"\n") and reply.result()
 
 
 def test_a_reply_is_read_however_it_is_cut():

@@ -46,10 +46,10 @@ class About(Body):
 _Episodes = tuple[dict[str, list[Segment]]]
 _Metrics = dict[str, float]
 _STEPS = tuple[int, int]  # done, and in total
-# Those with tokens: they may hold all of an iteration, at 4 to 12 bytes each, and some replies a number for
-# each of them. Only the orchestrator and its learner send them.
+# Those with tokens, which may be all of an iteration, at 4 to 12 bytes each.
 _tokens = partial(Call, most_argument_bytes=_MOST_BYTES, encode=columns.encoded, decode=columns.decoded)
-_numbers = partial(_tokens, most_reply_bytes=_MOST_BYTES)
+# Two numbers are returned for a token, of at most 25 digits each.
+_numbers = partial(_tokens, reply_growth=16)
 # By name: `open` comes first, then `fresh` or `resumed`, and then the methods of `protocols.Learner`;
 # `gradient_cosines` needs `open` alone. Those with progress heed a stop.
 CALLS = Table(

@@ -421,12 +421,15 @@ class Gateway(Worker):
             aiohttp.ClientError, OSError: its process has gone.
             EngineTimeout: it has not ended in time.
         """
-        life, reply = self._life, Reply(GATEWAY_CALLS, name, tell)
+        life = self._life
         assert life is not None, "it was started"
-        url, body = life.url + PATH + name, GATEWAY_CALLS.write_arguments(name, arguments)
+        reply = Reply(GATEWAY_CALLS, name, GATEWAY_CALLS.write_arguments(name, arguments), tell)
+        url = life.url + PATH + name
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._session.post(url, data=body, timeout=timeout, allow_redirects=False) as response:
+            async with self._session.post(
+                url, data=reply.body, timeout=timeout, allow_redirects=False
+            ) as response:
                 if response.status != 200:
                     content = await read_bounded(response.content.iter_any(), MOST_REFUSAL_BYTES)
                     raise GATEWAY_CALLS.refusal(

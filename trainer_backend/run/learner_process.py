@@ -115,13 +115,13 @@ class LearnerConnection:
         silence_s = max(self._silence_s, _LOAD_S) if name in _LOADING else self._silence_s
         with self._turn:
             self._number += 1
-            return self._answer(name, body, tell, silence_s)
+            return self._answer(Reply(CALLS, name, body, tell), silence_s)
 
-    def _answer(self, name: str, body: bytes, tell: Tell | None, silence_s: float) -> Any:
-        call = Reply(CALLS, name, tell)
+    def _answer(self, call: Reply, silence_s: float) -> Any:
+        name = call.name
         for _ in range(_ATTEMPTS):
             try:
-                return self._attempt(call, body, silence_s)
+                return self._attempt(call, silence_s)
             except httpx.ConnectError as error:
                 code = self._wait_for_exit()
                 how = "" if code is None else f" with {name_exit(code)}"
@@ -172,10 +172,10 @@ class LearnerConnection:
         with self._client.stream("POST", path, headers=headers):
             pass
 
-    def _attempt(self, call: Reply, body: bytes, silence_s: float) -> Any:
+    def _attempt(self, call: Reply, silence_s: float) -> Any:
         number, path = {NUMBER_HEADER: str(self._number)}, PATH + call.name
         timeout = httpx.Timeout(silence_s, connect=min(silence_s, _CONNECT_S))
-        with self._client.stream("POST", path, content=body, headers=number, timeout=timeout) as reply:
+        with self._client.stream("POST", path, content=call.body, headers=number, timeout=timeout) as reply:
             if not reply.is_success:
                 raise self._refusal(reply)
             for part in reply.iter_raw():
