@@ -509,7 +509,7 @@ class VllmEngine(RemoteEngine):
         places = reply.prompt_logprobs
         if len(places) != len(ids):
             raise RemoteRefused(
-                f"{self.part}: prompt_logprobs has {len(places)} places; {len(ids)} are needed, one for each id"
+                f"{self.part}: prompt_logprobs has {len(places)} places; {len(ids)} ids need one each"
             )
         scores = [(place or {}).get(str(token_id)) for token_id, place in zip(ids, places, strict=True)]
         if None in scores[1:]:
