@@ -26,9 +26,9 @@ from service_kit.rpc import PATH, Caller, Reply, Tell, calls_app, reply_lines, s
 from service_kit.server import Listener, Server, run
 from service_kit.settings import ConnectionSettings
 from shared_schemas.trajectory import Sampling
-from trainer_backend.inference.protocol import Generation, SampledToken
+from trainer_backend.inference.actor import Generation, SampledToken
 from trainer_backend.inference.worker import EngineCounters
-from trainer_backend.run.engine_calls import ENGINE_CALLS, EngineCall
+from trainer_backend.processes.engine_calls import ENGINE_CALLS, EngineCall
 
 PROMPT = tuple(range(100, 500))
 # The most that lines may cost beside frames: they are to cost nothing.

@@ -31,11 +31,11 @@ from service_kit.server import Server as HttpServer
 from shared_schemas.chat import ROLLOUT_HEADER
 from trainer_backend.inference.asgi import error_response
 from trainer_backend.inference.engine import LocalEngine
-from trainer_backend.inference.gateway import create_gateway
+from trainer_backend.inference.gateway_app import create_gateway
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.models import build_preset, train_tokenizer
-from trainer_backend.run.gateway_process import CONNECTIONS
+from trainer_backend.processes.gateway_process import CONNECTIONS
 
 TOKENS, AT_ONCE, LIMIT = 24, 4, 0.10
 ENV_KEY = "the key of the task app of this script"

@@ -30,8 +30,8 @@ from trainer_backend import job_parts
 from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.job.load import load_job
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.run.gateways import gateway_listener
-from trainer_backend.run.policy_server import FolderPolicy, PolicyServer
+from trainer_backend.processes.gateways import gateway_listener
+from trainer_backend.processes.policy_server import FolderPolicy, PolicyServer
 from trainer_backend.run.run import collected
 from trainer_backend.rundir.rollout_files import write_rollouts
 from trainer_backend.rundir.spool import Spool

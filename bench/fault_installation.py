@@ -20,7 +20,7 @@ JOB_PROCESS = "trainer_backend.terminal.job_process"
 # The processes that a job with [cluster] starts, by the module that they run.
 OF_A_JOB: Mapping[Kind, str] = {
     "learner": "trainer_backend.learner.process",
-    "gateway": "trainer_backend.run.gateway_process",
+    "gateway": "trainer_backend.processes.gateway_process",
 }
 # What has not come to anything by then never will.
 PATIENCE_S = 1800.0

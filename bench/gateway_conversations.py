@@ -37,12 +37,12 @@ from service_kit.server import Server as HttpServer
 from shared_schemas.chat import ROLLOUT_HEADER
 from shared_schemas.trajectory import Sampling
 from trainer_backend.collect.plan import Inference
+from trainer_backend.inference.actor import NO_EXTRAS, Extras, Generation
 from trainer_backend.inference.asgi import error_response
-from trainer_backend.inference.gateway import create_gateway
-from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation
+from trainer_backend.inference.gateway_app import create_gateway
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.models import train_tokenizer
-from trainer_backend.run.gateway_process import CONNECTIONS
+from trainer_backend.processes.gateway_process import CONNECTIONS
 
 MODEL, KEY = "bench/actor", "the key of the gateways of this script"
 ANSWER_TOKENS, CPU_MS, GAIN = 24, 2.0, 1.8

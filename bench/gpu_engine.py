@@ -15,9 +15,9 @@ from shared_schemas.trajectory import Sampling
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import InferenceError
+from trainer_backend.inference.actor import Generation
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.keys import EngineKeys
-from trainer_backend.inference.protocol import Generation
 from trainer_backend.learner.attention import BlockMask
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.loading import copy_to_serve

@@ -22,7 +22,7 @@ from trainer_backend.learner.operators import BY_TORCH, operators_for
 from trainer_backend.learner.scoring import Scorer
 from trainer_backend.learner.shapes import model_shape
 from trainer_backend.models import train_tokenizer
-from trainer_backend.protocols import CreditedEpisode
+from trainer_backend.parts import CreditedEpisode
 
 LEAST_MFU = 0.35
 # LoRA of rank 32 with 64 requests of up to 8192 tokens, which must fit.

@@ -29,7 +29,7 @@ from trainer_backend.core.segments import Segment
 from trainer_backend.job.load import parse_job
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import build_preset, train_tokenizer
-from trainer_backend.protocols import CreditedEpisode
+from trainer_backend.parts import CreditedEpisode
 
 LIMIT = 1.5
 STEPS = 4

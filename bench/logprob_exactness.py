@@ -16,9 +16,9 @@ import torch
 
 from bench import kit
 from shared_schemas.trajectory import Sampling
+from trainer_backend.inference.actor import Generation
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.keys import EngineKeys
-from trainer_backend.inference.protocol import Generation
 from trainer_backend.models import PRESETS, build_preset, train_tokenizer
 
 LIMIT = 1e-4

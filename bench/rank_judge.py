@@ -42,7 +42,7 @@ from trainer_backend.learner.sharding import shard, whole
 from trainer_backend.learner.shares import write_weights
 from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.models.folder import load_model_folder, save_model_folder, weights_of
-from trainer_backend.protocols import CreditedEpisode, Progress
+from trainer_backend.parts import CreditedEpisode, Progress
 
 GRADIENTS: dict[str, dict[str, Any]] = {
     "token": {"algorithm": {"ratio_level": "token"}},

@@ -23,7 +23,7 @@ from bench.demo_iteration import QUICK, Played, played_in
 from trainer_backend import job_parts, learner_parts
 from trainer_backend.collect.plan import Inference
 from trainer_backend.learner.learner import LocalLearner
-from trainer_backend.protocols import Progress
+from trainer_backend.parts import Progress
 from trainer_backend.run.checkpointing import Saving
 from trainer_backend.rundir.layout import RunDirectory, open_run
 from trainer_backend.rundir.spool import LedgerEntry, Spool, append_to_ledger

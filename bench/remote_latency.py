@@ -31,7 +31,7 @@ from shared_schemas.trajectory import Trajectory
 from trainer_backend import job_parts
 from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.plan import Inference
-from trainer_backend.inference.gateway import create_gateway
+from trainer_backend.inference.gateway_app import create_gateway
 from trainer_backend.inference.remote_engine import RemoteEngine
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.job.load import parse_job

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from bench.model_flops import Peak, layer_weights, update_flops
 from shared_schemas.trajectory import Sampling
-from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation
+from trainer_backend.inference.actor import NO_EXTRAS, Extras, Generation
 from trainer_backend.inference.versions import WeightAddress
 from trainer_backend.learner.shapes import BFLOAT16, ModelShape
 

@@ -2,7 +2,7 @@
 
 From the project: which iterations may be asked for (`train.iterations_open`), the plan and each rollout's
 gateway (`collect.plan`), the queue of the task apps (`collect.dispatcher`), which gateway has which server
-(`run.gateways.share_of`), and sticky sessions, pauses and publishing (`inference.servers`).
+(`processes.gateways.share_of`), and sticky sessions, pauses and publishing (`inference.servers`).
 """
 
 import asyncio
@@ -23,12 +23,12 @@ from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.plan import Inference
-from trainer_backend.inference.protocol import Extras
+from trainer_backend.inference.actor import Extras
 from trainer_backend.inference.servers import Servers
 from trainer_backend.inference.versions import PolicyVersion, ScoredPrompt
 from trainer_backend.job.load import parse_job
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.run.gateways import share_of
+from trainer_backend.processes.gateways import share_of
 from trainer_backend.train import iterations_open
 
 _FOR_EVER_S = 1e9

@@ -52,7 +52,7 @@ from trainer_backend.learner.behaviour import Weighed, mismatch, weighed
 from trainer_backend.learner.calls import CALLS
 from trainer_backend.learner.scoring import refuse_unknown_ids
 from trainer_backend.learner.stepping import Scored
-from trainer_backend.protocols import CreditedEpisode
+from trainer_backend.parts import CreditedEpisode
 
 LIMIT = 16
 LENGTH, DECISIONS, ROW_TOKENS, IDS = 2_000, 8, 4_096, 50_000

@@ -52,11 +52,11 @@ from trainer_backend.learner.broadcast import WeightSender
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import save_model_folder
 from trainer_backend.models.folder import load_tokenizer
-from trainer_backend.protocols import Hardware
-from trainer_backend.run.policy_server import make_servers
-from trainer_backend.run.vllm_servers import VllmServers, check_environment, own_servers
-from trainer_backend.run.weight_broadcast import WeightBroadcast
-from trainer_backend.run.weight_folders import WeightFolders
+from trainer_backend.parts import Hardware
+from trainer_backend.processes.policy_server import make_servers
+from trainer_backend.processes.vllm_servers import VllmServers, check_environment, own_servers
+from trainer_backend.processes.weight_broadcast import WeightBroadcast
+from trainer_backend.processes.weight_folders import WeightFolders
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.start import run_job
 

@@ -32,8 +32,8 @@ from trainer_backend.job.load import dump_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.calls import LEARNER_KEY, session_of
 from trainer_backend.models.folder import save_model_folder
-from trainer_backend.protocols import Progress
-from trainer_backend.run.learner_process import LearnerConnection, RemoteLearner
+from trainer_backend.parts import Progress
+from trainer_backend.processes.learner_process import LearnerConnection, RemoteLearner
 
 LIMITS = {
     "gradient": 1e-6, "metrics": 1e-9, "cosines": 1e-6, "cosines_of_copies": 1e-6, "update": 1e-5,

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bench import kit
 from bench.kit import ROOT
 from shared_schemas.trajectory import Sampling
-from trainer_backend.inference.protocol import Extras, Generation
+from trainer_backend.inference.actor import Extras, Generation
 from trainer_backend.inference.servers import Servers
 from trainer_backend.inference.stop_strings import StopStrings
 from trainer_backend.inference.versions import PolicyVersion, ScoredPrompt
@@ -40,8 +40,8 @@ from trainer_backend.job.load import parse_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import InferenceTable
 from trainer_backend.models.folder import load_tokenizer
-from trainer_backend.protocols import Hardware
-from trainer_backend.run.vllm_servers import VllmServers, check_environment
+from trainer_backend.parts import Hardware
+from trainer_backend.processes.vllm_servers import VllmServers, check_environment
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.start import run_job

@@ -45,7 +45,7 @@ def read_json(text: bytes | str, *, keeps_nul: bool = False) -> Any:
     except ValueError as exc:
         if not isinstance(text, str):
             decode_text(text)  # tells of another encoding, and where bytes are no UTF-8
-        raise ValueError(_reason(str(exc))) from exc
+        raise ValueError(_place_of_number(raw) or _reason(str(exc))) from exc
     if _is_suspect(raw):
         fault = _fault(value, keeps_nul)
         if fault is not None:
@@ -161,6 +161,15 @@ def _is_suspect(raw: bytes) -> bool:
         return True
     digits = raw.translate(_DIGITS)
     return any([spelling in digits for spelling in _SUSPECTS])
+
+
+def _place_of_number(raw: bytes) -> str:
+    """Where Python's JSON has NaN or infinity, which JSON has not; empty for text that is wrong otherwise."""
+    try:
+        place = _first(from_json(raw), lambda one: isinstance(one, float) and not math.isfinite(one))
+    except ValueError:
+        return ""
+    return f"no JSON: {place.lstrip('.') or 'the value'}, and JSON has finite numbers alone"
 
 
 def _reason(message: str) -> str:

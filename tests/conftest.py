@@ -35,7 +35,7 @@ from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
 
 if TYPE_CHECKING:  # torch
-    from trainer_backend.run.policy_server import PolicyServer
+    from trainer_backend.processes.policy_server import PolicyServer
 
 # A busy machine is no failure: nothing here asserts on time.
 settings.register_profile("turnwise", deadline=None)
@@ -229,8 +229,8 @@ def train_job(
 @contextmanager
 def policy_server(job: JobConfig) -> "Iterator[PolicyServer]":
     """The gateway of a job at a port that is held, and let go in the end."""
-    from trainer_backend.run.gateways import gateway_listener
-    from trainer_backend.run.policy_server import PolicyServer
+    from trainer_backend.processes.gateways import gateway_listener
+    from trainer_backend.processes.policy_server import PolicyServer
 
     with gateway_listener(job.services) as listener:
         yield PolicyServer(job.job.name, listener, job.inference)

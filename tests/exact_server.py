@@ -18,9 +18,9 @@ from starlette.routing import Route
 from service_kit.server import Listener, ServerThread
 from shared_schemas.trajectory import Sampling
 from tests.foreign_server import ELSEWHERE, error
+from trainer_backend.inference.actor import Extras, Generation
 from trainer_backend.inference.engine import LocalEngine, stop_token_ids
 from trainer_backend.inference.keys import EngineKeys
-from trainer_backend.inference.protocol import Extras, Generation
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.models.folder import load_model_folder
 

@@ -29,12 +29,12 @@ from trainer_backend.data.truths import number_interactions
 from trainer_backend.errors import JobError
 from trainer_backend.job.load import dump_job
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.launchers.external import ExternalLauncher
-from trainer_backend.launchers.launcher import LEARNER, LOCAL, Launcher
-from trainer_backend.protocols import CreditedEpisode, Reporter
+from trainer_backend.parts import CreditedEpisode, Reporter
+from trainer_backend.processes.external import ExternalLauncher
+from trainer_backend.processes.gateways import ActorGateways, GatewayProcesses, Served, gateway_listener
+from trainer_backend.processes.launching import LEARNER, LOCAL, Launcher
+from trainer_backend.processes.learner_process import LearnerProcess
 from trainer_backend.run.fixed_setup import FixedSetup
-from trainer_backend.run.gateways import ActorGateways, GatewayProcesses, Served, gateway_listener
-from trainer_backend.run.learner_process import LearnerProcess
 from trainer_backend.rundir.data_record import DataRecord, read_record
 from trainer_backend.rundir.layout import RunDirectory
 
@@ -58,7 +58,7 @@ async def launcher(job: JobConfig, run_id: str, say: Callable[[str], None]) -> A
         yield ExternalLauncher({LEARNER: job.learner.url})
     else:
         try:
-            from trainer_backend.launchers.ray import RayLauncher
+            from trainer_backend.processes.ray import RayLauncher
         except ModuleNotFoundError as error:
             raise JobError("cluster.launcher = 'ray' needs `pip install 'turnwise[ray]'`") from error
         ray = RayLauncher(run_id, cluster.wait_s, say)
@@ -193,7 +193,7 @@ def gateways(
             yield GatewayProcesses(served, fixed, listeners, directory, tell, launcher)
             return
         # torch is imported here alone.
-        from trainer_backend.run.policy_server import PolicyServer, WeightRoute
+        from trainer_backend.processes.policy_server import PolicyServer, WeightRoute
 
         apart = job.weights_by_folder or broadcasts
         yield PolicyServer(
@@ -207,7 +207,7 @@ async def by_checkpoint(
 ) -> Result:
     """Serve the model of a folder as the job's actor while `work` has it play."""
     # torch is imported here alone: other policies are evaluated without it.
-    from trainer_backend.run.policy_server import FolderPolicy, PolicyServer
+    from trainer_backend.processes.policy_server import FolderPolicy, PolicyServer
 
     with gateway_listener(job.services) as listener:
         server = PolicyServer(job.job.name, listener, job.inference)

@@ -23,14 +23,14 @@ from trainer_backend.collect.trial import try_job
 from trainer_backend.errors import LearnerLost
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
-from trainer_backend.launchers.launcher import Launcher
-from trainer_backend.protocols import LearnerFactory, Progress, Reporter
+from trainer_backend.parts import LearnerFactory, Progress, Reporter
+from trainer_backend.processes.launching import Launcher
+from trainer_backend.processes.vllm_servers import check_servers
 from trainer_backend.run.beginning import Beginning, ModelSetup, Stopped
 from trainer_backend.run.checkpointing import Saving
 from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.run.reporters import RecordingReporter
 from trainer_backend.run.stopping import Stop, stop_on_signals, until
-from trainer_backend.run.vllm_servers import check_servers
 from trainer_backend.rundir.checkpoint_paths import STARTED_FROM, latest_checkpoint, newest_folder
 from trainer_backend.rundir.data_record import accept_rows, record_rows
 from trainer_backend.rundir.digests import refuse_damaged

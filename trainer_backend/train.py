@@ -28,7 +28,7 @@ from trainer_backend.errors import (
     rejected_rollouts,
 )
 from trainer_backend.evaluation.best import TASKS_DIGEST
-from trainer_backend.protocols import Progress
+from trainer_backend.parts import Progress
 from trainer_backend.run.iteration_metrics import (
     IterationResult,
     Moment,

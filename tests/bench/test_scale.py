@@ -12,7 +12,7 @@ from bench.scale_model import Conversation, Core, CpuCost, SimulatedReplica, Spe
 from bench.scale_run import Cluster, Costs, simulated
 from bench.virtual_time import in_virtual_time
 from shared_schemas.trajectory import Sampling
-from trainer_backend.inference.protocol import Extras
+from trainer_backend.inference.actor import Extras
 
 FREE = CpuCost(0.0, 0.0)
 # 10 ms a step of up to 4 rows; a prompt token takes 1 ms; a cache of 1000 tokens.

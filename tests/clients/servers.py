@@ -23,9 +23,9 @@ from task_app.settings import Settings
 from tests.model_folders import make_qwen3, training_texts
 from tests.task_app.counting import boards
 from trainer_backend.errors import ContextLengthExceeded, EngineBusy
+from trainer_backend.inference.actor import NO_EXTRAS, Extras, Generation, SampledToken
 from trainer_backend.inference.chat_request import OF_LIBRARIES
-from trainer_backend.inference.gateway import GatewayLimits, create_gateway
-from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, SampledToken
+from trainer_backend.inference.gateway_app import GatewayLimits, create_gateway
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.models.folder import load_tokenizer

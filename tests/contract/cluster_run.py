@@ -14,7 +14,7 @@ from trainer_backend.job.load import load_job
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.start import run_job
 
-LEARNER, ENGINE = b"trainer_backend.learner.process", b"trainer_backend.run.engine_process"
+LEARNER, ENGINE = b"trainer_backend.learner.process", b"trainer_backend.processes.engine_process"
 
 
 def kill(module: bytes, parent: int) -> None:

@@ -16,9 +16,9 @@ from trainer_backend import job_parts
 from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.plan import Inference
 from trainer_backend.core.policies import ACTOR, model_of
+from trainer_backend.inference.actor import NO_EXTRAS, Extras, Generation
 from trainer_backend.inference.engine import LocalEngine
-from trainer_backend.inference.gateway import create_gateway
-from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation
+from trainer_backend.inference.gateway_app import create_gateway
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.job.schema import JobConfig

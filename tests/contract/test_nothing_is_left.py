@@ -13,7 +13,7 @@ from tests.contract.test_killed_and_resumed import exact_job
 from trainer_backend.job.load import dump_job
 from trainer_backend.job.tables import ClusterTable
 
-ROLES = ("learner.process", "run.gateway_process", "run.engine_process")
+ROLES = ("learner.process", "processes.gateway_process", "processes.engine_process")
 
 
 def children(process: psutil.Process) -> dict[psutil.Process, str]:
@@ -39,6 +39,6 @@ def test_after_a_kill_no_process_of_a_run_is_left(tmp_path: Path):
         by_role = {role: one for role in ROLES for one, command in family.items() if role in command}
         assert by_role.keys() == set(ROLES)
         run.kill()
-        by_role["run.gateway_process"].kill()  # the parent of the engine
+        by_role["processes.gateway_process"].kill()  # the parent of the engine
         _, alive = psutil.wait_procs(family, timeout=5)
         assert [family[one] for one in alive] == []

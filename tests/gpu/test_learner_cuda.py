@@ -23,7 +23,7 @@ from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.operators import by_kernels
 from trainer_backend.learner.optimizer import OffloadedAdamW, adamw_of
 from trainer_backend.learner.scoring import Scorer
-from trainer_backend.protocols import CreditedEpisode, Progress
+from trainer_backend.parts import CreditedEpisode, Progress
 
 DEVICE = "cuda"
 pytestmark = pytest.mark.skipif(

@@ -20,7 +20,7 @@ from tests.house.sources import PACKAGES
 from trainer_backend.inference.keys import CONTRACT
 from trainer_backend.job.load import load_job
 from trainer_backend.jobs.settings import Settings as TrainerSettings
-from trainer_backend.run.vllm_servers import arguments
+from trainer_backend.processes.vllm_servers import arguments
 
 ROOT = Path(__file__).parents[2]
 COMPOSE_TEXT = (ROOT / "docker-compose.yml").read_text()

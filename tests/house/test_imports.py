@@ -18,7 +18,7 @@ DOORS = {
         "task_app/environments/foreign/wire.py",
         "task_app/environments/foreign/children/verifiers_harness.py",
         "trainer_backend/terminal/jobs_client.py",
-        "trainer_backend/run/learner_process.py",
+        "trainer_backend/processes/learner_process.py",
     ],
     "yaml": ["task_app/interactions/config_file.py", "trainer_backend/job/code_files.py"],
     "aiohttp": [
@@ -27,7 +27,7 @@ DOORS = {
         "trainer_backend/inference/remote_engine.py",
         "trainer_backend/inference/vllm_engine.py",
         "trainer_backend/pages",
-        "trainer_backend/run/gateway.py",
+        "trainer_backend/processes/gateway.py",
     ],
     **{
         library: ["task_app/environments/foreign/children"]
@@ -88,7 +88,7 @@ DOORS = {
     "wandb": ["trainer_backend/sinks.py"],
     "trackio": ["trainer_backend/sinks.py"],
     "peft": ["trainer_backend/learner"],
-    "ray": ["trainer_backend/launchers/ray.py"],
+    "ray": ["trainer_backend/processes/ray.py"],
     "pydantic_settings": ["service_kit/settings.py"],
     "psutil": ["trainer_backend/jobs", "trainer_backend/learner"],
     "torch": [

@@ -21,7 +21,7 @@ from task_app.settings import Settings
 from tests.trainer_backend.jobs.on_a_port import on_a_port
 from tests.trainer_backend.jobs.served import LONG_S, settings_for
 from trainer_backend.inference.asgi import error_response
-from trainer_backend.inference.gateway import create_gateway
+from trainer_backend.inference.gateway_app import create_gateway
 
 KEY = "right"
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"

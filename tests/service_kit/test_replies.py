@@ -21,12 +21,12 @@ from shared_schemas.trajectory import Sampling
 from task_app.environments.foreign.wire import Http
 from task_app.settings import Reach
 from trainer_backend.collect.client import TaskAppClient
-from trainer_backend.inference.protocol import Extras
+from trainer_backend.inference.actor import Extras
 from trainer_backend.inference.remote_engine import RemoteEngine
 from trainer_backend.inference.vllm_engine import VllmEngine
-from trainer_backend.run.gateway import Gateway, GatewayRole
-from trainer_backend.run.gateway_calls import CONTROL_KEY
-from trainer_backend.run.learner_process import LearnerConnection
+from trainer_backend.processes.gateway import Gateway, GatewayRole
+from trainer_backend.processes.gateway_calls import CONTROL_KEY
+from trainer_backend.processes.learner_process import LearnerConnection
 from trainer_backend.terminal.jobs_client import JobsClient
 
 KEY = "the-key-of-these-tests"

@@ -2,30 +2,24 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from pydantic import SecretStr
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
-from service_kit.server import Listener, ServerThread
 from shared_schemas.messages import Message
 from shared_schemas.replay import ReplayRequest
 from shared_schemas.rollouts import RolloutRequest
 from shared_schemas.trajectory import Sampling
 from task_app.policies.openai import OpenAIAgentPolicy
 from task_app.policies.openai_config import OpenAIConfig
-from tests.service_kit.wrong_replies import Reading
+from tests.service_kit.wrong_replies import Reading, served
 from trainer_backend.collect.arrival import checked
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.core.segments import segments_of
 from trainer_backend.errors import TaskAppError
-from trainer_backend.inference.protocol import Extras
+from trainer_backend.inference.actor import Extras
 from trainer_backend.inference.remote_engine import RemoteEngine
 from trainer_backend.inference.vllm_engine import VllmEngine
 from trainer_backend.learner.scoring import refuse_unknown_ids
@@ -33,24 +27,6 @@ from trainer_backend.terminal.jobs_client import JobsClient, JobsReply, LogReply
 
 Ask = Callable[[str], Awaitable[Any]]
 GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
-
-
-class Fake:
-    """A server that answers a route with what a test says, and the others rightly."""
-
-    def __init__(self, replies: dict[str, bytes]) -> None:
-        self.replies = replies
-
-    async def answer(self, request: Request) -> Response:
-        return Response(self.replies.get(request.url.path, b"{}"), media_type="application/json")
-
-
-@contextmanager
-def served(replies: dict[str, bytes]) -> Iterator[tuple[Fake, str]]:
-    fake = Fake(replies)
-    app = Starlette(routes=[Route("/{path:path}", fake.answer, methods=["GET", "POST", "DELETE"])])
-    with ServerThread(app, Listener("127.0.0.1", 0)) as url:
-        yield fake, url
 
 
 def vllm(ask: Callable[[VllmEngine], Awaitable[Any]]) -> Ask:
@@ -348,6 +324,6 @@ async def test_a_wrong_field_of_a_reply_is_an_error_of_ours_that_names_it(name: 
     monkeypatch.setattr(VllmEngine, "_refuse_raw_logprobs", lambda engine: asyncio.sleep(0))
     route, ask, reading = READINGS[name]
     replies = {path: json.dumps(reply).encode() for path, reply in FIT.items()}
-    with served(replies) as (fake, url):
-        faults = await reading.find_faults(lambda body: fake.replies.update({route: body}), lambda: ask(url))
+    with served(replies) as url:
+        faults = await reading.find_faults(lambda body: replies.update({route: body}), lambda: ask(url))
     assert faults == [], "\n".join(faults)

@@ -2,11 +2,18 @@
 each."""
 
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
 from service_kit.errors import ServiceError
+from service_kit.server import Listener, ServerThread
 
 MISSING = object()
 # By the name of the kind. A list also loses and repeats its last element, and a member is left out.
@@ -86,6 +93,24 @@ def _changes(right: Any, path: str) -> Iterator[tuple[str, str, Any, Any, Any]]:
             yield place, "missing", part, MISSING, others
             for *change, value in _changes(part, place):
                 yield *change, {**right, key: value}  # type: ignore[misc]
+
+
+@contextmanager
+def served(replies: Mapping[str, bytes]) -> Iterator[str]:
+    """The URL of a server that answers a path, or a method of JSON-RPC, with what this holds at that time."""
+
+    async def answer(request: Request) -> Response:
+        path = request.url.path
+        if path == "/mcp" and request.method == "POST":
+            path = (await request.json())["method"]
+        return Response(replies.get(path, b"{}"), media_type="application/json")
+
+    routes = [
+        Route("/mcp", answer, methods=["POST"]),
+        Route("/{path:path}", answer, methods=["GET", "POST", "DELETE"]),
+    ]
+    with ServerThread(Starlette(routes=routes), Listener("127.0.0.1", 0)) as url:
+        yield url
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from trainer_backend import job_parts
 from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.dispatcher import Keep
 from trainer_backend.errors import RunNotWritten, SamplerMismatch, TaskAppError
-from trainer_backend.protocols import CreditedEpisode, Progress
+from trainer_backend.parts import CreditedEpisode, Progress
 from trainer_backend.run.checkpointing import Saving
 from trainer_backend.run.timeline import Timeline
 from trainer_backend.rundir.layout import RunDirectory, create_run

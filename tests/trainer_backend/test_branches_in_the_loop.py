@@ -16,7 +16,7 @@ from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.credit.credit import Measured
 from trainer_backend.credit.recredit import recredited, stored_iterations, stored_measured
 from trainer_backend.errors import RewardError, TaskAppError
-from trainer_backend.protocols import Progress
+from trainer_backend.parts import Progress
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.train import Run, train
 

@@ -23,8 +23,8 @@ from trainer_backend.credit.recredit import (
     stored_iterations,
 )
 from trainer_backend.errors import AdvantageError, RunDirectoryError
+from trainer_backend.parts import CreditedEpisode
 from trainer_backend.plugins import ESTIMATORS
-from trainer_backend.protocols import CreditedEpisode
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import finished_rows, rollout_ids
 

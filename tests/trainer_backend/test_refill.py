@@ -15,7 +15,7 @@ from trainer_backend.collect.batch import Batch
 from trainer_backend.core.critic import CriticTargets, OfEpisode
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import TaskAppError
-from trainer_backend.protocols import CreditedEpisode, Progress
+from trainer_backend.parts import CreditedEpisode, Progress
 from trainer_backend.rundir.rollout_files import finished_rows, read_rollouts
 from trainer_backend.train import Run, train
 

@@ -32,7 +32,7 @@ from trainer_backend.errors import (
     TrainerError,
     place,
 )
-from trainer_backend.protocols import CreditedEpisode, Progress
+from trainer_backend.parts import CreditedEpisode, Progress
 from trainer_backend.run.checkpointing import Saving
 from trainer_backend.run.iteration_metrics import inference_metrics
 from trainer_backend.rundir.checkpoint_paths import BestMark, best_checkpoint, best_mark

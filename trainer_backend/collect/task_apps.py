@@ -24,8 +24,8 @@ from trainer_backend.collect.apps import TaskApps, Tell, log_sentence
 from trainer_backend.collect.sources import Rows, bytes_of
 from trainer_backend.errors import JobError, TaskAppError
 from trainer_backend.job.tables import ServicesTable
-from trainer_backend.launchers.launcher import LOCAL, NotReady, Role, address_of
 from trainer_backend.learner.calls import KEYS_OF_THE_LEARNER
+from trainer_backend.processes.launching import LOCAL, NotReady, Role, address_of
 
 Entered = TypeVar("Entered")
 

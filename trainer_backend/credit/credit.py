@@ -24,8 +24,8 @@ from trainer_backend.core.statistics import decision_metrics
 from trainer_backend.credit.rewards import Earned, Policies, Rewards, kl_metrics
 from trainer_backend.errors import AdvantageError, CreditError, place
 from trainer_backend.job.training_table import AlgorithmTable
+from trainer_backend.parts import CreditedEpisode
 from trainer_backend.plugins import estimator
-from trainer_backend.protocols import CreditedEpisode
 from trainer_backend.rundir.rollout_files import Credit
 
 

@@ -27,8 +27,8 @@ from trainer_backend.pages.figures import interval
 from trainer_backend.pages.page import saved_page
 from trainer_backend.pages.panels import Panel
 from trainer_backend.pages.series import make_chart, make_curve
+from trainer_backend.parts import CreditedEpisode, Reporter
 from trainer_backend.plugins import ESTIMATORS, estimator
-from trainer_backend.protocols import CreditedEpisode, Reporter
 from trainer_backend.rundir.checkpoint_paths import model_in
 from trainer_backend.rundir.digests import digest_of
 from trainer_backend.rundir.files import write_errors

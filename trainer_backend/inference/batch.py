@@ -8,13 +8,13 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from trainer_backend.inference.actor import SampledToken
 from trainer_backend.inference.cache import RowCache
-from trainer_backend.inference.columns import Columns
 from trainer_backend.inference.paged_runner import BY_DEVICE, Likeliest, PagedRunner, PageLimits, Step
 from trainer_backend.inference.pages import victim
 from trainer_backend.inference.prefixes import Prefixes, PrefixIndex
-from trainer_backend.inference.protocol import SampledToken
 from trainer_backend.inference.request import Request
+from trainer_backend.inference.row_columns import Columns
 from trainer_backend.inference.runner import DecoderRunner, TransformersRunner, runner_of
 from trainer_backend.inference.sampler import RowSettings, likeliest, sample, uniforms
 from trainer_backend.models.layout import refuse_unsupported_attention

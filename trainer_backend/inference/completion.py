@@ -5,10 +5,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainer_backend.inference.actor import NO_EXTRAS, Extras, Generation, SampledToken
 from trainer_backend.inference.answers import Answer, hash_of
 from trainer_backend.inference.chat_request import ChatRequest
 from trainer_backend.inference.conversations import Prompt, Turn
-from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, SampledToken
 from trainer_backend.inference.reply import (
     Choice,
     assistant_message,

@@ -25,11 +25,11 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, EngineTimeout
+from trainer_backend.inference.actor import NO_EXTRAS, Extras, Generation, WeightSource
 from trainer_backend.inference.batch import RunningBatch
 from trainer_backend.inference.inbox import Inbox
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.paged_runner import PageLimits
-from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, WeightSource
 from trainer_backend.inference.request import Request
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.inference.weights import ServedWeights, read_weights

@@ -9,7 +9,6 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from trainer_backend.inference.columns import Columns
 from trainer_backend.inference.decoder import Decoder
 from trainer_backend.inference.page_memory import PageMemory, page_bytes, whole_slabs
 from trainer_backend.inference.paged_attention import kernels_are_here
@@ -17,6 +16,7 @@ from trainer_backend.inference.paged_cache import PagedCache
 from trainer_backend.inference.paged_pass import PrefillAttention
 from trainer_backend.inference.pages import pages_for
 from trainer_backend.inference.request import Request, read_rests
+from trainer_backend.inference.row_columns import Columns
 from trainer_backend.inference.sampler import RowSettings, likeliest, uniforms
 from trainer_backend.inference.static_step import Launched, StaticStep
 from trainer_backend.models.folder import is_out_of_memory

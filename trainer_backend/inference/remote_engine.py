@@ -37,7 +37,7 @@ from trainer_backend.errors import (
     RemoteRefused,
     RemoteUnavailable,
 )
-from trainer_backend.inference.protocol import NO_EXTRAS, Extras, FinishReason, Generation
+from trainer_backend.inference.actor import NO_EXTRAS, Extras, FinishReason, Generation
 
 # The version of a foreign model, which is never trained here.
 _VERSION = 0

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer_backend.inference.protocol import Generation, SampledToken
+from trainer_backend.inference.actor import Generation, SampledToken
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.tool_formats.calls import ParsedReply
 

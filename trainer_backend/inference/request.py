@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import InferenceError
+from trainer_backend.inference.actor import NO_EXTRAS, Extras, FinishReason, Generation, SampledToken
 from trainer_backend.inference.prefixes import Prefix
-from trainer_backend.inference.protocol import NO_EXTRAS, Extras, FinishReason, Generation, SampledToken
 from trainer_backend.inference.sampler import stream_key
 
 # A token in progress, or the end of the request.

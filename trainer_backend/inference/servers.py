@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import EngineBusy, EngineStopped, RemoteUnavailable, TrainerError, WeightsRefused
-from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation
+from trainer_backend.inference.actor import NO_EXTRAS, Extras, Generation
 from trainer_backend.inference.versions import PolicyVersion, ScoredPrompt
 from trainer_backend.inference.vllm_engine import VllmEngine
 from trainer_backend.rundir.state import GONE

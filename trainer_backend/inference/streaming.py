@@ -10,9 +10,9 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
+from trainer_backend.inference.actor import Generation, SampledToken
 from trainer_backend.inference.asgi import EventStream
 from trainer_backend.inference.completion import Completion
-from trainer_backend.inference.protocol import Generation, SampledToken
 from trainer_backend.inference.reply import TOOL_CALL_ERROR, Choice, usage_body
 from trainer_backend.inference.stop_strings import GrowingText, earliest, possible_start
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from trainer_backend.errors import ContextLengthExceeded
-from trainer_backend.inference.protocol import Extras
+from trainer_backend.inference.actor import Extras
 from trainer_backend.inference.reply import usage_body
 from trainer_backend.inference.request_body import SamplingRequest
 from trainer_backend.inference.served_policy import ServedPolicy, find_policy

@@ -42,7 +42,7 @@ from trainer_backend.errors import (
     RemoteUnavailable,
     WeightsRefused,
 )
-from trainer_backend.inference.protocol import (
+from trainer_backend.inference.actor import (
     NO_EXTRAS,
     Extras,
     FinishReason,
@@ -513,7 +513,7 @@ class VllmEngine(RemoteEngine):
         places = reply.prompt_logprobs
         if len(places) != len(ids):
             raise RemoteRefused(
-                f"{self.part}: prompt_logprobs has {len(places)} places, and there are {len(ids)} ids"
+                f"{self.part}: prompt_logprobs has {len(places)} places; {len(ids)} ids need one each"
             )
         scores = [(place or {}).get(str(token_id)) for token_id, place in zip(ids, places, strict=True)]
         if None in scores[1:]:

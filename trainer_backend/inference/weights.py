@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from trainer_backend.errors import ModelFolderError, WeightsRefused
-from trainer_backend.inference.protocol import WeightSource
+from trainer_backend.inference.actor import WeightSource
 from trainer_backend.models.layout import weight_files
 
 NAMES_IN_A_MESSAGE = 3

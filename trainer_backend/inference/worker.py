@@ -11,9 +11,9 @@ import torch
 
 from service_kit.boundary import describe_error
 from trainer_backend.errors import EngineOutOfMemory, EngineStopped, InferenceError
+from trainer_backend.inference.actor import Generation
 from trainer_backend.inference.batch import RunningBatch, SampledTokens, first_of_siblings
 from trainer_backend.inference.inbox import Inbox
-from trainer_backend.inference.protocol import Generation
 from trainer_backend.inference.request import Outcome, Request, deliver
 from trainer_backend.models.folder import is_out_of_memory, out_of_memory
 

@@ -55,7 +55,7 @@ class PackedAttention(Protocol):
         """The rows on the device, and their keywords.
 
         Of one row they hold `turnwise_attend`, and where it is cheaper for the tokens that are read
-        `turnwise_attend_read`: see `learner.decoder`. `dtype` is that of the queries.
+        `turnwise_attend_read`: see `learner.packed_decoder`. `dtype` is that of the queries.
         """
 
 

@@ -22,7 +22,7 @@ from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.prompt_lengths import LongPrompt
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import LearnerFailed, TrainerError
-from trainer_backend.protocols import CreditedEpisode, Hardware, Progress, WeightPart
+from trainer_backend.parts import CreditedEpisode, Hardware, Progress, WeightPart
 
 # The environment variable with the key of a learner's process.
 LEARNER_KEY = "TURNWISE_LEARNER_KEY"

@@ -42,7 +42,7 @@ from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.models import save_model_folder
 from trainer_backend.models.folder import save_settings, weights_of
 from trainer_backend.models.layout import BASE, CONFIG
-from trainer_backend.protocols import Progress, WeightPart
+from trainer_backend.parts import Progress, WeightPart
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE, TRAINING_FOLDER
 from trainer_backend.rundir.digests import digest_of, digests_of
 from trainer_backend.rundir.files import flush

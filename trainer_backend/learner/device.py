@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from trainer_backend.errors import JobError
-from trainer_backend.protocols import VISIBLE_DEVICES, Hardware
+from trainer_backend.parts import VISIBLE_DEVICES, Hardware
 
 # Below it a GPU has no bfloat16 in its tensor cores, and no kernel for attention of variable length.
 _AMPERE = (8, 0)

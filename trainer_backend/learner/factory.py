@@ -19,7 +19,7 @@ from trainer_backend.learner.memory import less_memory, memory_plan, refuse_too_
 from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.learner.sharding import mesh_of, own_part
 from trainer_backend.models.sources import tokenizer_in
-from trainer_backend.protocols import CreditedEpisode, Progress
+from trainer_backend.parts import CreditedEpisode, Progress
 from trainer_backend.run.preflight import checked_folders
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_backend.core.logprobs import Reading, wide_product
-from trainer_backend.learner.decoder import Operators, heads_apart
+from trainer_backend.learner.packed_decoder import Operators, heads_apart
 from trainer_backend.models import kernels
 
 

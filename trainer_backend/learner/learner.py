@@ -57,7 +57,7 @@ from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.learner.warmup import demonstrations, prompt_texts, tool_words, warm_up
 from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.models.folder import embedding_rows
-from trainer_backend.protocols import CreditedEpisode, Hardware, Progress, WeightPart
+from trainer_backend.parts import CreditedEpisode, Hardware, Progress, WeightPart
 from trainer_backend.rundir.checkpoint_paths import CRITIC_FILE, STARTED_FROM, TRAINING_FOLDER
 from trainer_backend.rundir.digests import digest_of
 

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from trainer_backend.core.logprobs import wide_product
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.errors import CheckpointError, ModelFolderError
+from trainer_backend.inference.actor import WeightSource
 from trainer_backend.inference.chat_check import refuse_without_tools
-from trainer_backend.inference.protocol import WeightSource
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.job.tables import ModelTable
 from trainer_backend.learner.adapter_folder import FOLDER, add_adapters, read_adapter, take_out

@@ -24,9 +24,9 @@ from trainer_backend.inference.paged_attention import kernels_are_here, why_no_k
 from trainer_backend.job.tables import LearnerTable, ModelTable
 from trainer_backend.learner.attention import BlockMask, attention_for, why_masked
 from trainer_backend.learner.config import LearnerConfig
-from trainer_backend.learner.decoder import FAMILIES
 from trainer_backend.learner.device import Placement, place
 from trainer_backend.learner.operators import computes_by_kernels
+from trainer_backend.learner.packed_decoder import FAMILIES
 from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.learner.shapes import BFLOAT16, FLOAT32, ModelShape, model_config, model_shape
 from trainer_backend.models.folder import folder_config

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from trainer_backend.inference.paged_attention import kernels_are_here
-from trainer_backend.learner.decoder import Operators, heads_apart
 from trainer_backend.learner.device import Placement
+from trainer_backend.learner.packed_decoder import Operators, heads_apart
 
 
 def rms_norm(norm: Any, states: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from trainer_backend.learner.sharding import clip_gradient
 from trainer_backend.learner.stepping import Scored, in_steps, stepping
 from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.models.folder import embedding_rows
-from trainer_backend.protocols import CreditedEpisode
+from trainer_backend.parts import CreditedEpisode
 from trainer_backend.rundir.checkpoint_paths import CRITIC_FILE, TRAINING_FOLDER
 
 # A key of its file, beside those of its weights.

@@ -65,7 +65,7 @@ from trainer_backend.learner.factory import LocalFactory
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.ranks import ALONE, Ranks, join_ranks, refuse_other_count
 from trainer_backend.learner.relay import Caller, Relay, call_error
-from trainer_backend.protocols import CreditedEpisode, Progress
+from trainer_backend.parts import CreditedEpisode, Progress
 
 log = structlog.get_logger("learner")
 

@@ -15,9 +15,9 @@ from trainer_backend.core.segments import Segment
 from trainer_backend.errors import SegmentError, place
 from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.learner.attention import PackedAttention
-from trainer_backend.learner.decoder import Operators, is_known, read_states
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.operators import BY_TORCH
+from trainer_backend.learner.packed_decoder import Operators, is_known, read_states
 from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.learner.sharding import through
 from trainer_backend.models.folder import embedding_rows

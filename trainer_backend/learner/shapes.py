@@ -12,9 +12,9 @@ from trainer_backend.errors import ModelFolderError
 from trainer_backend.job.tables import ModelTable
 from trainer_backend.job.training_table import LoraTable
 from trainer_backend.learner.attention import head_dim_of
-from trainer_backend.learner.decoder import is_known
 from trainer_backend.learner.lora import adapted_layers
 from trainer_backend.learner.operators import gates_are_known
+from trainer_backend.learner.packed_decoder import is_known
 from trainer_backend.models.folder import folder_config
 from trainer_backend.models.presets import preset_config
 from trainer_backend.models.sources import model_folder

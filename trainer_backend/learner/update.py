@@ -29,8 +29,8 @@ from trainer_backend.learner.sharding import clip_gradient
 from trainer_backend.learner.stepping import Scored, in_steps, memory_watched, stepping, together
 from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.models.folder import embedding_rows
+from trainer_backend.parts import CreditedEpisode
 from trainer_backend.plugins import aggregation, schedule
-from trainer_backend.protocols import CreditedEpisode
 
 # [N] log-probs of the sampled tokens under what the KL term pulls towards.
 Reference = Callable[[Packed], Tensor]

@@ -26,8 +26,8 @@ from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.sources import Rows
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.job.tables import InferenceTable, ModelTable
+from trainer_backend.parts import Learner, LearnerFactory, Progress, Reporter
 from trainer_backend.plugins import estimator
-from trainer_backend.protocols import Learner, LearnerFactory, Progress, Reporter
 from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.run.run import collected
 from trainer_backend.run.stopping import Tell, until, until_on_thread

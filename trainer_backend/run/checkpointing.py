@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from trainer_backend.evaluation.best import Outcomes, find_best, read_outcomes
 from trainer_backend.job.schema import EvaluationTable
 from trainer_backend.job.training_table import TrainingTable
-from trainer_backend.protocols import Learner, Progress
+from trainer_backend.parts import Learner, Progress
 from trainer_backend.run.stopping import racing
 from trainer_backend.rundir.checkpoint_paths import (
     BestMark,

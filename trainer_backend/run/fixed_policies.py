@@ -12,10 +12,10 @@ from pathlib import Path
 from shared_schemas.trajectory import Sampling
 from trainer_backend.collect.endpoints import sends_key_in_the_open
 from trainer_backend.errors import EngineStopped, InferenceError, JobError, TrainerError
+from trainer_backend.inference.actor import Extras
 from trainer_backend.inference.chat_check import first_other_id, probe_text
 from trainer_backend.inference.engine import LocalEngine, stop_token_ids
 from trainer_backend.inference.keys import EngineKeys
-from trainer_backend.inference.protocol import Extras
 from trainer_backend.inference.remote_engine import RemoteEngine
 from trainer_backend.inference.served_policy import PolicyFacts, ServedPolicy
 from trainer_backend.job.addresses import shown

@@ -32,7 +32,7 @@ from trainer_backend.core.statistics import (
 from trainer_backend.credit.credit import Credited
 from trainer_backend.credit.rewards import Policies
 from trainer_backend.errors import JobTeachesNothing, NothingToLearnFrom, SegmentError, place
-from trainer_backend.protocols import InferenceServer
+from trainer_backend.parts import InferenceServer
 from trainer_backend.run.timeline import Span
 from trainer_backend.rundir.rollout_files import Credit
 from trainer_backend.rundir.spool import plan_id

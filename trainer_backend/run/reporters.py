@@ -12,8 +12,8 @@ from typing import Any, Self
 from service_kit.boundary import Boundary, describe_error
 from service_kit.errors import ServiceError
 from trainer_backend.errors import JobError, RunDirectoryError, TrainerError
+from trainer_backend.parts import Reporter
 from trainer_backend.plugins import SINKS
-from trainer_backend.protocols import Reporter
 from trainer_backend.rundir.files import now
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.state import (

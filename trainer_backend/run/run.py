@@ -11,7 +11,7 @@ from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.dispatcher import Progress as Tell
 from trainer_backend.collect.plan import Planner
 from trainer_backend.credit.credit import CreditAssignment
-from trainer_backend.protocols import InferenceServer, Learner, Progress, Reporter
+from trainer_backend.parts import InferenceServer, Learner, Progress, Reporter
 from trainer_backend.run.checkpointing import Saving
 from trainer_backend.run.row_lines import Pace, word_evaluation, word_iteration
 from trainer_backend.run.stopping import until

@@ -10,11 +10,11 @@ from pydantic import SecretStr
 from service_kit.server import Listener
 from shared_schemas.chat import RESPONSE_FORMAT, StructuredOutput
 from trainer_backend.inference.chat_request import OF_LIBRARIES
-from trainer_backend.inference.gateway import GatewayLimits
+from trainer_backend.inference.gateway_app import GatewayLimits
 from trainer_backend.job.load import LoadedJob, load_job, parse_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.models.layout import read_config
-from trainer_backend.run.policy_server import FolderPolicy, PolicyServer
+from trainer_backend.processes.policy_server import FolderPolicy, PolicyServer
 from trainer_backend.run.stopping import stop_on_signals
 from trainer_backend.rundir.checkpoint_paths import model_in, run_of
 

@@ -110,7 +110,7 @@ class ForeignEnvironment:
         specs = self._peer.open()
         if self._tools is not None and self._tools.specs != specs:
             raise ForeignFailed(f"{self.name} offers other tools than before")
-        self._tools = Tools(specs)
+        self._tools = Tools(specs, of=self.name)
 
     def _leave(self) -> None:
         self._runs = False

@@ -107,7 +107,7 @@ class GymnasiumPeer:
         except spaces.Wordless as exc:
             raise self._wordless(exc) from exc
         parameters = {"properties": {ARGUMENT: schema}, "required": [ARGUMENT]}
-        return (tool(TOOL, "Take one step.", parameters),)
+        return (tool(TOOL, "Take one step.", parameters, of=self._spec.id),)
 
     def reset(self, seed: int) -> Shown:
         self.elapsed = 0

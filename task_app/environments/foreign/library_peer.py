@@ -122,7 +122,7 @@ class LibraryPeer:
             self._tools = ready
         else:
             self._reply(self._child, start_s)
-        return tuple(tool(one.name, one.description, one.parameters) for one in self._tools)
+        return tuple(tool(one.name, one.description, one.parameters, of=self._name) for one in self._tools)
 
     def reset(self, seed: int) -> Shown:
         world = typed(_World, self._ask({"reset": seed}), f"{self._name}: an opening")

@@ -63,17 +63,16 @@ class HttpLink:
         """Every later request names the session and the version."""
         result = answer.get("result") if isinstance(answer, dict) else None
         version = result.get("protocolVersion") if isinstance(result, dict) else None
-        headers = {"mcp-protocol-version": version or request["params"]["protocolVersion"]}
-        if _SESSION in told:
-            headers[_SESSION] = told[_SESSION]
-        for name, value in headers.items():
+        names = {"mcp-protocol-version": "protocolVersion", _SESSION: f"header {_SESSION}"}
+        values = {"mcp-protocol-version": version or request["params"]["protocolVersion"]}
+        for header, value in (values | ({_SESSION: told[_SESSION]} if _SESSION in told else {})).items():
             if not isinstance(value, str) or not value.isascii() or len(value) > _MOST_HEADER:
+                what = f"{self._name}: {names[header]}"
+                allowed = f"a text of at most {_MOST_HEADER} ASCII characters"
                 raise ForeignFailed(
-                    f"{self._name}: {name} is {show_found(value)}; a text of at most {_MOST_HEADER} ASCII "
-                    "characters is needed",
-                    unquoted=f"{self._name}: {name} is no text that a header can hold",
+                    f"{what} is {show_found(value)}; {allowed}", unquoted=f"{what}: {allowed}"
                 )
-            self._http.client.headers[name] = value
+            self._http.client.headers[header] = value
 
 
 class ProcessLink:

@@ -131,7 +131,7 @@ class McpPeer:
             )
         offered = config.tools or [name for name in names if name != config.reset_tool]
         if not offered:
-            raise ForeignFailed(f"{self._name} offers no tools")
+            raise ForeignFailed(f"{self._name} offers no tools (result.tools)")
         return tuple(spec for spec in tools if spec.function.name in offered)
 
     def reset(self, seed: int) -> Shown:
@@ -162,7 +162,7 @@ class McpPeer:
         asked = {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": info}
         agreed = typed(_Agreed, self._request(INITIALIZE, asked), self._where(INITIALIZE)).protocolVersion
         if agreed not in VERSIONS:
-            ours = f"of MCP; Turnwise speaks {', '.join(VERSIONS)}"
+            ours = f"of MCP; Turnwise speaks {', '.join(VERSIONS)} (protocolVersion)"
             raise ForeignFailed(
                 f"{self._name} speaks version {clipped(agreed, 300)} {ours}",
                 unquoted=f"{self._name} speaks another version {ours}",

@@ -103,7 +103,7 @@ class OpenEnvPeer:
             result = typed(_Tools, self._ask("mcp", request), f"{self._name}: tools/list").result
             tools = [mcp_tool(one, self._name) for one in (result.tools if result else None) or ()]
         self._is_mcp = bool(tools)
-        return tuple(tools) or (_typed_tool(schema, action),)
+        return tuple(tools) or (_typed_tool(schema, action, self._name),)
 
     def reset(self, seed: int) -> Shown:
         shown = self._shown(self._ask("reset", {**self._config.reset, "seed": seed}))
@@ -139,7 +139,7 @@ class OpenEnvPeer:
         return answer
 
     def _shown(self, data: Mapping[str, Any]) -> Shown:
-        told = typed(_Observed, data, f"{self._name}: an answer")
+        told = typed(_Observed, data, f"{self._name}: the data of an answer")
         observation = dict(told.observation)
         metadata = observation.pop("metadata", None)
         for name in ("reward", "done"):
@@ -164,10 +164,11 @@ class OpenEnvPeer:
         return facts.text if isinstance(facts.text, str) else text_of(observation)
 
 
-def _typed_tool(schema: Mapping[str, Any], action: _Action) -> ToolSpec:
+def _typed_tool(schema: Mapping[str, Any], action: _Action, name: str) -> ToolSpec:
     """The typed action as a tool; `metadata`, which every action has, is not the model's to give."""
-    properties = {name: part for name, part in (action.properties or {}).items() if name != "metadata"}
+    properties = {key: part for key, part in (action.properties or {}).items() if key != "metadata"}
     if not properties:
-        raise ForeignFailed("the server has neither MCP tools nor an action with fields")
-    rest = {name: part for name, part in schema.items() if name not in ("title", "description", "properties")}
-    return tool(TYPED_TOOL, action.description or "Take one step.", {**rest, "properties": properties})
+        raise ForeignFailed(f"{name} has neither MCP tools nor an action with fields (properties)")
+    rest = {key: part for key, part in schema.items() if key not in ("title", "description", "properties")}
+    parameters = {**rest, "properties": properties}
+    return tool(TYPED_TOOL, action.description or "Take one step.", parameters, of=name)

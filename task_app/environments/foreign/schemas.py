@@ -17,8 +17,8 @@ from task_app.protocols import ToolRequest
 from task_app.tools.toolbox import call_fault
 
 
-def tool(name: str, description: str, parameters: Mapping[str, Any]) -> ToolSpec:
-    """A tool of the foreign side; arguments that its schema does not name are refused.
+def tool(name: str, description: str, parameters: Mapping[str, Any], *, of: str) -> ToolSpec:
+    """A tool of the environment of this name; arguments that its schema does not name are refused.
 
     A foreign server would drop a misspelt argument in silence, and the model would learn from the wrong call.
     """
@@ -26,17 +26,19 @@ def tool(name: str, description: str, parameters: Mapping[str, Any]) -> ToolSpec
     try:
         Draft202012Validator.check_schema(schema)
     except SchemaError as exc:
-        what = f"the schema of tool {clipped(name)!r} is none"
-        raise ForeignFailed(f"{what}: {exc.message[:200]}", unquoted=what) from exc
+        what = f"{of}: the schema of tool {clipped(name)!r} is none"
+        place = ".".join(map(str, exc.absolute_path))
+        found = clipped(f"{place}: {exc.message}" if place else exc.message, 200)
+        raise ForeignFailed(f"{what}: {found}", unquoted=what) from exc
     except RecursionError as exc:
-        raise ForeignFailed(f"the schema of tool {clipped(name)!r} has too many levels") from exc
+        raise ForeignFailed(f"{of}: the schema of tool {clipped(name)!r} has too many levels") from exc
     return ToolSpec(function=FunctionSpec(name=name, description=description, parameters=schema))
 
 
 class Tools:
     """The tools of one environment, by name."""
 
-    def __init__(self, specs: Sequence[ToolSpec]) -> None:
+    def __init__(self, specs: Sequence[ToolSpec], *, of: str) -> None:
         self.specs = tuple(specs)
         # With no way to fetch: a `$ref` to another machine would otherwise be followed.
         self._validators = {
@@ -44,7 +46,7 @@ class Tools:
             for spec in specs
         }
         if len(self._validators) < len(self.specs):
-            raise ForeignFailed("two tools have one name; a model could call only one of them")
+            raise ForeignFailed(f"{of}: two tools have one name; a model could call only one of them")
 
     def fault(self, call: ToolRequest) -> str | None:
         """Why the call cannot be carried out, in words for the model; None if it can."""

@@ -55,13 +55,15 @@ class _Content(StrictReply):
     """A tool's result in MCP's form; what has no texts is shown as its plain value."""
 
     content: list[_Part] | None = None
-    structured: JsonValue = Field(default=None, validation_alias=AliasChoices("structuredContent", "data"))
+    structuredContent: dict[str, JsonValue] | None = None
+    data: JsonValue = None
+    """As OpenEnv spells it."""
 
 
 def mcp_tool(described: Any, name: str) -> ToolSpec:
     """A tool of the foreign side of that name."""
-    one = typed(_Tool, described, f"{name}, a tool")
-    return tool(one.name, one.description or "", one.schema_ or {})
+    one = typed(_Tool, described, f"{name}, one of the tools")
+    return tool(one.name, one.description or "", one.schema_ or {}, of=name)
 
 
 def result_text(result: Any, name: str) -> str:
@@ -72,7 +74,8 @@ def result_text(result: Any, name: str) -> str:
     texts = [part.text for part in told.content or () if part.text is not None]
     if texts:
         return "\n".join(texts)
-    return text_of(result if told.structured is None else told.structured)
+    plain = told.data if told.structuredContent is None else told.structuredContent
+    return text_of(result if plain is None else plain)
 
 
 def typed(kind: type[Model], value: Any, part: str) -> Model:

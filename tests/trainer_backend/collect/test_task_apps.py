@@ -8,7 +8,7 @@ from service_kit.process import Child
 from tests.conftest import TASK_APP_KEY, task_app, tiny_job
 from trainer_backend import job_parts
 from trainer_backend.errors import JobError, TaskAppError
-from trainer_backend.launchers.launcher import Place, Role
+from trainer_backend.processes.launching import Place, Role
 
 
 @pytest.fixture

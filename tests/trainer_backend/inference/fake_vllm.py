@@ -18,9 +18,9 @@ from starlette.routing import Route
 
 from service_kit.server import Listener, ServerThread
 from shared_schemas.trajectory import Sampling
+from trainer_backend.inference.actor import Extras, Generation
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.keys import EngineKeys
-from trainer_backend.inference.protocol import Extras, Generation
 from trainer_backend.inference.vllm_worker.turnwise_transfer import Worker, receive
 from trainer_backend.inference.vllm_worker.turnwise_weights import tensors
 from trainer_backend.models import load_model_folder

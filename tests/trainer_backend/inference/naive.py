@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from shared_schemas.trajectory import Sampling
+from trainer_backend.inference.actor import Generation
 from trainer_backend.inference.engine import LocalEngine
-from trainer_backend.inference.protocol import Generation
 from trainer_backend.inference.sampler import RowSettings, read_options, sample, stream_key, uniforms
 
 

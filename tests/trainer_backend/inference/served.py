@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from service_kit.server import Listener, ServerThread
 from trainer_backend.inference.engine import LocalEngine
-from trainer_backend.inference.gateway import GatewayLimits, create_gateway
+from trainer_backend.inference.gateway_app import GatewayLimits, create_gateway
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.served_policy import ServedPolicy
 

@@ -17,11 +17,11 @@ from shared_schemas.chat import ROLLOUT_HEADER
 from shared_schemas.trajectory import Sampling
 from tests.model_folders import FAMILIES, Family, chat_template
 from trainer_backend.errors import BadChatRequest
+from trainer_backend.inference.actor import NO_EXTRAS, Extras, FrozenEngine, Generation
 from trainer_backend.inference.chat_check import refuse_without_tools, tool_format_of
 from trainer_backend.inference.engine import LocalEngine, stop_token_ids
-from trainer_backend.inference.gateway import create_gateway
+from trainer_backend.inference.gateway_app import create_gateway
 from trainer_backend.inference.keys import EngineKeys
-from trainer_backend.inference.protocol import NO_EXTRAS, Extras, FrozenEngine, Generation
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.job.tables import ModelTable

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3ForCausa
 from shared_schemas.trajectory import Sampling
 from tests.trainer_backend.inference.naive import assert_equal_to_naive
 from trainer_backend.errors import EngineOutOfMemory
+from trainer_backend.inference.actor import Generation
 from trainer_backend.inference.cache import SlotCache
 from trainer_backend.inference.engine import LocalEngine
-from trainer_backend.inference.protocol import Generation
 from trainer_backend.inference.row_attention import RowAttention, RowAttentions
 from trainer_backend.models.folder import is_out_of_memory
 

@@ -16,11 +16,11 @@ from trainer_backend.errors import (
     EngineTimeout,
     ModelFolderError,
 )
+from trainer_backend.inference.actor import Generation
 from trainer_backend.inference.batch import RunningBatch
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.inbox import Inbox
 from trainer_backend.inference.keys import EngineKeys
-from trainer_backend.inference.protocol import Generation
 from trainer_backend.inference.request import Request
 
 StartEngine = Callable[..., LocalEngine]

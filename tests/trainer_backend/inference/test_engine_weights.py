@@ -17,7 +17,7 @@ from trainer_backend.core.critic import targets_of
 from trainer_backend.errors import EngineOutOfMemory, EngineStopped, InferenceError, WeightsRefused
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.models import build_preset, load_model_folder, save_model_folder
-from trainer_backend.protocols import CreditedEpisode, Progress
+from trainer_backend.parts import CreditedEpisode, Progress
 
 StartEngine = Callable[..., LocalEngine]
 PROMPT = [10, 11, 12, 13]

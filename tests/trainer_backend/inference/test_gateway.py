@@ -14,7 +14,7 @@ from shared_schemas.problem import Problem
 from shared_schemas.trajectory import PolicyLogprobs
 from tests.trainer_backend.inference.chains import chain_model
 from trainer_backend.inference.engine import LocalEngine
-from trainer_backend.inference.gateway import GatewayLimits, create_gateway
+from trainer_backend.inference.gateway_app import GatewayLimits, create_gateway
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.served_policy import ServedPolicy

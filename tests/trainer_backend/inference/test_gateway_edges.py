@@ -18,11 +18,11 @@ from service_kit.server import Listener
 from shared_schemas.trajectory import Sampling
 from tests.conftest import tiny_job
 from trainer_backend.errors import EngineStopped, JobError
+from trainer_backend.inference.actor import NO_EXTRAS, Extras, Generation, WeightSource
 from trainer_backend.inference.engine import LocalEngine
-from trainer_backend.inference.gateway import create_gateway
-from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation, WeightSource
+from trainer_backend.inference.gateway_app import create_gateway
 from trainer_backend.inference.served_policy import ServedPolicy
-from trainer_backend.run.gateways import gateway_listener
+from trainer_backend.processes.gateways import gateway_listener
 
 KEY = "the-key-of-this-job"
 

@@ -13,9 +13,9 @@ from shared_schemas.trajectory import PLAIN_SAMPLING, Sampling
 from tests.malformed import absences, malformed, names_item
 from tests.trainer_backend.inference.test_gateway_edges import KEY, StandInEngine
 from trainer_backend.errors import BadChatRequest
+from trainer_backend.inference.actor import NO_EXTRAS, Extras, Generation
 from trainer_backend.inference.chat_request import ChatRequest, read_chat_request
-from trainer_backend.inference.gateway import create_gateway
-from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation
+from trainer_backend.inference.gateway_app import create_gateway
 from trainer_backend.inference.request_body import BYSTANDERS, SamplingRequest, read_request
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.inference.text_completion import TextRequest

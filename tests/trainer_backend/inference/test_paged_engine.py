@@ -54,13 +54,13 @@ from tests.trainer_backend.inference.test_processed_logprobs import (  # noqa: F
     test_the_engine_counts_the_mass_that_truncation_lost_and_of_no_other_token,
 )
 from trainer_backend.errors import EngineOutOfMemory
+from trainer_backend.inference.actor import NO_EXTRAS, Extras
 from trainer_backend.inference.batch import RunningBatch
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.inbox import Inbox
 from trainer_backend.inference.page_memory import page_bytes
 from trainer_backend.inference.paged_runner import PageLimits
 from trainer_backend.inference.pages import PAGE, pages_for
-from trainer_backend.inference.protocol import NO_EXTRAS, Extras
 from trainer_backend.inference.request import Request
 from trainer_backend.inference.static_step import PATIENCE, StaticStep, buckets
 from trainer_backend.inference.worker import EngineWorker

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from shared_schemas.trajectory import Sampling
 from tests.trainer_backend.inference.naive import assert_equal_to_naive, staggered
+from trainer_backend.inference.actor import Generation
 from trainer_backend.inference.engine import LocalEngine
-from trainer_backend.inference.protocol import Generation
 from trainer_backend.models import build_preset
 
 StartEngine = Callable[..., LocalEngine]

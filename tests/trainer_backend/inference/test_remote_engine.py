@@ -23,7 +23,7 @@ from trainer_backend.errors import (
     RemoteRefused,
     RemoteUnavailable,
 )
-from trainer_backend.inference.protocol import Extras, Generation, SampledToken
+from trainer_backend.inference.actor import Extras, Generation, SampledToken
 from trainer_backend.inference.remote_engine import RemoteEngine, completions_url
 from trainer_backend.inference.stop_strings import StopStrings
 

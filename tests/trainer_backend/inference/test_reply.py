@@ -3,7 +3,7 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from trainer_backend.inference.protocol import Generation, SampledToken
+from trainer_backend.inference.actor import Generation, SampledToken
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.reply import Choice, choice_body, logprob_entries, split_stop, usage_body
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from shared_schemas.trajectory import Sampling
 from tests.trainer_backend.inference.naive import settings_of
+from trainer_backend.inference.actor import Extras
 from trainer_backend.inference.batch import drawing_device
-from trainer_backend.inference.columns import Columns
-from trainer_backend.inference.protocol import Extras
 from trainer_backend.inference.request import Request
+from trainer_backend.inference.row_columns import Columns
 from trainer_backend.inference.sampler import (
     AT_ONCE,
     BLOCK,

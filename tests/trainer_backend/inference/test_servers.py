@@ -12,7 +12,7 @@ from bench.scale_model import SimulatedReplica, Speed
 from bench.virtual_time import in_virtual_time
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import EngineStopped, WeightsRefused
-from trainer_backend.inference.protocol import Extras
+from trainer_backend.inference.actor import Extras
 from trainer_backend.inference.servers import Servers
 from trainer_backend.inference.versions import PolicyVersion, ScoredPrompt, WeightAddress
 

@@ -21,7 +21,7 @@ from trainer_backend.errors import (
     RemoteUnavailable,
     WeightsRefused,
 )
-from trainer_backend.inference.protocol import Extras, SampledToken
+from trainer_backend.inference.actor import Extras, SampledToken
 from trainer_backend.inference.servers import Servers
 from trainer_backend.inference.stop_strings import StopStrings
 from trainer_backend.inference.versions import PolicyVersion, ScoredPrompt

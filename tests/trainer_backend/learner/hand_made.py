@@ -10,7 +10,7 @@ from trainer_backend.core.segments import Segment
 from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import build_preset, train_tokenizer
-from trainer_backend.protocols import CreditedEpisode
+from trainer_backend.parts import CreditedEpisode
 
 SIZE = LoopKeys(row_tokens=64, micro_batch_tokens=1024)
 

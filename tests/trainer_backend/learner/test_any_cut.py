@@ -7,8 +7,8 @@ from tests.trainer_backend.learner.hand_made import learner_of, segment, tiny_to
 from trainer_backend.core.aggregation import AggregationPlug
 from trainer_backend.core.critic import targets_of
 from trainer_backend.learner.update import LogprobCache, PolicyUpdate
+from trainer_backend.parts import CreditedEpisode
 from trainer_backend.plugins import AGGREGATIONS, LOSSES
-from trainer_backend.protocols import CreditedEpisode
 
 LENGTHS = [(3, 2), (9, 4), (5, 1), (12, 7), (4, 3), (30, 5), (7, 6), (2, 8)]
 CUTS = [(16, 64), (35, 64), (64, 128), (200, 400)]

@@ -18,8 +18,8 @@ from transformers import (
 
 from shared_schemas.trajectory import Sampling
 from tests.trainer_backend.learner.hand_made import segment
+from trainer_backend.inference.actor import Generation
 from trainer_backend.inference.engine import LocalEngine
-from trainer_backend.inference.protocol import Generation
 from trainer_backend.job.training_table import LoopKeys, LoraTable
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.learner import held_scorer, scorer_of

@@ -21,9 +21,9 @@ from tests.trainer_backend.learner.hand_made import segment
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.learner.attention import BlockMask, ByLength, PackedAttention
 from trainer_backend.learner.by_length import SegmentBounds, reads_of
-from trainer_backend.learner.decoder import is_known
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.operators import by_kernels, rms_norm, rotary
+from trainer_backend.learner.packed_decoder import is_known
 from trainer_backend.learner.scoring import Scorer
 
 SIZE = {

@@ -18,8 +18,8 @@ from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.policy_terms import DRIFT, PolicyTerms
 from trainer_backend.models import build_preset, train_tokenizer
+from trainer_backend.parts import CreditedEpisode
 from trainer_backend.plugins import AGGREGATIONS, LOSSES
-from trainer_backend.protocols import CreditedEpisode
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from tests.trainer_backend.learner.hand_made import SIZE, episodes_of, learner_o
 from trainer_backend.errors import NonFiniteLoss, SamplerMismatch
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.update import LogprobCache
-from trainer_backend.protocols import CreditedEpisode
+from trainer_backend.parts import CreditedEpisode
 
 ADVANTAGES = [1.0, -0.5, 0.25, -1.0]
 TOKENS = 5  # of each episode

@@ -29,7 +29,7 @@ from trainer_backend.learner.policy_terms import DRIFT
 from trainer_backend.learner.stepping import Scored, in_steps
 from trainer_backend.learner.warmup import warm_up
 from trainer_backend.models import build_preset
-from trainer_backend.protocols import CreditedEpisode, Progress
+from trainer_backend.parts import CreditedEpisode, Progress
 
 
 @pytest.fixture(scope="module")

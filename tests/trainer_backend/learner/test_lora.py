@@ -46,7 +46,7 @@ from trainer_backend.models import load_model_folder, save_model_folder
 from trainer_backend.models.folder import load_tokenizer
 from trainer_backend.models.layout import weight_files
 from trainer_backend.models.precision import held_dtype, tokens_for
-from trainer_backend.protocols import Progress
+from trainer_backend.parts import Progress
 from trainer_backend.rundir.digests import refuse_damaged
 
 LORA = {"lora__rank": 4, "lora__alpha": 8}

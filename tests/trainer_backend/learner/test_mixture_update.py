@@ -14,7 +14,7 @@ from trainer_backend.core.segments import Segment
 from trainer_backend.errors import NonFiniteLoss, SegmentError
 from trainer_backend.learner.update import LogprobCache
 from trainer_backend.models.folder import embedding_rows
-from trainer_backend.protocols import CreditedEpisode
+from trainer_backend.parts import CreditedEpisode
 
 KINDS = ["decoupled", "single_ratio", "reinforce"]
 # The ratio of single_ratio is its only weight, so it has no level of one.

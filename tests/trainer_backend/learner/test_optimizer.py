@@ -8,7 +8,7 @@ import torch
 from tests.trainer_backend.learner.hand_made import episodes_of, learner_of, tiny_tokenizer
 from trainer_backend.learner.checkpoints import restore_progress
 from trainer_backend.learner.optimizer import OffloadedAdamW
-from trainer_backend.protocols import Progress
+from trainer_backend.parts import Progress
 
 ADVANTAGES = [1.0, -0.5, 0.25]
 

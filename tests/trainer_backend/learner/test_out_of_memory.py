@@ -7,7 +7,7 @@ import torch
 
 from tests.trainer_backend.learner.hand_made import episodes_of, learner_of, tiny_tokenizer
 from trainer_backend.errors import NonFiniteLoss, OutOfMemory
-from trainer_backend.protocols import Progress
+from trainer_backend.parts import Progress
 
 MORE_THAN_THERE_IS = 2**50
 

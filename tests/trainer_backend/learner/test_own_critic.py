@@ -13,7 +13,7 @@ from trainer_backend.core.critic import CriticTargets, explained_variance, first
 from trainer_backend.errors import CheckpointError, NonFiniteLoss, OutOfMemory, SegmentError
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.shapes import model_shape
-from trainer_backend.protocols import CreditedEpisode, Progress
+from trainer_backend.parts import CreditedEpisode, Progress
 from trainer_backend.run.beginning import told_on_resume
 from trainer_backend.rundir.checkpoint_paths import CRITIC_FILE
 

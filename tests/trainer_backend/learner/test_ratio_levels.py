@@ -7,8 +7,8 @@ import torch
 
 from tests.trainer_backend.learner.hand_made import SIZE, learner_of, segment, tiny_tokenizer
 from trainer_backend.learner.learner import LocalLearner
+from trainer_backend.parts import CreditedEpisode
 from trainer_backend.plugins import LOSSES
-from trainer_backend.protocols import CreditedEpisode
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from trainer_backend.learner.scoring import Hidden
 from trainer_backend.learner.shapes import model_shape
 from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.models import load_model_folder
-from trainer_backend.protocols import CreditedEpisode, Progress
+from trainer_backend.parts import CreditedEpisode, Progress
 from trainer_backend.run.beginning import told_on_resume
 from trainer_backend.rundir.checkpoint_paths import VALUE_HEAD_FILE
 

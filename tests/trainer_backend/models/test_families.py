@@ -18,7 +18,7 @@ from trainer_backend.job.tables import ModelTable
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.loading import load_named
 from trainer_backend.models.folder import embedding_rows
-from trainer_backend.protocols import Progress
+from trainer_backend.parts import Progress
 
 torch.set_num_threads(1)
 

@@ -24,7 +24,7 @@ from trainer_backend import job_parts
 from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.dispatcher import Keep
 from trainer_backend.core.segments import Segment
-from trainer_backend.protocols import CreditedEpisode, Progress
+from trainer_backend.parts import CreditedEpisode, Progress
 from trainer_backend.run.checkpointing import Saving
 from trainer_backend.run.reporters import RecordingReporter
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint

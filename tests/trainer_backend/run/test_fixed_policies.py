@@ -20,14 +20,14 @@ from tests.trainer_backend.learner.hand_made import learner_of, tiny_tokenizer
 from trainer_backend import job_parts
 from trainer_backend.collect.plan import Inference
 from trainer_backend.errors import EngineStopped, JobError, ModelFolderError, TrainerError
+from trainer_backend.inference.actor import Extras
 from trainer_backend.inference.engine import LocalEngine
-from trainer_backend.inference.protocol import Extras
 from trainer_backend.inference.served_policy import ServedPolicy
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.models import build_preset, save_model_folder, train_tokenizer
+from trainer_backend.processes.policy_server import PolicyServer
 from trainer_backend.run.fixed_policies import FixedPolicies
 from trainer_backend.run.fixed_setup import FixedSetup
-from trainer_backend.run.policy_server import PolicyServer
 from trainer_backend.run.preflight import checked_folders
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint
 from trainer_backend.rundir.layout import RunDirectory, create_run

@@ -17,7 +17,7 @@ from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.sources import sampler_of
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.errors import NothingToLearnFrom, SegmentError
-from trainer_backend.protocols import CreditedEpisode, Progress
+from trainer_backend.parts import CreditedEpisode, Progress
 from trainer_backend.run.checkpointing import Saving
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.train import Run, train

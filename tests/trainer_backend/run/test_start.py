@@ -30,7 +30,7 @@ from trainer_backend.errors import CheckpointError, DataError, LearnerLost, Task
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.calls import LEARNER_KEY
 from trainer_backend.learner.factory import LocalFactory
-from trainer_backend.protocols import Progress
+from trainer_backend.parts import Progress
 from trainer_backend.run.beginning import Beginning, ModelSetup, Stopped
 from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.run.reporters import RecordingReporter

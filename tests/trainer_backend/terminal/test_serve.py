@@ -18,7 +18,7 @@ from service_kit.server import Listener
 from tests.conftest import policy_server, tiny_job
 from trainer_backend.__main__ import app
 from trainer_backend.errors import JobError, ModelFolderError, RunDirectoryError
-from trainer_backend.run.policy_server import FolderPolicy, PolicyServer
+from trainer_backend.processes.policy_server import FolderPolicy, PolicyServer
 from trainer_backend.rundir.checkpoint_paths import best_checkpoint
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.terminal.serve import what_to_serve

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from service_kit.server import Listener
-from trainer_backend.run.public_address import PublicAddress
+from trainer_backend.processes.public_address import PublicAddress
 
 
 @asynccontextmanager

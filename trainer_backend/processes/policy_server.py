@@ -20,12 +20,12 @@ from service_kit.server import Listener, ServerThread
 from trainer_backend.collect.plan import Inference
 from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.errors import EngineStopped, JobError
+from trainer_backend.inference.actor import Engine, WeightSource
 from trainer_backend.inference.asgi import error_response
 from trainer_backend.inference.chat_check import Tokenizer
 from trainer_backend.inference.engine import LocalEngine, stop_token_ids
-from trainer_backend.inference.gateway import GatewayLimits, create_gateway
+from trainer_backend.inference.gateway_app import GatewayLimits, create_gateway
 from trainer_backend.inference.keys import EngineKeys
-from trainer_backend.inference.protocol import Engine, WeightSource
 from trainer_backend.inference.served_policy import PolicyFacts, ServedPolicy
 from trainer_backend.inference.servers import Servers
 from trainer_backend.inference.versions import PolicyVersion
@@ -38,11 +38,11 @@ from trainer_backend.learner.loading import folder_to_serve, load_named, new_wei
 from trainer_backend.learner.memory import serving_plan
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.models.sources import in_folder
-from trainer_backend.protocols import Reporter
+from trainer_backend.parts import Reporter
+from trainer_backend.processes.weight_broadcast import deliver_to_servers
+from trainer_backend.processes.weight_folders import WeightCopies, WeightFolders
 from trainer_backend.run.fixed_policies import FixedPolicies
 from trainer_backend.run.stopping import end_tasks, while_unbroken
-from trainer_backend.run.weight_broadcast import deliver_to_servers
-from trainer_backend.run.weight_folders import WeightCopies, WeightFolders
 from trainer_backend.rundir.layout import RunDirectory
 
 Result = TypeVar("Result")

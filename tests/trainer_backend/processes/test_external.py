@@ -14,13 +14,13 @@ from service_kit.server import Listener, ServerThread
 from tests.conftest import ListReporter, tiny_job
 from trainer_backend import job_parts
 from trainer_backend.errors import JobError, LearnerBusy, LearnerFailed, LearnerLost, TrainerError
-from trainer_backend.launchers.external import ExternalLauncher
-from trainer_backend.launchers.launcher import LEARNER
 from trainer_backend.learner.calls import LEARNER_KEY, About
 from trainer_backend.learner.process import Calls, create_app
 from trainer_backend.learner.ranks import ALONE
 from trainer_backend.learner.relay import Relay
-from trainer_backend.run.learner_process import LearnerProcess
+from trainer_backend.processes.external import ExternalLauncher
+from trainer_backend.processes.launching import LEARNER
+from trainer_backend.processes.learner_process import LearnerProcess
 from trainer_backend.rundir.layout import RunDirectory
 
 

@@ -6,8 +6,8 @@ from service_kit.rpc import Call, Table
 from shared_schemas.base import Body
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import EngineStopped, TrainerError
+from trainer_backend.inference.actor import Generation, SampledToken
 from trainer_backend.inference.keys import EngineKeys
-from trainer_backend.inference.protocol import Generation, SampledToken
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.inference.worker import EngineCounters
 from trainer_backend.job.tables import ModelTable

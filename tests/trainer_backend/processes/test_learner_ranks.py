@@ -10,12 +10,12 @@ import pytest
 
 from bench.study_ranks import Group
 from tests.conftest import tiny_job
-from tests.trainer_backend.run.test_learner_process import calls_in_order, played
+from tests.trainer_backend.processes.test_learner_process import calls_in_order, played
 from trainer_backend import learner_parts
 from trainer_backend.errors import CheckpointError, JobError, LearnerLost, NonFiniteLoss
 from trainer_backend.job.load import dump_job
 from trainer_backend.models.folder import load_model_folder
-from trainer_backend.protocols import CreditedEpisode, Progress
+from trainer_backend.parts import CreditedEpisode, Progress
 
 __all__ = ["played"]
 # A critic, a KL in the rewards, and several passes; every rank has unequal pieces.

@@ -13,8 +13,8 @@ from tests.trainer_backend.learner.hand_made import learner_of, tiny_tokenizer
 from trainer_backend.errors import LearnerLost
 from trainer_backend.inference.servers import Servers
 from trainer_backend.learner.learner import LocalLearner
-from trainer_backend.run.policy_server import make_servers
-from trainer_backend.run.weight_broadcast import WeightBroadcast
+from trainer_backend.processes.policy_server import make_servers
+from trainer_backend.processes.weight_broadcast import WeightBroadcast
 
 
 @pytest.fixture

@@ -132,7 +132,7 @@ def end_with_the_test() -> None:
     os._exit(1)
 
 
-if {"trainer_backend.run.gateway_process", "trainer_backend.learner.process"} & set(sys.orig_argv):
+if {"trainer_backend.processes.gateway_process", "trainer_backend.learner.process"} & set(sys.orig_argv):
     threading.Thread(target=end_with_the_test, daemon=True).start()
     server = ThreadingTCPServer(("127.0.0.1", 0), Handler)
     tell(f"listening on http://127.0.0.1:{server.server_address[1]}")

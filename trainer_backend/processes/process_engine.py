@@ -16,14 +16,14 @@ from service_kit.process import Child, name_exit
 from service_kit.rpc import Caller, Unanswered
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import ContextLengthExceeded, EngineStopped, EngineTimeout
+from trainer_backend.inference.actor import NO_EXTRAS, Extras, Generation
 from trainer_backend.inference.engine import LocalEngine
-from trainer_backend.inference.protocol import NO_EXTRAS, Extras, Generation
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.inference.worker import EngineCounters
-from trainer_backend.launchers.launcher import LOCAL, Role
-from trainer_backend.run.engine_calls import ENGINE_CALLS, EngineCall, EngineSetup
+from trainer_backend.processes.engine_calls import ENGINE_CALLS, EngineCall, EngineSetup
+from trainer_backend.processes.launching import LOCAL, Role
 
-_MODULE = "trainer_backend.run.engine_process"
+_MODULE = "trainer_backend.processes.engine_process"
 _STOP_S = 10.0
 _BEGIN_S = 600.0
 # Beyond the engine's own limit of a request, which its process keeps while it works at all.

@@ -28,8 +28,17 @@ from trainer_backend.core.prompt_lengths import LongPrompt
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import JobError, LearnerFailed, LearnerLost, TrainerError
 from trainer_backend.job.tables import RANKS_JOIN_S, LearnerTable
-from trainer_backend.launchers.external import Elsewhere
-from trainer_backend.launchers.launcher import (
+from trainer_backend.learner.calls import (
+    CALLS,
+    LEARNER_KEY,
+    NUMBER_HEADER,
+    SESSION_HEADER,
+    About,
+    session_of,
+)
+from trainer_backend.parts import CreditedEpisode, Hardware, Progress, Reporter, WeightPart
+from trainer_backend.processes.external import Elsewhere
+from trainer_backend.processes.launching import (
     LEARNER,
     LOCAL,
     PACKAGE,
@@ -40,15 +49,6 @@ from trainer_backend.launchers.launcher import (
     Role,
     address_of,
 )
-from trainer_backend.learner.calls import (
-    CALLS,
-    LEARNER_KEY,
-    NUMBER_HEADER,
-    SESSION_HEADER,
-    About,
-    session_of,
-)
-from trainer_backend.protocols import CreditedEpisode, Hardware, Progress, Reporter, WeightPart
 from trainer_backend.run.stopping import end_tasks
 from trainer_backend.rundir.layout import RunDirectory
 

@@ -30,9 +30,8 @@ from trainer_backend.errors import (
 )
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.job.tables import InferenceTable
-from trainer_backend.launchers.launcher import LOCAL, Launcher, Place, Resources, Role
-from trainer_backend.protocols import Reporter
-from trainer_backend.run.gateway_calls import (
+from trainer_backend.parts import Reporter
+from trainer_backend.processes.gateway_calls import (
     CONTROL_KEY,
     GATEWAY_CALLS,
     Answered,
@@ -44,13 +43,14 @@ from trainer_backend.run.gateway_calls import (
     ServerAway,
     Serving,
 )
-from trainer_backend.run.public_address import PublicAddress
+from trainer_backend.processes.launching import LOCAL, Launcher, Place, Resources, Role
+from trainer_backend.processes.public_address import PublicAddress
 from trainer_backend.run.stopping import end_tasks
 from trainer_backend.rundir.state import is_final
 
 Say = Callable[[str], None]
 
-_MODULE = "trainer_backend.run.gateway_process"
+_MODULE = "trainer_backend.processes.gateway_process"
 _STOP_S = 10.0
 _TOTALS_S = 30.0
 # Of reading a model, beside the wait for servers.

@@ -1,8 +1,8 @@
-"""`python -m trainer_backend.run.gateway_process NAME --socket N`: a gateway of a run with [cluster].
+"""`python -m trainer_backend.processes.gateway_process NAME --socket N`: a gateway of a run with [cluster].
 
-`run.gateways` starts it. It answers calls (`run.gateway_calls`) at the address that it prints when it is
-ready, and requests on a socket that its parent holds, or elsewhere on a port of its own. It serves one
-version of the policy after another, each from a folder, and ends with its parent. Logs go to stderr.
+`processes.gateways` starts it. It answers calls (`processes.gateway_calls`) at the address that it prints
+when it is ready, and requests on a socket that its parent holds, or elsewhere on a port of its own. It serves
+one version of the policy after another, each from a folder, and ends with its parent. Logs go to stderr.
 
 Exit codes: 0 stopped, 1 something that another process may not meet; otherwise `serve` tells the run why the
 policies cannot be served, and the last line of stderr does too.
@@ -34,16 +34,15 @@ from service_kit.server import Listener, Server, run
 from service_kit.settings import ConnectionSettings
 from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.errors import InferenceError
+from trainer_backend.inference.actor import Engine
 from trainer_backend.inference.asgi import error_response
 from trainer_backend.inference.chat_check import Tokenizer
-from trainer_backend.inference.gateway import create_gateway
-from trainer_backend.inference.protocol import Engine
+from trainer_backend.inference.gateway_app import create_gateway
 from trainer_backend.inference.served_policy import PolicyFacts, ServedPolicy
 from trainer_backend.inference.servers import Servers
 from trainer_backend.inference.versions import PolicyVersion
-from trainer_backend.run.engine_calls import EngineSetup
-from trainer_backend.run.fixed_policies import FixedPolicies
-from trainer_backend.run.gateway_calls import (
+from trainer_backend.processes.engine_calls import EngineSetup
+from trainer_backend.processes.gateway_calls import (
     CONTROL_KEY,
     GATEWAY_CALLS,
     GATEWAY_KEY,
@@ -55,8 +54,9 @@ from trainer_backend.run.gateway_calls import (
     ServerAway,
     Serving,
 )
-from trainer_backend.run.policy_server import engine_of_folder, first_breakdown, make_servers
-from trainer_backend.run.process_engine import EngineLost, ProcessEngine
+from trainer_backend.processes.policy_server import engine_of_folder, first_breakdown, make_servers
+from trainer_backend.processes.process_engine import EngineLost, ProcessEngine
+from trainer_backend.run.fixed_policies import FixedPolicies
 from trainer_backend.rundir.fixed_record import continue_record
 from trainer_backend.rundir.layout import open_run
 
@@ -235,7 +235,7 @@ async def answer_calls(host: GatewayHost, address: str, key: SecretStr) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m trainer_backend.run.gateway_process")
+    parser = argparse.ArgumentParser(prog="python -m trainer_backend.processes.gateway_process")
     parser.add_argument("name", help="the gateway's name, for lists of processes")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--socket", type=int, metavar="N", help="the inherited descriptor")

@@ -1,7 +1,7 @@
 """Where task apps ask the policy: a gateway in this process, or with [cluster] in children. No torch here.
 
     this process -- listening sockets, keys, a folder --> gateway 0 .. n-1, each with an engine of its own
-                 -- the calls of `run.gateway_calls` -->
+                 -- the calls of `processes.gateway_calls` -->
 
 This process holds the sockets for the whole run. A gateway that dies is started again on its socket, from the
 folder that it served, and meanwhile requests wait there. The task app sends the ones that it had again.
@@ -25,14 +25,14 @@ from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.errors import InferenceError, JobError, NotPlaced
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.job.tables import InferenceTable, ModelTable, ServicesTable
-from trainer_backend.launchers.launcher import Launcher, Resources
-from trainer_backend.protocols import InferenceServer, Learner, Reporter
+from trainer_backend.parts import InferenceServer, Learner, Reporter
+from trainer_backend.processes.gateway import Gateway, GatewayRole, Say, added, load_s
+from trainer_backend.processes.gateway_calls import CONTROL_KEY, GATEWAY_KEY, GatewaySetup
+from trainer_backend.processes.launching import Launcher, Resources
+from trainer_backend.processes.weight_broadcast import deliver_to_servers
+from trainer_backend.processes.weight_folders import WeightFolders
 from trainer_backend.run.fixed_setup import FixedSetup
-from trainer_backend.run.gateway import Gateway, GatewayRole, Say, added, load_s
-from trainer_backend.run.gateway_calls import CONTROL_KEY, GATEWAY_KEY, GatewaySetup
 from trainer_backend.run.stopping import end_tasks, while_unbroken
-from trainer_backend.run.weight_broadcast import deliver_to_servers
-from trainer_backend.run.weight_folders import WeightFolders
 from trainer_backend.rundir.layout import RunDirectory
 
 Result = TypeVar("Result")

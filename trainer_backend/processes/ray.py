@@ -39,7 +39,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from service_kit.process import PIPE, Child, Process, address_in
 from trainer_backend.errors import JobError, NotPlaced
-from trainer_backend.launchers.launcher import LOCAL, PACKAGE, Place, Resources, Role
+from trainer_backend.processes.launching import LOCAL, PACKAGE, Place, Resources, Role
 
 Result = TypeVar("Result")
 

@@ -1,7 +1,7 @@
-"""`python -m trainer_backend.run.engine_process --socket N`: a gateway's local engine, in its own process.
+"""`python -m trainer_backend.processes.engine_process --socket N`: a gateway's local engine in a process.
 
-`run.process_engine` starts it and calls it over a socket that it inherits (`run.engine_calls`). It ends with
-its parent. Logs go to stderr.
+`processes.process_engine` starts it and calls it over a socket that it inherits (`processes.engine_calls`).
+It ends with its parent. Logs go to stderr.
 """
 
 from service_kit.process import begin_imports, end_imports, end_with_parent, kill_with_parent
@@ -24,14 +24,14 @@ from service_kit.logs import configure_logs_from
 from service_kit.rpc import Tell, serve_calls
 from service_kit.server import run
 from trainer_backend.errors import EngineStopped
+from trainer_backend.inference.actor import Extras, Generation
 from trainer_backend.inference.engine import LocalEngine
-from trainer_backend.inference.protocol import Extras, Generation
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.stop_strings import StopStrings
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.inference.worker import EngineCounters
-from trainer_backend.run.engine_calls import ENGINE_CALLS, EngineCall, EngineSetup
-from trainer_backend.run.policy_server import engine_of_folder
+from trainer_backend.processes.engine_calls import ENGINE_CALLS, EngineCall, EngineSetup
+from trainer_backend.processes.policy_server import engine_of_folder
 
 
 class EngineHost:
@@ -84,7 +84,7 @@ class EngineHost:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m trainer_backend.run.engine_process")
+    parser = argparse.ArgumentParser(prog="python -m trainer_backend.processes.engine_process")
     parser.add_argument("--socket", type=int, required=True, metavar="N", help="the inherited descriptor")
     options = parser.parse_args(arguments)
     configure_logs_from()

@@ -8,7 +8,7 @@ from service_kit.errors import SettingsError
 from service_kit.keys import key_from_environ
 from service_kit.process import Process
 from trainer_backend.errors import JobError
-from trainer_backend.launchers.launcher import LOCAL, Role
+from trainer_backend.processes.launching import LOCAL, Role
 
 
 class Elsewhere:

@@ -36,8 +36,8 @@ from trainer_backend.learner.calls import LEARNER_KEY, NUMBER_HEADER, SESSION_HE
 from trainer_backend.learner.process import Call, Calls, create_app
 from trainer_backend.learner.ranks import ALONE
 from trainer_backend.learner.relay import Relay
-from trainer_backend.protocols import CreditedEpisode, Learner, LearnerFactory, Progress
-from trainer_backend.run.learner_process import LearnerConnection
+from trainer_backend.parts import CreditedEpisode, Learner, LearnerFactory, Progress
+from trainer_backend.processes.learner_process import LearnerConnection
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import read_rollouts
 

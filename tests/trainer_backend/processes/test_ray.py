@@ -15,12 +15,12 @@ from ray.cluster_utils import Cluster
 
 import trainer_backend
 from tests.trainer_backend.inference.fake_vllm_environment import fake_environment
-from tests.trainer_backend.run.test_vllm_servers import ECHO, SERVER, command, table
+from tests.trainer_backend.processes.test_vllm_servers import ECHO, SERVER, command, table
 from trainer_backend.errors import JobError
-from trainer_backend.launchers.launcher import Place, Resources, Role
-from trainer_backend.launchers.ray import Node, RayLauncher, never_fits, on_node, refuse_other_release
-from trainer_backend.protocols import Hardware
-from trainer_backend.run.vllm_servers import VllmServers
+from trainer_backend.parts import Hardware
+from trainer_backend.processes.launching import Place, Resources, Role
+from trainer_backend.processes.ray import Node, RayLauncher, never_fits, on_node, refuse_other_release
+from trainer_backend.processes.vllm_servers import VllmServers
 
 
 def test_what_no_node_could_ever_hold_is_told_with_what_there_is():
@@ -157,7 +157,7 @@ async def test_a_vllm_server_on_a_node_announces_its_address_and_the_next_one_wh
 ORCHESTRATOR = """
 import asyncio, sys
 from pathlib import Path
-from tests.trainer_backend.launchers.test_ray import RayLauncher, role
+from tests.trainer_backend.processes.test_ray import RayLauncher, role
 
 async def work(address, folder, run, lease_s):
     launcher = RayLauncher(run, 60.0, lambda line: None, float(lease_s))

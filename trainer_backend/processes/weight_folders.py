@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer_backend.inference.versions import PolicyVersion, ScoredPrompt
-from trainer_backend.protocols import Learner
-from trainer_backend.run.vllm_servers import VllmServers
+from trainer_backend.parts import Learner
+from trainer_backend.processes.vllm_servers import VllmServers
 
 Result = TypeVar("Result")
 _PROMPT_TOKENS = 64

@@ -16,14 +16,14 @@ from trainer_backend.errors import (
     ModelFolderError,
     WeightsRefused,
 )
-from trainer_backend.inference.protocol import Extras, FrozenEngine, Generation, SampledToken
+from trainer_backend.inference.actor import Extras, FrozenEngine, Generation, SampledToken
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.stop_strings import Decode, StopStrings
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.job.tables import InferenceTable, ModelTable
-from trainer_backend.run.engine_calls import EngineSetup
-from trainer_backend.run.policy_server import engine_of_folder
-from trainer_backend.run.process_engine import EngineLost, ProcessEngine
+from trainer_backend.processes.engine_calls import EngineSetup
+from trainer_backend.processes.policy_server import engine_of_folder
+from trainer_backend.processes.process_engine import EngineLost, ProcessEngine
 
 # One at a time: which requests are decoded together changes the last bits.
 KEYS = InferenceTable(max_running=1, kept_prefixes=0, max_model_len=64)
@@ -121,7 +121,7 @@ async def test_a_folder_that_cannot_be_served_is_refused_by_the_error_of_its_cla
 async def test_a_process_that_ends_before_it_serves_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_backend.run.process_engine._MODULE", "this")  # a poem
+    monkeypatch.setattr("trainer_backend.processes.process_engine._MODULE", "this")  # a poem
     version = PolicyVersion(number=0, folder=tmp_path)
     engine = ProcessEngine(
         EngineSetup(model=ModelTable(path=tmp_path, device="cpu"), keys=KEYS, version=version)

@@ -16,9 +16,9 @@ import pytest
 from tests.trainer_backend.inference.fake_vllm_environment import fake_environment
 from trainer_backend.errors import JobError, NotPlaced
 from trainer_backend.job.tables import InferenceTable
-from trainer_backend.launchers.launcher import LOCAL, Launcher, Process, Role
-from trainer_backend.protocols import Hardware
-from trainer_backend.run.vllm_servers import (
+from trainer_backend.parts import Hardware
+from trainer_backend.processes.launching import LOCAL, Launcher, Process, Role
+from trainer_backend.processes.vllm_servers import (
     VllmServer,
     VllmServers,
     arguments,

@@ -12,11 +12,11 @@ import structlog
 from trainer_backend.errors import TrainerError
 from trainer_backend.inference.versions import PolicyVersion, WeightAddress
 from trainer_backend.job.tables import InferenceTable
-from trainer_backend.launchers.launcher import LOCAL, Launcher
-from trainer_backend.protocols import Learner
+from trainer_backend.parts import Learner
+from trainer_backend.processes.launching import LOCAL, Launcher
+from trainer_backend.processes.vllm_servers import own_servers
+from trainer_backend.processes.weight_folders import WeightFolders, on_thread
 from trainer_backend.run.stopping import racing
-from trainer_backend.run.vllm_servers import own_servers
-from trainer_backend.run.weight_folders import WeightFolders, on_thread
 from trainer_backend.rundir.layout import RunDirectory
 
 log = structlog.get_logger("weights")

@@ -27,8 +27,8 @@ from trainer_backend.errors import EngineBusy, JobError, RemoteRefused, RemoteUn
 from trainer_backend.inference.keys import CONTRACT
 from trainer_backend.inference.vllm_engine import VllmEngine, refuse_release
 from trainer_backend.job.tables import InferenceTable
-from trainer_backend.launchers.launcher import LOCAL, Launcher, Place, Resources, Role
-from trainer_backend.protocols import VISIBLE_DEVICES, Hardware
+from trainer_backend.parts import VISIBLE_DEVICES, Hardware
+from trainer_backend.processes.launching import LOCAL, Launcher, Place, Resources, Role
 from trainer_backend.run.stopping import end_tasks
 from trainer_backend.rundir.layout import RunDirectory
 

@@ -23,13 +23,13 @@ from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.plan import Inference, retried
 from trainer_backend.errors import EngineStopped, NotPlaced, WeightsRefused
 from trainer_backend.inference.served_policy import PolicyFacts
-from trainer_backend.launchers.launcher import LOCAL, Place, Process, Role
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import load_model_folder
+from trainer_backend.processes.gateway import Gateway, RunningTotals, load_s
+from trainer_backend.processes.gateways import Gateways, share_of
+from trainer_backend.processes.launching import LOCAL, Place, Process, Role
+from trainer_backend.processes.policy_server import first_breakdown
 from trainer_backend.run.fixed_setup import FixedSetup
-from trainer_backend.run.gateway import Gateway, RunningTotals, load_s
-from trainer_backend.run.gateways import Gateways, share_of
-from trainer_backend.run.policy_server import first_breakdown
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.rundir.spool import plan_id, request_digests
 

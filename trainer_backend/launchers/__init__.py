@@ -1,1 +1,0 @@
-"""Who starts the processes of a run, and where: [cluster] launcher."""
