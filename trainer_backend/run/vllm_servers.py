@@ -145,7 +145,7 @@ class _Server:
     devices: str | None
     child: Process | None = None
     place: Place = field(default_factory=Place)
-    """Where it was placed; beside this process until it is."""
+    """Where it was placed; on this machine until it is."""
 
     @property
     def url(self) -> str:
