@@ -177,7 +177,7 @@ class PolicyServer:
         def read(version: PolicyVersion) -> WeightSource:
             if self._weights is None:
                 return learner.weights()
-            # The engine is a copy of the learner's model, with the adapters apart from the base in any precision.
+            # The engine copies the learner's model, with the adapters apart from the base in any precision.
             return read_adapter(version.folder / FOLDER) if has_adapters else version.folder
 
         stop_ids = learner.facts().stop_ids
