@@ -31,7 +31,7 @@ from trainer_backend.inference.worker import EngineCounters
 from trainer_backend.processes.engine_calls import ENGINE_CALLS, EngineCall
 
 PROMPT = tuple(range(100, 500))
-# The most that lines may cost beside frames: they are to cost nothing.
+# The most that lines may cost, as a ratio to frames.
 LIMIT = 1.0
 Sample = Callable[[EngineCall, Tell | None], Awaitable[Generation]]
 

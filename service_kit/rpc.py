@@ -304,7 +304,7 @@ async def carry_out(
     except asyncio.CancelledError:
         say(table.write_error(table.failure(f"{name!r} was stopped"), name))
         raise
-    except Exception as error:  # whatever it is, whoever waits for the call must hear of it
+    except Exception as error:  # whatever it is, the caller must hear of it
         line = table.write_error(error, name)
     say(line)
 

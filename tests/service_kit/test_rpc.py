@@ -180,7 +180,7 @@ async def test_a_call_ends_where_its_caller_goes_or_does_not_want_it_and_others_
 
         waiting = asyncio.ensure_future(ask("wait", tell=unwelcome if way == "tell" else None))
         await kitchen.waiting.wait()
-        assert await ask("count", 2) == "counted", "beside it"
+        assert await ask("count", 2) == "counted", "while it waits"
         if way == "cancel":
             waiting.cancel()
         with pytest.raises(asyncio.CancelledError if way == "cancel" else KeyError):

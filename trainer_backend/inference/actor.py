@@ -122,7 +122,7 @@ class Engine(FrozenEngine, Protocol):
     """The engine of the actor, whose weights are replaced: `LocalEngine`, or the `Servers` of vLLM."""
 
     async def load(self, version: PolicyVersion) -> None:
-        """Serve this version from now on; WeightsRefused where the one before goes on serving."""
+        """Serve this version from now on; WeightsRefused: the one before is still served."""
 
     async def release(self) -> None:
         """Free the memory that it shares with the learner, because nothing is sampled for a while."""

@@ -1,4 +1,4 @@
-"""A version of the policy on disk, as it is handed to whoever serves it. No torch here."""
+"""A version of the policy on disk, as it is handed to engines. No torch here."""
 
 from pathlib import Path
 

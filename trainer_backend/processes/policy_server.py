@@ -80,7 +80,7 @@ class ActorServer:
         await self._weights.deliver(self._engine.load(version))
 
     async def release(self) -> None:
-        with suppress(EngineStopped):  # whoever needs the engine hears of it; an update does not
+        with suppress(EngineStopped):  # what needs the engine hears of it; an update does not
             await self._engine.release()
         await self._fixed.release()
 
@@ -177,7 +177,7 @@ class PolicyServer:
         def read(version: PolicyVersion) -> WeightSource:
             if self._weights is None:
                 return learner.weights()
-            # The engine is a copy of the learner's model, with the adapters beside the base in any precision.
+            # The engine copies the learner's model, with the adapters apart from the base in any precision.
             return read_adapter(version.folder / FOLDER) if has_adapters else version.folder
 
         stop_ids = learner.facts().stop_ids
@@ -271,7 +271,7 @@ def make_servers(
     """The replicas of inference.urls, none of which serves yet.
 
     Args:
-        renew: starts the server of an address anew; None: they are not the run's own.
+        renew: starts the server of an address again; None: they are not the run's own.
         ask: has the learner send its weights to a server that is about to ask for them.
     """
     engines = [

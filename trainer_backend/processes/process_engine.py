@@ -129,7 +129,7 @@ class ProcessEngine:
         self.counters = await self._call("probe", timeout_s=LocalEngine.order_timeout_s)
 
     async def release(self) -> None:
-        """Its memory is in the plan of the run, beside the learner's."""
+        """Do nothing: the plan of the run counts its memory and the learner's."""
 
     def totals(self) -> dict[str, float]:
         return asdict(self.counters)

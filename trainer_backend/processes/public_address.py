@@ -17,7 +17,7 @@ _CHUNK_BYTES, _CONNECT_S = 1 << 16, 10.0
 class PublicAddress:
     """A socket that the orchestrator holds.
 
-    A process beside the orchestrator inherits it. To one elsewhere connections are passed on. While none
+    A process on the same machine inherits it. To one elsewhere connections are passed on. While none
     serves, they wait in the socket's backlog.
     """
 
