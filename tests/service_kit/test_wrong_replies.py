@@ -1,20 +1,26 @@
 """Every field that a client reads with every wrong value: an error of ours names it, or it is unread."""
 
 import asyncio
+import gzip
 import json
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import Any
 
 import pytest
 from pydantic import SecretStr
 
+from service_kit.errors import ServiceError
 from shared_schemas.messages import Message
 from shared_schemas.replay import ReplayRequest
 from shared_schemas.rollouts import RolloutRequest
 from shared_schemas.trajectory import Sampling
 from task_app.policies.openai import OpenAIAgentPolicy
 from task_app.policies.openai_config import OpenAIConfig
-from tests.service_kit.wrong_replies import Reading, served
+from tests.service_kit.wrong_replies import Reading, served, wrong_replies
+from tests.task_app.environments.foreign.contracts import environment
 from trainer_backend.collect.arrival import checked
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.core.segments import segments_of
@@ -327,3 +333,91 @@ async def test_a_wrong_field_of_a_reply_is_an_error_of_ours_that_names_it(name: 
     with served(replies) as url:
         faults = await reading.find_faults(lambda body: replies.update({route: body}), lambda: ask(url))
     assert faults == [], "\n".join(faults)
+
+
+ASKS: dict[str, Ask] = {
+    **{
+        name: READINGS[name][1]
+        for name in (
+            "vLLM, a sample", "vLLM, a scored prompt", "a fixed policy, a sample", "task app, /info",
+            "task app, a page", "a policy at our gateway", "the terminal, jobs",
+        )
+    },
+    "vLLM, a stream": sample(on_token=lambda token: None),
+    "the terminal, events": terminal(lambda one: list(one.events("/jobs/j/events"))),
+    "an MCP server": lambda url: asyncio.to_thread(environment(f"mcp:{url}/mcp").reset, 0),
+}  # fmt: skip
+OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
+# What a server sends once, and then again and again.
+ENDLESS = {
+    "a body of blanks": (CHUNKED, b"10000\r\n" + b" " * 65_536 + b"\r\n"),
+    "comments of a stream": (CHUNKED, b"10000\r\n" + b": x\n" * 16_384 + b"\r\n"),
+    "a length that is a lie": (OK + b"Content-Length: 99999999999\r\n\r\n", b"[" * 65_536),
+    "a header": (OK + b"X: ", b"x" * 65_536),
+    "headers": (OK, b"X: x\r\n" * 10_000),
+}
+# Bytes that the kernel takes and no client reads.
+IN_FLIGHT = 8 << 20
+
+
+@contextmanager
+def flood(first: bytes, then: bytes) -> Iterator[tuple[str, list[int]]]:
+    """The URL of a server that sends this until its client leaves, and how many bytes it has sent to each."""
+    sent: list[int] = []
+
+    class Sender(BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(65_536)
+            sent.append(0)
+            with suppress(OSError):
+                self.request.sendall(first)
+                while then:
+                    sent[-1] += self.request.send(then)
+
+    with ThreadingTCPServer(("127.0.0.1", 0), Sender) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", sent
+        server.shutdown()
+
+
+@pytest.mark.parametrize("name", ASKS)
+async def test_an_endless_reply_is_cut_off(name: str):
+    for how, (first, then) in ENDLESS.items():
+        if (name, how) == ("the terminal, events", "comments of a stream"):
+            continue  # which keep the stream of a running job open, and are not kept
+        with flood(first, then) as (url, sent), pytest.raises(ServiceError):
+            await ASKS[name](url)
+        assert sent and max(sent) <= (64 << 20) + IN_FLIGHT, how
+
+
+BOMB = gzip.compress(bytes(10_000_000))
+ODD = {
+    "Content-Encoding": OK + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(BOMB) + BOMB,
+    "307": b"HTTP/1.1 307 Temporary Redirect\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n",
+    "": OK + b"Content-Length: 100\r\n\r\n{}",
+    " ": b"SSH-2.0-OpenSSH_9.6\r\n",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in ASKS if name != "task app, /info"])
+async def test_a_reply_that_is_encoded_redirects_or_breaks_off_is_an_error_of_ours(name: str):
+    for word, reply in ODD.items():
+        with flood(reply, b"") as (url, _), pytest.raises(ServiceError) as caught:
+            await ASKS[name](url)
+        assert word in str(caught.value)
+
+
+PROBLEM = {"type": "about:blank", "title": "t", "status": 422, "code": "c", "detail": "d", "where": "w"}
+
+
+@pytest.mark.parametrize("name", ASKS)
+async def test_an_error_of_any_form_is_an_error_of_ours_and_no_page_long(name: str):
+    replies: dict[str, bytes] = {}
+    with served(replies, status=422) as url:
+        for wrong in wrong_replies({**PROBLEM, "error": {"code": "c", "message": "m"}}):
+            replies[""] = wrong.body
+            with pytest.raises(ServiceError) as caught:
+                await ASKS[name](url)
+            assert len(str(caught.value)) < 4_000, wrong

@@ -96,14 +96,16 @@ def _changes(right: Any, path: str) -> Iterator[tuple[str, str, Any, Any, Any]]:
 
 
 @contextmanager
-def served(replies: Mapping[str, bytes]) -> Iterator[str]:
-    """The URL of a server that answers a path, or a method of JSON-RPC, with what this holds at that time."""
+def served(replies: Mapping[str, bytes], *, status: int = 200) -> Iterator[str]:
+    """The URL of a server that answers a path, or a method of JSON-RPC, with what this holds then; all
+    others with what it holds for "", or {}."""
 
     async def answer(request: Request) -> Response:
         path = request.url.path
         if path == "/mcp" and request.method == "POST":
             path = (await request.json())["method"]
-        return Response(replies.get(path, b"{}"), media_type="application/json")
+        body = replies.get(path, replies.get("", b"{}"))
+        return Response(body, status_code=status, media_type="application/json")
 
     routes = [
         Route("/mcp", answer, methods=["POST"]),

@@ -32,7 +32,7 @@ _TIMEOUT_S = 30.0
 # Maximum silence of an event stream, which sends something every 15 s.
 _SILENCE_S = 60.0
 # A page of jobs is some 100 kB, and a job's TOML has at most the service's limit of a body, 1 MiB by default.
-_MOST_REPLY_BYTES = 64 << 20
+_MOST_REPLY_BYTES = 32 << 20
 
 
 class ServiceRefused(TrainerError, code="service_refused", status=400, title="The trainer service refused"):
