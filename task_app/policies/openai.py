@@ -181,7 +181,8 @@ class OpenAIAgentPolicy:
         )
         self._on_retry, self._clock = on_retry, clock
         self._turn = self._known_ids = 0
-        self._read_tokens = WholeReplies() if config.exact_tokens == "vllm" else OwnReplies()
+        is_whole = config.exact_tokens == "vllm"
+        self._read_tokens = WholeReplies() if is_whole else OwnReplies(asked=config.asks_gateway_of_ours)
         self._last: tuple[tuple[Message, ...], Reply] | None = None
         self._has_answer = False
         self.pending_failure: str | None = None

@@ -282,9 +282,15 @@ def _text(message: _Message) -> str:
 
 
 class OwnReplies:
-    """Reads the exact tokens of our own gateway's replies; None of a server that sends no such fields."""
+    """Reads the exact tokens of our own gateway's replies; None of a server that sends no such fields.
+
+    If they were not asked for, our gateway sends them without those of the prompt, and they are left out too.
+    """
 
     hint = ""
+
+    def __init__(self, *, asked: bool = True) -> None:
+        self._asked = asked
 
     def kind(self, *, logprobs: bool) -> type[Completion[Any]]:
         return Completion[_PlainChoice] if logprobs else Completion[_OwnChoice]
@@ -301,6 +307,8 @@ class OwnReplies:
             "choices.0.finish_reason": choice.ending,
         }
         for name, value in fields.items():
+            if value is None and not self._asked:
+                return None
             if value is None:
                 raise protocol_error(f"{name} is missing; exact tokens consist of {', '.join(fields)}")
         ids, starts = choice.token_ids or (), [start for start, _ in choice.versions or ()]

@@ -206,9 +206,9 @@ def test_the_same_weights_play_the_same_episodes_here_and_at_a_server(
 
 # Of a server, and of the job; and what is told.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "no log-probs": ({"leaves_out": {"logprobs"}}, {}, "no choices[0].logprobs.token_logprobs, though"),
-    "no token ids": ({"leaves_out": {"token_ids"}}, {}, "no choices[0].token_ids, though"),
-    "no prompt ids": ({"leaves_out": {"prompt_token_ids"}}, {}, "no choices[0].prompt_token_ids, though"),
+    "no log-probs": ({"leaves_out": {"logprobs"}}, {}, "choices.0.logprobs.token_logprobs is missing"),
+    "no token ids": ({"leaves_out": {"token_ids"}}, {}, "choices.0.token_ids is missing"),
+    "no prompt ids": ({"leaves_out": {"prompt_token_ids"}}, {}, "choices.0.prompt_token_ids is missing"),
     "tokens": ({"shift": 1}, {}, "the same text becomes other ids: number 0 is"),
     "key": ({"key": "another"}, {}, "the server of the fixed policy refused: status 401"),
     "down": ({"answers": 0}, {}, "the server of the fixed policy answers status 503 the server is shutting"),

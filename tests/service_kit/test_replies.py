@@ -6,17 +6,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
-from pydantic import SecretStr
+from pydantic import Field, SecretStr
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from service_kit.replies import Lines, ReplyTooLarge, redirect_target
+from service_kit.replies import Lines, ReplyInvalid, ReplyTooLarge, read_reply, redirect_target
 from service_kit.server import Listener, ServerThread
+from shared_schemas.base import StrictReply
 from shared_schemas.trajectory import Sampling
 from task_app.environments.foreign.wire import Http
 from task_app.settings import Reach
@@ -183,6 +184,38 @@ def test_a_line_may_come_in_parts_and_a_stream_may_be_longer_than_its_longest_li
     for part in (b"abcde", b"abcde\n"):
         with pytest.raises(ReplyTooLarge, match="more than 4 bytes"):
             Lines(4).take(part)
+
+
+class Place(StrictReply):
+    x: float
+    at: tuple[Annotated[int, Field(ge=0)], ...] = ()
+
+
+@pytest.mark.parametrize(
+    ("reply", "finding"),
+    [
+        (b'{"x": 1, "at": [2], "more": NaN}', None),
+        (b'{"at": []}', "x is missing; the reader needs it"),
+        (b'{"x": true}', "x is True (bool); it should be a valid number"),
+        (b'{"x": NaN}', "x is nan (float); it should be a finite number"),
+        (b'{"x": 1e999}', "x is inf (float); it should be a finite number"),
+        (b'{"x": 0, "at": [0, "7"]}', "at.1 is '7' (str); it should be a valid integer"),
+        (b'{"x": 0, "at": [-1]}', "at.0 is -1 (int); it should be greater than or equal to 0"),
+        (
+            b'{"x": [1, 2, 3, 4, 5, 6, 7, 8]}',
+            "x is [1, 2, 3, 4, 5, 6, ...] (list); it should be a valid number",
+        ),
+        (b"[]", "its reply is [] (list); it should be an object"),
+        (b" ", "its reply is empty; JSON is needed (EOF while parsing a value at line 1 column 1)"),
+    ],
+)
+def test_what_is_wrong_with_a_reply_is_told_with_its_part_field_and_value(reply: bytes, finding: str | None):
+    if finding is None:
+        assert read_reply(Place, reply, "GET /place") == Place(x=1.0, at=(2,))
+        return
+    with pytest.raises(ReplyInvalid) as caught:
+        read_reply(Place, reply, "GET /place")
+    assert str(caught.value) == f"GET /place: {finding}"
 
 
 @pytest.mark.parametrize(

@@ -352,7 +352,7 @@ CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
 # What a server sends once, and then again and again.
 ENDLESS = {
     "a body of blanks": (CHUNKED, b"10000\r\n" + b" " * 65_536 + b"\r\n"),
-    "comments of a stream": (CHUNKED, b"10000\r\n" + b": x\n" * 16_384 + b"\r\n"),
+    "comments of a stream": (CHUNKED, b"10000\r\n" + (b": " + b"x" * 1_021 + b"\n") * 64 + b"\r\n"),
     "a length that is a lie": (OK + b"Content-Length: 99999999999\r\n\r\n", b"[" * 65_536),
     "a header": (OK + b"X: ", b"x" * 65_536),
     "headers": (OK, b"X: x\r\n" * 10_000),
@@ -383,7 +383,7 @@ def flood(first: bytes, then: bytes) -> Iterator[tuple[str, list[int]]]:
 
 
 @pytest.mark.parametrize("name", ASKS)
-async def test_an_endless_reply_is_cut_off(name: str):
+async def test_an_endless_reply_is_cut_off_within_64_mib(name: str):
     for how, (first, then) in ENDLESS.items():
         if (name, how) == ("the terminal, events", "comments of a stream"):
             continue  # which keep the stream of a running job open, and are not kept

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from shared_schemas.base import shown
 from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest
 from shared_schemas.trajectory import StepData, Trajectory
 
@@ -27,17 +26,17 @@ def _find_fault(request: RolloutRequest, rollout: Rollout) -> str | None:
     for name in _PLACE:
         found, asked = getattr(rollout, name), getattr(request, name)
         if found != asked:
-            return f"its {name} is {shown(found)}, and {asked!r} was asked for"
+            return f"its {name} is {found!r:.80}, and {asked!r} was asked for"
     episode, start = rollout.trajectory, request.start
     if episode is None:
         return "it has no trajectory"
     if start.seed is not None and episode.seed != start.seed:
         return f"it was played in the world of seed {episode.seed}; seed {start.seed} was asked for"
     if (episode.parent_rollout_id, episode.parent_turn) != (start.parent_rollout_id, start.parent_turn):
-        return f"it continues {shown(episode.parent_rollout_id)}; {start.parent_rollout_id!r} was asked for"
+        return f"it continues {episode.parent_rollout_id!r:.80}; {start.parent_rollout_id!r} was asked for"
     turns = [step.turn for step in episode.steps]
     if turns != list(range(1, len(turns) + 1)):
-        return f"the turns of its steps are {shown(turns)}; they count from 1"
+        return f"the turns of its steps are {turns!r:.80}; they count from 1"
     # `not <=`, because NaN is neither larger nor smaller.
     found = next((item for item in _numbers(episode) if not abs(item[1]) <= _LARGEST), None)
     return None if found is None else f"its {found[0]} is {found[1]}, beyond +-{_LARGEST:g}"

@@ -66,9 +66,9 @@ _LEAST_WEIGHT = 1 / 64
 _LATER = (429, 502, 503, 504)
 # Of a reply that is no page of results and no replay.
 _MOST_SHORT_BYTES = 16 << 20
-# Of those: twice the default of TURNWISE_MAX_PAGE_BYTES, as a page may be larger by one rollout; where a task
-# app names a larger limit, twice that, up to the default of TURNWISE_MAX_HELD_BYTES.
-_MOST_REPLY_BYTES, _MOST_PAGE_BYTES = 64 << 20, 1 << 30
+# Of those: half as much again as TURNWISE_MAX_PAGE_BYTES, by default and by what a task app names, as a page
+# may be larger by one rollout; at most the default of TURNWISE_MAX_HELD_BYTES.
+_MOST_REPLY_BYTES, _MOST_PAGE_BYTES = 48 << 20, 1 << 30
 _LONG = ("/rollouts", "/replay")
 
 State = Literal["starting", "serving", "lost", "gone"]
@@ -570,7 +570,7 @@ class TaskAppClient:
     def _most_bytes(self, path: str) -> int:
         if path not in _LONG:
             return min(_MOST_SHORT_BYTES, self._most_reply_bytes)
-        return max(self._most_reply_bytes, min(2 * self._limits.max_page_bytes, _MOST_PAGE_BYTES))
+        return max(self._most_reply_bytes, min(3 * self._limits.max_page_bytes // 2, _MOST_PAGE_BYTES))
 
     @property
     def _certificate_host(self) -> str | None:

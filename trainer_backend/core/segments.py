@@ -220,5 +220,6 @@ def _check_sampled(call: PolicyLogprobs, where: str) -> None:
         raise SegmentError(
             f"versions start at tokens {firsts}; expected 0 first, then rising, below {count}", where=where
         )
-    if firsts and min(version for _, version in call.versions) < 0:
-        raise SegmentError(f"versions are {call.versions}; a policy version counts from 0", where=where)
+    for _, version in call.versions:
+        if version < 0:
+            raise SegmentError(f"versions name {version}; a policy version counts from 0", where=where)

@@ -69,8 +69,8 @@ class _Offer(RootModel[list[_Offered]]):
 
 class _World(StrictReply):
     tools: list[_Offered] = Field(default_factory=list)
-    prompt: str = ""
-    system: str = ""
+    prompt: str
+    system: str | None = None
 
 
 class _Moved(StrictReply):
@@ -118,7 +118,11 @@ class LibraryPeer:
             ready = typed(_Ready, self._reply(self._child, start_s), f"{self._name}: its first line").ready
             if ready is None:
                 self._child.tell({"offer": 0})
-                ready = typed(_Offer, self._reply(self._child, start_s), f"{self._name}: its offer").root
+                ready = typed(
+                    _Offer,
+                    self._reply(self._child, start_s),
+                    f"{self._name}: its offer after a line that is not ready",
+                ).root
             self._tools = ready
         else:
             self._reply(self._child, start_s)
@@ -128,7 +132,7 @@ class LibraryPeer:
         world = typed(_World, self._ask({"reset": seed}), f"{self._name}: an opening")
         if world.tools != self._tools:
             raise ForeignFailed(f"{self._name} offers other tools than before")
-        return Shown(world.prompt, system=world.system)
+        return Shown(world.prompt, system=world.system or "")
 
     def carry_out(self, calls: Sequence[Call]) -> Iterator[Shown]:
         if calls:  # only with tools

@@ -1,6 +1,5 @@
 """Tool calls against the JSON Schemas of foreign tools."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -58,7 +57,7 @@ class Tools:
             raise ForeignFailed(
                 f"the schema of tool {call.name!r} refers to what it does not define"
             ) from exc
-        except (re.error, OverflowError, RecursionError) as exc:
+        except (OverflowError, RecursionError) as exc:
             raise ForeignFailed(
                 f"the schema of tool {call.name!r} cannot be applied: {type(exc).__name__}: {exc!s:.200}",
                 unquoted=f"the schema of tool {call.name!r} cannot be applied: {type(exc).__name__}",

@@ -123,6 +123,7 @@ def test_every_sampled_token_is_trained_once_on_the_view_it_was_sampled_from(con
         (step(2, 3, [5], [6], versions=((0, 3), (1, 4))), r"turn 2: versions .*\[0, 1\]; .* below 1"),
         (step(2, 3, [5], [6, 7], versions=((0, 3), (0, 4))), r"turn 2: versions .*\[0, 0\]"),
         (step(2, 3, [5], [], versions=((1, 3),)), r"turn 2: versions .*\[1\]"),
+        (step(2, 3, [5], [6, 7], versions=((0, 3), (1, -4))), "turn 2: versions name -4"),
         (step(2, 3, [5], [6], temperature=0.0), "turn 2: temperature 0"),
         (step(2, 3, [5], [6]).model_copy(update={"sampling": None}), "turn 2: no sampling"),
         (

@@ -139,6 +139,15 @@ def test_a_schema_that_refers_to_another_machine_is_never_fetched():
             foreign.step(CALL)
 
 
+def test_a_schema_that_refers_to_itself_fails_the_episode_and_is_no_mistake_of_the_model():
+    schema = json.dumps({"action": {"properties": {"move": {"$ref": "#/properties/move"}}}})
+    with openenv(says(START), schema) as name:
+        foreign = environment(name)
+        foreign.reset(0)
+        with pytest.raises(ForeignFailed, match="the schema of tool 'step' cannot be applied: "):
+            foreign.step((ToolRequest("step", {"move": "up"}, '{"move": "up"}'),))
+
+
 def test_nobody_there_is_told_as_such():
     with openenv(says(START)) as name:
         pass

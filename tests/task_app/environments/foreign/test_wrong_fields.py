@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,4 +118,31 @@ async def test_a_wrong_field_of_an_mcp_server_fails_the_episode_and_is_named(met
         faults = await find_faults(
             reading, f"mcp:{url}/mcp", lambda body: replies.update({method: body}), task="Go."
         )
+    assert faults == [], "\n".join(faults)
+
+
+ANSWER = {"text": "t", "data": {"a": 1}, "reward": 0.5, "terminated": True, "truncated": False, "refused": ""}
+
+
+async def test_a_wrong_field_of_a_process_fails_the_episode_and_is_named(tmp_path: Path):
+    answer, stub = tmp_path / "answer", tmp_path / "python"
+    stub.write_text(
+        '#!/bin/sh\necho \'{"ready": []}\'\nread line\necho \'{"prompt": "Go."}\'\nread line\n'
+        f"cat {answer}\nread line\n"
+    )
+    stub.chmod(0o755)
+
+    def play() -> Any:
+        foreign = environment(
+            "verifiers:v", environment_deadline_s=30.0, verifiers_python=str(stub), verifiers_modules=("v",)
+        )
+        try:
+            return foreign.reset(0), foreign.answer("words")
+        finally:
+            foreign.close()
+
+    reading = Reading("verifiers:v", [ANSWER], frozenset({*ANSWER, "a"}), ("0.data.a",))
+    faults = await reading.find_faults(
+        lambda body: answer.write_bytes(body + b"\n"), lambda: asyncio.to_thread(play)
+    )
     assert faults == [], "\n".join(faults)
