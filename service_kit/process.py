@@ -16,14 +16,15 @@ import sys
 import threading
 import time
 from asyncio.subprocess import PIPE as PIPE
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import IO, Any, NoReturn, Protocol, Self
+from typing import IO, Any, BinaryIO, NoReturn, Protocol, Self
 
 import structlog
 
 from service_kit.console import utf8_output
+from service_kit.output import Output
 
 log = structlog.get_logger("service_kit")
 
@@ -38,6 +39,8 @@ READY = "listening on "
 _GUARD = Path(__file__).parent / "guard.py"
 # For a guard to kill what it guards; it takes milliseconds.
 _GUARD_S = 10.0
+# For the pipes of a process without a guard, which one in another session may hold for ever.
+_PIPES_S = 5.0
 _PROBE_EVERY_S = 10.0
 _ORPHANED = 1
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -47,8 +50,8 @@ _TAIL_BYTES = 65_536
 class Child:
     """A child process; `start` makes one."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, process: asyncio.subprocess.Process, prints: Output | None = None) -> None:
+        self._process, self._prints = process, prints
         self._guarded_pid: int | None = None
         self._has_rest = True
 
@@ -59,6 +62,7 @@ class Child:
         *,
         stdout: int | IO[bytes] | None = None,
         stderr: int | IO[bytes] | None = None,
+        prints: Output | None = None,
         env: Mapping[str, str] = os.environ,
         folder: Path | str | None = None,
         descriptors: Sequence[int] = (),
@@ -69,6 +73,7 @@ class Child:
 
         Args:
             stdout: with PIPE `address` and `lines` can read it.
+            prints: takes its stderr, and a stdout that has no other place; ends with the child in `end_all`.
             descriptors: open ones that it inherits under the same numbers.
             is_ours: it ends by itself when its standard input closes. Another command gets a guard, which
                 ends it, and whatever it has started.
@@ -79,20 +84,22 @@ class Child:
         """
 
         # In its own session, so that Ctrl-C reaches only this process, which ends its children in order.
-        async def spawn(command: Sequence[str], *more: int) -> asyncio.subprocess.Process:
-            return await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, stdout=stdout, stderr=stderr, env=utf8_output(env), cwd=folder,
-                start_new_session=True, pass_fds=(*descriptors, *more), limit=line_bytes,
-            )  # fmt: skip
+        async def spawn(command: Sequence[str], *more: int) -> Self:
+            with prints.given() if prints is not None else nullcontext() as end:
+                process = await asyncio.create_subprocess_exec(
+                    *command, stdin=PIPE, stdout=end if stdout is None else stdout, env=utf8_output(env),
+                    stderr=end if stderr is None else stderr, cwd=folder, start_new_session=True,
+                    pass_fds=(*descriptors, *more), limit=line_bytes,
+                )  # fmt: skip
+            return cls(process, prints)
 
         if is_ours or not can_guard():
-            return cls(await spawn(command))
-        with Report() as report:
-            process = await spawn(report.guarded(command), report.far_end)
-            report.let_go()
-            child = cls(process)
+            return await spawn(command)
+        with _under_guard(command) as (guarded, report, let_go):
+            child = await spawn(guarded, let_go.fileno())
+            let_go.close()
             try:
-                child._guarded_pid = report.read(await report.said())
+                child._guarded_pid = _read_report(await _read_all(report), command)
             except BaseException:
                 await child.end_all()
                 raise
@@ -165,14 +172,23 @@ class Child:
             return True
         return False
 
-    async def end_all(self, *, at_most_s: float | None = None) -> None:
-        """Kill it and what it has started, and release its pipes.
+    async def end_all(self) -> None:
+        """Kill it and what it has started, and release its pipes, also where the wait is cancelled."""
+        end, cancellation = asyncio.ensure_future(self._end_all()), None
+        while not end.done():
+            try:
+                await asyncio.wait([end])
+            except asyncio.CancelledError as error:
+                cancellation = error
+        if self._prints is not None:
+            self._prints.end()
+        if cancellation is not None:
+            raise cancellation
+        end.result()
 
-        Without a guard a process that it started in another session may hold its pipes for ever: their end is
-        waited for so long.
-        """
+    async def _end_all(self) -> None:
         with suppress(TimeoutError):
-            async with asyncio.timeout(at_most_s):
+            async with asyncio.timeout(_PIPES_S if self._guarded_pid is None else None):
                 await self._kill()
         self.kill_rest()
         # asyncio's Process has no public way to close a pipe that another process still holds, or that was
@@ -214,53 +230,33 @@ def can_guard() -> bool:
 _can_guard: bool | None = None
 
 
-class Report:
-    """The pipe by which a guard says whether its command runs."""
+@contextmanager
+def _under_guard(command: Sequence[str]) -> Iterator[tuple[list[str], BinaryIO, BinaryIO]]:
+    """The command under a guard, the pipe by which that reports, and the end of it that only the guard keeps.
 
-    def __init__(self) -> None:
-        self._near_end, self.far_end = os.pipe()
-        self._is_held = True
+    When the guard has started, close that end here, and read the other one to its end.
+    """
+    near_end, far_end = os.pipe()
+    with open(near_end, "rb", buffering=0) as report, open(far_end, "wb", buffering=0) as let_go:
+        yield [sys.executable, "-I", "-S", str(_GUARD), str(far_end), *command], report, let_go
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        self.let_go()
-        os.close(self._near_end)
+async def _read_all(pipe: BinaryIO) -> bytes:
+    reader, loop = asyncio.StreamReader(), asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    try:
+        return await reader.read()
+    finally:
+        transport.close()
 
-    def guarded(self, command: Sequence[str]) -> list[str]:
-        """The command under a guard, which inherits `far_end`."""
-        self._command = command[0]
-        return [sys.executable, "-I", "-S", str(_GUARD), str(self.far_end), *command]
 
-    def let_go(self) -> None:
-        """Close `far_end` here, once the guard has it."""
-        if self._is_held:
-            self._is_held = False
-            os.close(self.far_end)
-
-    async def said(self) -> bytes:
-        reader = asyncio.StreamReader()
-        with open(os.dup(self._near_end), "rb", buffering=0) as pipe:
-            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-                lambda: asyncio.StreamReaderProtocol(reader), pipe
-            )
-            try:
-                return await reader.read()
-            finally:
-                transport.close()
-
-    def read(self, said: bytes | None = None) -> int:
-        """Return the process id of the command; OSError: it cannot be run. Without `said` this waits."""
-        if said is None:
-            said = b""
-            while part := os.read(self._near_end, 64):
-                said += part
-        pid, _, number = said.partition(b"\n")
-        if number or not pid:
-            code = int(number or errno.ESRCH)
-            raise OSError(code, os.strerror(code), self._command)
-        return int(pid)
+def _read_report(said: bytes, command: Sequence[str]) -> int:
+    """The process id of a command under a guard; OSError: it cannot be run."""
+    pid, _, error = said.partition(b"\n")
+    if error or not pid:  # without both a kill of the guard came before
+        number = int(error or errno.ESRCH)
+        raise OSError(number, os.strerror(number), command[0])
+    return int(pid)
 
 
 class Guarded(subprocess.Popen[bytes]):
@@ -279,13 +275,11 @@ class Guarded(subprocess.Popen[bytes]):
         if not (has_guard := can_guard()):
             super().__init__(command, start_new_session=True, **options)
         else:
-            with Report() as report:
-                super().__init__(
-                    report.guarded(command), start_new_session=True, pass_fds=(report.far_end,), **options
-                )
-                report.let_go()
+            with _under_guard(command) as (guarded, report, let_go):
+                super().__init__(guarded, start_new_session=True, pass_fds=(let_go.fileno(),), **options)
+                let_go.close()
                 try:
-                    report.read()
+                    _read_report(report.read(), command)
                 except OSError:
                     self.__exit__(None, None, None)  # closes its pipes
                     raise
