@@ -171,24 +171,6 @@ async def test_a_cancelled_call_ends_its_process_and_what_that_started(tmp_path,
             await gone(*pids)
 
 
-async def test_the_process_dies_with_its_service_even_when_that_is_killed(tmp_path):
-    code = (
-        "import asyncio, sys\n"
-        "from tests.task_app.reward_functions.test_child_processes import episode, pool\n"
-        "async def main():\n"
-        "    async with pool('waits') as made:\n"
-        "        await made.judge(episode())\n"
-        "asyncio.run(main())\n"
-    )
-    environ = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    service = subprocess.Popen([sys.executable, "-c", code], env=environ)
-    pids = await _told(tmp_path / "waiting")
-    service.kill()
-    service.wait()
-    async with asyncio.timeout(20):
-        await gone(*pids)
-
-
 async def _told(path):
     async with asyncio.timeout(60):
         while not path.exists() or len(path.read_text().split()) < 2:
