@@ -19,11 +19,11 @@ from trainer_backend.jobs.data_dir import DataDir
 from trainer_backend.jobs.processes import (
     Command,
     JobProcess,
-    environment_of,
     job_command,
     last_words,
     record_death,
     start_process,
+    without_secrets,
 )
 from trainer_backend.jobs.settings import SupervisorSettings
 from trainer_backend.jobs.slots import Line, Slot
@@ -210,7 +210,7 @@ class Supervisor:
                     await self._change(row.id, lambda job: None if job.detail == detail else waiting)
                     return
             await self._line.ask(refuse_if_locked, run.path)
-            environment = await self._line.ask(environment_of, row.config)
+            environment = await self._line.ask(without_secrets, row.config)
             slot.process = await start_process(run.path, environment, command=self._command)
         except StoreUnavailable:
             raise
