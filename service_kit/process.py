@@ -262,13 +262,8 @@ def _read_report(said: bytes, command: Sequence[str]) -> int:
 class Guarded(subprocess.Popen[bytes]):
     """A command under a guard, for code on threads; SIGKILL ends all that it has started.
 
-    It leads a process group, to which signals go where the system has no guard.
-
-    Args:
-        options: of Popen.
-
-    Raises:
-        OSError: it cannot be run.
+    It leads a process group, to which signals go where the system has no guard. The options are those of
+    Popen. OSError: it cannot be run.
     """
 
     def __init__(self, command: Sequence[str], **options: Any) -> None:
