@@ -18,6 +18,7 @@ import time
 from asyncio.subprocess import PIPE as PIPE
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NoReturn, Protocol, Self
 
@@ -47,7 +48,33 @@ _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _TAIL_BYTES = 65_536
 
 
-class Child:
+class Process(Protocol):
+    """The process of a role; `Child` is one on this machine."""
+
+    @property
+    def pid(self) -> int:
+        """Of its machine."""
+
+    async def address(self) -> str | None:
+        """Return the address that it prints when it is ready; None if it ends before."""
+
+    def lines(self) -> AsyncIterator[str]:
+        """Yield the further lines of its stdout, until it closes; a long one is cut, and says so."""
+
+    async def ended(self) -> int:
+        """Wait for its end, and return the exit code; negative if a signal or its node's loss ended it."""
+
+    def signal(self, number: int) -> None:
+        """Send it a signal; none if it has ended."""
+
+    async def end(self, grace_s: float) -> bool:
+        """Ask it to end, and kill it after `grace_s`; return whether it was killed."""
+
+    def kill_rest(self) -> None:
+        """Kill the processes that it has left behind, right after its end; later calls do nothing."""
+
+
+class Child(Process):
     """A child process; `start` makes one."""
 
     def __init__(self, process: asyncio.subprocess.Process, prints: Output | None = None) -> None:
@@ -83,31 +110,30 @@ class Child:
             OSError: it cannot be run.
         """
 
-        # In its own session, so that Ctrl-C reaches only this process, which ends its children in order.
-        async def spawn(command: Sequence[str], *more: int) -> Self:
-            with prints.given() if prints is not None else nullcontext() as end:
+        with prints.given() if prints is not None else nullcontext() as end:
+            # In its own session, so that Ctrl-C reaches only this process, which ends its children in order.
+            async def spawn(command: Sequence[str], *more: int) -> Self:
                 process = await asyncio.create_subprocess_exec(
                     *command, stdin=PIPE, stdout=end if stdout is None else stdout, env=utf8_output(env),
                     stderr=end if stderr is None else stderr, cwd=folder, start_new_session=True,
                     pass_fds=(*descriptors, *more), limit=line_bytes,
                 )  # fmt: skip
-            return cls(process, prints)
+                return cls(process, prints)
 
-        if is_ours or not can_guard():
-            return await spawn(command)
-        with _under_guard(command) as (guarded, report, let_go):
-            child = await spawn(guarded, let_go.fileno())
-            let_go.close()
-            try:
-                child._guarded_pid = _read_report(await _read_all(report), command)
-            except BaseException:
-                await child.end_all()
-                raise
-            return child
+            if is_ours or not can_guard():
+                return await spawn(command)
+            with _under_guard(command) as (guarded, report, let_go):
+                child = await spawn(guarded, let_go.fileno())
+                let_go.close()
+                try:
+                    child._guarded_pid = _read_report(await _read_all(report), command)
+                except BaseException:
+                    await child.end_all()
+                    raise
+                return child
 
     @property
     def pid(self) -> int:
-        """Of the command itself."""
         return self._guarded_pid or self._process.pid
 
     @property
@@ -126,16 +152,13 @@ class Child:
         return self._process.stdout
 
     async def address(self) -> str | None:
-        """The address that it prints when it is ready; None if it ends before."""
         return await address_in(self.lines())
 
     async def lines(self) -> AsyncIterator[str]:
-        """The further lines of its stdout, until it closes; a long one is cut, and says so."""
         while line := await _line(self.stdout):
             yield line.decode(errors="replace").strip()
 
     async def ended(self) -> int:
-        """Wait for its end, and return the exit code."""
         if self._process.stdout is not None:
             while await self._process.stdout.read(65_536):
                 pass  # a full pipe would block it
@@ -151,18 +174,13 @@ class Child:
                 os.kill(self._process.pid, signal.SIGQUIT if is_guarded_kill else number)
 
     def kill_rest(self) -> None:
-        """Kill what it has left behind, right after its end; later calls do nothing.
-
-        Its number may be another process's by then.
-        """
         if not self._has_rest or self._guarded_pid is not None:  # a guard does it
             return
-        self._has_rest = False
+        self._has_rest = False  # its number may be another process's later
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def end(self, grace_s: float) -> bool:
-        """Ask it to end, and kill it after `grace_s`; return whether it was killed."""
         self.signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(grace_s):
@@ -210,24 +228,19 @@ class Child:
         await self._process.wait()
 
 
+@cache
 def can_guard() -> bool:
     """Whether the system has what a guard needs; otherwise the log says once what is missing."""
-    global _can_guard
-    if _can_guard is None:
-        try:
-            os.close(os.pidfd_open(os.getpid()))
-            _can_guard = sys.platform == "linux"
-        except (AttributeError, OSError):
-            _can_guard = False
-        if not _can_guard:
-            log.warning(
-                "no_guard", why="the system has no pidfd and subreaper; a process that an agent, environment "
-                "or function starts in a session of its own may outlive it",
-            )  # fmt: skip
-    return _can_guard
-
-
-_can_guard: bool | None = None
+    with suppress(AttributeError, OSError):
+        os.close(os.pidfd_open(os.getpid()))
+        if sys.platform == "linux":
+            return True
+    why = (
+        "the system has no pidfd and subreaper; a process that an agent, environment or function starts in a "
+        "session of its own may outlive it"
+    )
+    log.warning("no_guard", why=why)
+    return False
 
 
 @contextmanager
@@ -286,32 +299,6 @@ class Guarded(subprocess.Popen[bytes]):
                 os.killpg(self.pid, sig)
         else:
             super().send_signal(signal.SIGQUIT if sig == signal.SIGKILL else sig)
-
-
-class Process(Protocol):
-    """The process of a role; `Child` is one on this machine."""
-
-    @property
-    def pid(self) -> int:
-        """Of its machine."""
-
-    async def address(self) -> str | None:
-        """Return the address that it prints when it is ready; None if it ends before."""
-
-    def lines(self) -> AsyncIterator[str]:
-        """Yield the further lines of its stdout, until it closes."""
-
-    async def ended(self) -> int:
-        """Wait for its end, and return the exit code; negative if a signal or its node's loss ended it."""
-
-    def signal(self, number: int) -> None:
-        """Send it a signal; none if it has ended."""
-
-    async def end(self, grace_s: float) -> bool:
-        """Ask it to end, and kill it after `grace_s`; return whether it was killed."""
-
-    def kill_rest(self) -> None:
-        """Kill the processes that it has left behind, right after its end; later calls do nothing."""
 
 
 class Worker:

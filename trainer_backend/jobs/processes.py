@@ -48,13 +48,10 @@ class JobProcess(Child):
             self.signal(signal.SIGTERM)
             asyncio.get_running_loop().call_later(grace_s, self._kill_late)
 
-    def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-
     def _kill_late(self) -> None:
         if self.exit_code is None:
             self.late = True
-            self.kill()
+            self.signal(signal.SIGKILL)
 
 
 def without_secrets(config: str = "", environ: Mapping[str, str] = os.environ) -> dict[str, str]:

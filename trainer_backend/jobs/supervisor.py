@@ -6,6 +6,7 @@ restart of the service the first round works like any other.
 """
 
 import asyncio
+import signal
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -125,7 +126,7 @@ class Supervisor:
         """Kill every process, including those that are saving; `close` then does not wait."""
         self._closing, self._grace_s = True, 0.0
         for process in self._processes():
-            process.kill()
+            process.signal(signal.SIGKILL)
 
     def _processes(self) -> list[JobProcess]:
         return [slot.process for slot in self.slots.values() if slot.process is not None]
