@@ -4,13 +4,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import httpx
-import psutil
 import pytest
 
 from service_kit.process import READY, can_guard
+from tests.processes import running, wait_until
 from tests.task_app.counting import rollout
 
 # An agent, an MCP server and a reward function that start a process in a session of its own, and hang.
@@ -44,24 +43,10 @@ PARTS = {
 }
 
 
-def command_lines(mark):
-    """Of the processes that name the mark, zombies left out."""
-    found = psutil.process_iter(["cmdline", "status"])
-    lines = [" ".join(one.info["cmdline"] or ()) for one in found if one.info["status"] != "zombie"]
-    return [line for line in lines if mark in line]
-
-
-def wait_until(holds, within_s):
-    until_s = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < until_s
-        time.sleep(0.02)
-
-
 @pytest.mark.skipif(not can_guard(), reason="this system has no guard")
 @pytest.mark.parametrize("part", PARTS)
 def test_nothing_is_left_of(part, tmp_path):
-    plugins, servers, mark = tmp_path / "mine.py", tmp_path / "servers.json", str(tmp_path)
+    plugins, servers = tmp_path / "mine.py", tmp_path / "servers.json"
     plugins.write_text(PLUGINS)
     servers.write_text(
         json.dumps({"mcpServers": {"child": {"command": sys.executable, "args": [str(plugins)]}}})
@@ -74,7 +59,7 @@ def test_nothing_is_left_of(part, tmp_path):
             request = rollout("r", policy={"policy_name": "random"}, **PARTS[part])
             answer = httpx.post(f"{url}/rollouts", json={"rollouts": [request]})
             assert answer.status_code == 202, answer.text
-            wait_until(lambda: any("asleep" in line for line in command_lines(mark)), 60)
+            wait_until(lambda: running(f"asleep {plugins}"), within_s=60)
         finally:
             app.kill()
-    wait_until(lambda: not command_lines(mark), 5)
+    wait_until(lambda: not running(str(tmp_path)), within_s=5)

@@ -6,7 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from task_app.operator_plugins import with_plugins
 from task_app.plugins import default_plug_boards
 from task_app.reward_functions.pool import RewardPool
 from task_app.settings import Settings
+from tests.processes import runs, wait_until
 
 FILE = Path(__file__).with_name("judges.py")
 
@@ -40,18 +41,6 @@ def episode(truth=None, name="r"):
         "environment_outcome_reward": 2.0,
         "rollout_id": name,
     }
-
-
-async def gone(*pids):
-    """Until none of these processes runs (a zombie that nobody collects has ended too)."""
-    while any(_runs(pid) for pid in pids):
-        await asyncio.sleep(0.01)
-
-
-def _runs(pid):
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 async def test_a_function_is_given_messages_and_facts():
@@ -163,19 +152,13 @@ async def test_a_cancelled_call_ends_its_process_and_what_that_started(tmp_path,
     monkeypatch.setenv("HOME", str(tmp_path))
     async with pool("waits") as made:
         call = asyncio.create_task(made.judge(episode()))
-        pids = await _told(tmp_path / "waiting")
+        async with asyncio.timeout(60):
+            while not (file := tmp_path / "waiting").exists() or len(pids := file.read_text().split()) < 2:
+                await asyncio.sleep(0.01)
         call.cancel()
         await asyncio.wait([call])
         assert call.cancelled()
-        async with asyncio.timeout(20):
-            await gone(*pids)
-
-
-async def _told(path):
-    async with asyncio.timeout(60):
-        while not path.exists() or len(path.read_text().split()) < 2:
-            await asyncio.sleep(0.01)
-    return [int(pid) for pid in path.read_text().split()]
+        wait_until(lambda: not any(runs(int(pid)) for pid in pids))
 
 
 async def judged_together(made, *truths):
