@@ -1,15 +1,13 @@
 """`kill -9` of a task app: what it had started for others, and what those had started, ends too."""
 
 import json
-import os
-import subprocess
 import sys
 
 import httpx
 import pytest
 
-from service_kit.process import READY, can_guard
-from tests.processes import running, wait_until
+from service_kit.process import can_guard
+from tests.processes import running, service, wait_until
 from tests.task_app.counting import rollout
 
 # An agent, an MCP server and a reward function that start a process in a session of its own, and hang.
@@ -51,15 +49,11 @@ def test_nothing_is_left_of(part, tmp_path):
     servers.write_text(
         json.dumps({"mcpServers": {"child": {"command": sys.executable, "args": [str(plugins)]}}})
     )
-    environ = {**os.environ, "TURNWISE_MCP_SERVERS": str(servers)}
-    command = [sys.executable, "-m", "task_app", "--port", "0", "--plugins", str(plugins)]
-    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as app:
-        try:
-            url = next(line.removeprefix(READY).strip() for line in app.stdout if line.startswith(READY))
-            request = rollout("r", policy={"policy_name": "random"}, **PARTS[part])
-            answer = httpx.post(f"{url}/rollouts", json={"rollouts": [request]})
-            assert answer.status_code == 202, answer.text
-            wait_until(lambda: running(f"asleep {plugins}"), within_s=60)
-        finally:
-            app.kill()
+    words, environ = ("--port", "0", "--plugins", str(plugins)), {"TURNWISE_MCP_SERVERS": str(servers)}
+    with service("task_app", *words, environ=environ) as (_, url):
+        request = rollout("r", policy={"policy_name": "random"}, **PARTS[part])
+        answer = httpx.post(f"{url}/rollouts", json={"rollouts": [request]})
+        assert answer.status_code == 202, answer.text
+        wait_until(lambda: running(f"asleep {plugins}"), within_s=60)
+    # It was killed, as it is at the end of every test.
     wait_until(lambda: not running(str(tmp_path)), within_s=5)
