@@ -16,14 +16,16 @@ import sys
 import threading
 import time
 from asyncio.subprocess import PIPE as PIPE
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import cache
 from pathlib import Path
-from typing import IO, Any, NoReturn, Protocol, Self
+from typing import IO, Any, BinaryIO, NoReturn, Protocol, Self
 
 import structlog
 
 from service_kit.console import utf8_output
+from service_kit.output import Output
 
 log = structlog.get_logger("service_kit")
 
@@ -38,17 +40,45 @@ READY = "listening on "
 _GUARD = Path(__file__).parent / "guard.py"
 # For a guard to kill what it guards; it takes milliseconds.
 _GUARD_S = 10.0
+# For the pipes of a process without a guard, which one in another session may hold for ever.
+_PIPES_S = 5.0
 _PROBE_EVERY_S = 10.0
 _ORPHANED = 1
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _TAIL_BYTES = 65_536
 
 
-class Child:
+class Process(Protocol):
+    """The process of a role; `Child` is one on this machine."""
+
+    @property
+    def pid(self) -> int:
+        """Of its machine."""
+
+    async def address(self) -> str | None:
+        """Return the address that it prints when it is ready; None if it ends before."""
+
+    def lines(self) -> AsyncIterator[str]:
+        """Yield the further lines of its stdout, until it closes; a long one is cut, and says so."""
+
+    async def ended(self) -> int:
+        """Wait for its end, and return the exit code; negative if a signal or its node's loss ended it."""
+
+    def signal(self, number: int) -> None:
+        """Send it a signal; none if it has ended."""
+
+    async def end(self, grace_s: float) -> bool:
+        """Ask it to end, and kill it after `grace_s`; return whether it was killed."""
+
+    def kill_rest(self) -> None:
+        """Kill the processes that it has left behind, right after its end; later calls do nothing."""
+
+
+class Child(Process):
     """A child process; `start` makes one."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, process: asyncio.subprocess.Process, prints: Output | None = None) -> None:
+        self._process, self._prints = process, prints
         self._guarded_pid: int | None = None
         self._has_rest = True
 
@@ -59,6 +89,7 @@ class Child:
         *,
         stdout: int | IO[bytes] | None = None,
         stderr: int | IO[bytes] | None = None,
+        prints: Output | None = None,
         env: Mapping[str, str] = os.environ,
         folder: Path | str | None = None,
         descriptors: Sequence[int] = (),
@@ -69,6 +100,7 @@ class Child:
 
         Args:
             stdout: with PIPE `address` and `lines` can read it.
+            prints: takes its stderr, and a stdout that has no other place; ends with the child in `end_all`.
             descriptors: open ones that it inherits under the same numbers.
             is_ours: it ends by itself when its standard input closes. Another command gets a guard, which
                 ends it, and whatever it has started.
@@ -78,29 +110,30 @@ class Child:
             OSError: it cannot be run.
         """
 
-        # In its own session, so that Ctrl-C reaches only this process, which ends its children in order.
-        async def spawn(command: Sequence[str], *more: int) -> asyncio.subprocess.Process:
-            return await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, stdout=stdout, stderr=stderr, env=utf8_output(env), cwd=folder,
-                start_new_session=True, pass_fds=(*descriptors, *more), limit=line_bytes,
-            )  # fmt: skip
+        with prints.given() if prints is not None else nullcontext() as end:
+            # In its own session, so that Ctrl-C reaches only this process, which ends its children in order.
+            async def spawn(command: Sequence[str], *more: int) -> Self:
+                process = await asyncio.create_subprocess_exec(
+                    *command, stdin=PIPE, stdout=end if stdout is None else stdout, env=utf8_output(env),
+                    stderr=end if stderr is None else stderr, cwd=folder, start_new_session=True,
+                    pass_fds=(*descriptors, *more), limit=line_bytes,
+                )  # fmt: skip
+                return cls(process, prints)
 
-        if is_ours or not can_guard():
-            return cls(await spawn(command))
-        with Report() as report:
-            process = await spawn(report.guarded(command), report.far_end)
-            report.let_go()
-            child = cls(process)
-            try:
-                child._guarded_pid = report.read(await report.said())
-            except BaseException:
-                await child.end_all()
-                raise
-            return child
+            if is_ours or not can_guard():
+                return await spawn(command)
+            with _under_guard(command) as (guarded, report, let_go):
+                child = await spawn(guarded, let_go.fileno())
+                let_go.close()
+                try:
+                    child._guarded_pid = _read_report(await _read_all(report), command)
+                except BaseException:
+                    await child.end_all()
+                    raise
+                return child
 
     @property
     def pid(self) -> int:
-        """Of the command itself."""
         return self._guarded_pid or self._process.pid
 
     @property
@@ -119,16 +152,13 @@ class Child:
         return self._process.stdout
 
     async def address(self) -> str | None:
-        """The address that it prints when it is ready; None if it ends before."""
         return await address_in(self.lines())
 
     async def lines(self) -> AsyncIterator[str]:
-        """The further lines of its stdout, until it closes; a long one is cut, and says so."""
         while line := await _line(self.stdout):
             yield line.decode(errors="replace").strip()
 
     async def ended(self) -> int:
-        """Wait for its end, and return the exit code."""
         if self._process.stdout is not None:
             while await self._process.stdout.read(65_536):
                 pass  # a full pipe would block it
@@ -144,18 +174,13 @@ class Child:
                 os.kill(self._process.pid, signal.SIGQUIT if is_guarded_kill else number)
 
     def kill_rest(self) -> None:
-        """Kill what it has left behind, right after its end; later calls do nothing.
-
-        Its number may be another process's by then.
-        """
         if not self._has_rest or self._guarded_pid is not None:  # a guard does it
             return
-        self._has_rest = False
+        self._has_rest = False  # its number may be another process's later
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def end(self, grace_s: float) -> bool:
-        """Ask it to end, and kill it after `grace_s`; return whether it was killed."""
         self.signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(grace_s):
@@ -165,14 +190,23 @@ class Child:
             return True
         return False
 
-    async def end_all(self, *, at_most_s: float | None = None) -> None:
-        """Kill it and what it has started, and release its pipes.
+    async def end_all(self) -> None:
+        """Kill it and what it has started, and release its pipes, also where the wait is cancelled."""
+        end, cancellation = asyncio.ensure_future(self._end_all()), None
+        while not end.done():
+            try:
+                await asyncio.wait([end])
+            except asyncio.CancelledError as error:
+                cancellation = error
+        if self._prints is not None:
+            self._prints.end()
+        if cancellation is not None:
+            raise cancellation
+        end.result()
 
-        Without a guard a process that it started in another session may hold its pipes for ever: their end is
-        waited for so long.
-        """
+    async def _end_all(self) -> None:
         with suppress(TimeoutError):
-            async with asyncio.timeout(at_most_s):
+            async with asyncio.timeout(_PIPES_S if self._guarded_pid is None else None):
                 await self._kill()
         self.kill_rest()
         # asyncio's Process has no public way to close a pipe that another process still holds, or that was
@@ -194,98 +228,66 @@ class Child:
         await self._process.wait()
 
 
+@cache
 def can_guard() -> bool:
     """Whether the system has what a guard needs; otherwise the log says once what is missing."""
-    global _can_guard
-    if _can_guard is None:
-        try:
-            os.close(os.pidfd_open(os.getpid()))
-            _can_guard = sys.platform == "linux"
-        except (AttributeError, OSError):
-            _can_guard = False
-        if not _can_guard:
-            log.warning(
-                "no_guard", why="the system has no pidfd and subreaper; a process that an agent, environment "
-                "or function starts in a session of its own may outlive it",
-            )  # fmt: skip
-    return _can_guard
+    with suppress(AttributeError, OSError):
+        os.close(os.pidfd_open(os.getpid()))
+        if sys.platform == "linux":
+            return True
+    why = (
+        "the system has no pidfd and subreaper; a process that an agent, environment or function starts in a "
+        "session of its own may outlive it"
+    )
+    log.warning("no_guard", why=why)
+    return False
 
 
-_can_guard: bool | None = None
+@contextmanager
+def _under_guard(command: Sequence[str]) -> Iterator[tuple[list[str], BinaryIO, BinaryIO]]:
+    """The command under a guard, the pipe by which that reports, and the end of it that only the guard keeps.
+
+    When the guard has started, close that end here, and read the other one to its end.
+    """
+    near_end, far_end = os.pipe()
+    with open(near_end, "rb", buffering=0) as report, open(far_end, "wb", buffering=0) as let_go:
+        yield [sys.executable, "-I", "-S", str(_GUARD), str(far_end), *command], report, let_go
 
 
-class Report:
-    """The pipe by which a guard says whether its command runs."""
+async def _read_all(pipe: BinaryIO) -> bytes:
+    reader, loop = asyncio.StreamReader(), asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    try:
+        return await reader.read()
+    finally:
+        transport.close()
 
-    def __init__(self) -> None:
-        self._near_end, self.far_end = os.pipe()
-        self._is_held = True
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.let_go()
-        os.close(self._near_end)
-
-    def guarded(self, command: Sequence[str]) -> list[str]:
-        """The command under a guard, which inherits `far_end`."""
-        self._command = command[0]
-        return [sys.executable, "-I", "-S", str(_GUARD), str(self.far_end), *command]
-
-    def let_go(self) -> None:
-        """Close `far_end` here, once the guard has it."""
-        if self._is_held:
-            self._is_held = False
-            os.close(self.far_end)
-
-    async def said(self) -> bytes:
-        reader = asyncio.StreamReader()
-        with open(os.dup(self._near_end), "rb", buffering=0) as pipe:
-            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-                lambda: asyncio.StreamReaderProtocol(reader), pipe
-            )
-            try:
-                return await reader.read()
-            finally:
-                transport.close()
-
-    def read(self, said: bytes | None = None) -> int:
-        """Return the process id of the command; OSError: it cannot be run. Without `said` this waits."""
-        if said is None:
-            said = b""
-            while part := os.read(self._near_end, 64):
-                said += part
-        pid, _, number = said.partition(b"\n")
-        if number or not pid:
-            code = int(number or errno.ESRCH)
-            raise OSError(code, os.strerror(code), self._command)
-        return int(pid)
+def _read_report(said: bytes, command: Sequence[str]) -> int:
+    """The process id of a command under a guard; OSError: it cannot be run."""
+    pid, _, error = said.partition(b"\n")
+    if error or not pid:  # without both a kill of the guard came before
+        number = int(error or errno.ESRCH)
+        raise OSError(number, os.strerror(number), command[0])
+    return int(pid)
 
 
 class Guarded(subprocess.Popen[bytes]):
     """A command under a guard, for code on threads; SIGKILL ends all that it has started.
 
-    It leads a process group, to which signals go where the system has no guard.
-
-    Args:
-        options: of Popen.
-
-    Raises:
-        OSError: it cannot be run.
+    It leads a process group, to which signals go where the system has no guard. The options are those of
+    Popen. OSError: it cannot be run.
     """
 
     def __init__(self, command: Sequence[str], **options: Any) -> None:
         if not (has_guard := can_guard()):
             super().__init__(command, start_new_session=True, **options)
         else:
-            with Report() as report:
-                super().__init__(
-                    report.guarded(command), start_new_session=True, pass_fds=(report.far_end,), **options
-                )
-                report.let_go()
+            with _under_guard(command) as (guarded, report, let_go):
+                super().__init__(guarded, start_new_session=True, pass_fds=(let_go.fileno(),), **options)
+                let_go.close()
                 try:
-                    report.read()
+                    _read_report(report.read(), command)
                 except OSError:
                     self.__exit__(None, None, None)  # closes its pipes
                     raise
@@ -297,32 +299,6 @@ class Guarded(subprocess.Popen[bytes]):
                 os.killpg(self.pid, sig)
         else:
             super().send_signal(signal.SIGQUIT if sig == signal.SIGKILL else sig)
-
-
-class Process(Protocol):
-    """The process of a role; `Child` is one on this machine."""
-
-    @property
-    def pid(self) -> int:
-        """Of its machine."""
-
-    async def address(self) -> str | None:
-        """Return the address that it prints when it is ready; None if it ends before."""
-
-    def lines(self) -> AsyncIterator[str]:
-        """Yield the further lines of its stdout, until it closes."""
-
-    async def ended(self) -> int:
-        """Wait for its end, and return the exit code; negative if a signal or its node's loss ended it."""
-
-    def signal(self, number: int) -> None:
-        """Send it a signal; none if it has ended."""
-
-    async def end(self, grace_s: float) -> bool:
-        """Ask it to end, and kill it after `grace_s`; return whether it was killed."""
-
-    def kill_rest(self) -> None:
-        """Kill the processes that it has left behind, right after its end; later calls do nothing."""
 
 
 class Worker:

@@ -8,7 +8,7 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from urllib.parse import urlsplit
 
@@ -67,38 +67,11 @@ class Replica(Worker):
         return was_killed
 
 
-async def supervise(replicas: Sequence[Replica], stop: asyncio.Event, *, tell: Callable[[str], None]) -> int:
-    """Run all replicas until `stop` is set; return the exit code.
-
-    `tell` is called with the line for a job's [services] when all are ready.
-    """
-    tasks = [asyncio.ensure_future(replica.run_forever()) for replica in replicas]
-    stop_task = asyncio.ensure_future(_all_set([stop]))
-    ready = asyncio.ensure_future(_all_set([replica.ready for replica in replicas]))
-    try:
-        await asyncio.wait({stop_task, ready, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-        if ready.done():
-            tell(f"task_url = {json.dumps([_local(replica.url) for replica in replicas])}")
-            await asyncio.wait({stop_task, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            if task.done():
-                task.result()
-        return 0
-    except StartFailed:
-        return _BAD_SETTINGS
-    finally:
-        for item in (stop_task, ready, *tasks):
-            item.cancel()
-        await asyncio.gather(stop_task, ready, *tasks, return_exceptions=True)
-
-
-async def _all_set(events: Sequence[asyncio.Event]) -> None:
-    for event in events:
-        await event.wait()
-
-
 async def run_replicas(settings: Settings) -> int:
-    """Run `python -m task_app --replicas N` until SIGTERM, SIGINT or its parent's end."""
+    """Run `python -m task_app --replicas N` until SIGTERM, SIGINT or its parent's end; return the exit code.
+
+    It prints the line for a job's [services] when all replicas are ready.
+    """
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -116,7 +89,26 @@ async def run_replicas(settings: Settings) -> int:
         )
         for index in range(settings.replicas or 0)
     ]  # fmt: skip
-    return await supervise(replicas, stop, tell=lambda line: print(line, flush=True))
+
+    async def announce() -> None:
+        for replica in replicas:
+            await replica.ready.wait()
+        print(f"task_url = {json.dumps([_local(replica.url) for replica in replicas])}", flush=True)
+        await stop.wait()
+
+    ends = (stop.wait(), announce(), *[replica.run_forever() for replica in replicas])
+    tasks = [asyncio.ensure_future(end) for end in ends]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+        return 0
+    except StartFailed:
+        return _BAD_SETTINGS
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _arguments(settings: Settings, index: int) -> list[str]:

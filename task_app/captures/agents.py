@@ -19,15 +19,13 @@ from pydantic import ConfigDict
 
 from service_kit.errors import SettingsError
 from service_kit.output import Output
-from service_kit.process import Child
+from service_kit.process import Child, without_keys
 from shared_schemas.base import Body
-from shared_schemas.json_text import encodable
 from shared_schemas.messages import Message, ToolSpec
 from task_app.captures.session import OUTCOME
 from task_app.errors import InvalidRequest
 from task_app.plugins import EnvironmentPlugin
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
-from task_app.reward_functions.process import environment_of
 
 PREFIX = "agent:"
 GROUND_TRUTH = "ground_truth"
@@ -112,50 +110,23 @@ def agent_plugin(name: str, agent: Agent) -> EnvironmentPlugin[AgentConfig]:
     return EnvironmentPlugin(AgentConfig, lambda config: AgentEnvironment(PREFIX + name, agent, config))
 
 
-class AgentProcess:
-    """A running agent; `end` kills it with all that it has started."""
+async def start_agent(agent: Agent, task: Mapping[str, Any], *, url: str, key: str, output: Output) -> Child:
+    """Start the agent, and give it its task and its model at the capture's `url`, without /v1.
 
-    def __init__(self, process: Child, output: Output) -> None:
-        self._process, self._output = process, output
-
-    @classmethod
-    async def start(
-        cls, name: str, agent: Agent, task: Mapping[str, Any], base_url: str, key: str
-    ) -> "AgentProcess":
-        """Start the agent, and give it its task and its model at the capture's `base_url`, without /v1.
-
-        The log has its output under the environment's name, as lines of level debug. The key is of the
-        capture alone.
-        """
-        model = {
-            "OPENAI_BASE_URL": f"{base_url}/v1",
-            "OPENAI_API_KEY": key,
-            "ANTHROPIC_BASE_URL": base_url,
-            "ANTHROPIC_API_KEY": key,
-            "TURNWISE_CAPTURE_URL": base_url,
-        }
-        own = environment_of(os.environ, ())
-        del own["PYTHONPATH"]  # the agent's Python may be another one
-        output = Output("agent", name, is_for_debugging=True, secret=key)
-        with output.given() as descriptor:
-            process = await Child.start(
-                agent.command, stdout=descriptor, stderr=descriptor, folder=agent.folder, is_ours=False,
-                env={**own, **agent.variables, **model},
-            )  # fmt: skip
-        with suppress(BrokenPipeError, ConnectionResetError):  # one that reads no task
-            process.stdin.write(json.dumps(task).encode())
-            process.stdin.close()
-        return cls(process, output)
-
-    async def wait(self) -> int:
-        """Wait for its end, and return the exit code; negative if a signal killed it."""
-        return await self._process.ended()
-
-    def last_output(self) -> str:
-        """The end of what it wrote to stdout and stderr, without the key; all of it is there after `end`."""
-        return encodable(self._output.last_text())
-
-    async def end(self) -> None:
-        """Kill what is left of it, and release its pipes."""
-        await self._process.end_all()
-        self._output.end()
+    The key is of the capture alone.
+    """
+    model = {
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": key,
+        "TURNWISE_CAPTURE_URL": url,
+    }
+    child = await Child.start(
+        agent.command, prints=output, folder=agent.folder, is_ours=False,
+        env={**without_keys(os.environ), **agent.variables, **model},
+    )  # fmt: skip
+    with suppress(BrokenPipeError, ConnectionResetError):  # one that reads no task
+        child.stdin.write(json.dumps(task).encode())
+        child.stdin.close()
+    return child

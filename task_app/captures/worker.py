@@ -5,11 +5,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from service_kit.process import name_exit
+from service_kit.output import Output
+from service_kit.process import Child, name_exit
+from shared_schemas.json_text import encodable
 from shared_schemas.messages import Message
 from shared_schemas.rollouts import MultiTurn, RolloutRequest
 from shared_schemas.trajectory import StepData, StopReason, Trajectory
-from task_app.captures.agents import GROUND_TRUTH, AgentEnvironment, AgentProcess
+from task_app.captures.agents import GROUND_TRUTH, AgentEnvironment, start_agent
 from task_app.captures.door import Captures
 from task_app.captures.session import Capture, CaptureSpec
 from task_app.errors import AgentFailed, DeadlineExceeded, EpisodeFailed, UnknownId, refuse_used
@@ -52,24 +54,25 @@ class AgentWorker:
         return self._capture.trajectory()
 
     async def _play(self, capture: Capture, url: str) -> None:
-        agent = self._environment.agent
+        name, agent = self._environment.name, self._environment.agent
+        output = Output("agent", name, is_for_debugging=True, secret=capture.key)
         try:
-            process = await AgentProcess.start(self._environment.name, agent, self._task(), url, capture.key)
+            child = await start_agent(agent, self._task(), url=url, key=capture.key, output=output)
         except OSError as exc:
-            raise AgentFailed(f"{self._environment.name} did not start: {exc}") from exc
+            raise AgentFailed(f"{name} did not start: {exc}") from exc
         exit_code: int | None = None
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._request.limits.timeout_s):
-                    exit_code = await _exit(process, capture)
+                    exit_code = await _exit(child, capture)
             if exit_code is None:
                 capture.end(StopReason.DEADLINE)
         finally:
-            await process.end()
+            await child.end_all()  # then all of its output is there
         if (failure := capture.failure) is not None:
             capture.failure = None  # raised, it would hold the capture
             raise failure
-        self._conclude(capture, exit_code, process.last_output())
+        self._conclude(capture, exit_code, encodable(output.last_text()))
 
     def _conclude(self, capture: Capture, exit_code: int | None, output: str) -> None:
         """End the capture for the reason that holds, or raise why there is no episode."""
@@ -115,9 +118,9 @@ def refuse_without_effect(request: RolloutRequest, environment: AgentEnvironment
     refuse_used(parts, f"on {environment.name}, which makes its own prompts and state", where=where)
 
 
-async def _exit(process: AgentProcess, capture: Capture) -> int | None:
+async def _exit(child: Child, capture: Capture) -> int | None:
     """The exit code; None as soon as the capture is over, by a failure or because the agent ended it."""
-    exit_task, over_task = asyncio.create_task(process.wait()), asyncio.create_task(capture.over.wait())
+    exit_task, over_task = asyncio.create_task(child.ended()), asyncio.create_task(capture.over.wait())
     try:
         await asyncio.wait({exit_task, over_task}, return_when=asyncio.FIRST_COMPLETED)
         return exit_task.result() if exit_task.done() else None

@@ -75,7 +75,11 @@ class RewardPool:
     clock: Callable[[], float] = time.monotonic
     _queue: deque[_Request] = field(default_factory=deque)
     _calls: set["asyncio.Task[None]"] = field(default_factory=set)
-    _idle: list[RewardProcess] = field(default_factory=list)
+    _idle: list[RewardProcess] = field(init=False)
+
+    def __post_init__(self) -> None:
+        processes = range(self.settings.max_reward_processes)
+        self._idle = [RewardProcess(self.name, self.plugin, self.settings) for _ in processes]
 
     async def judge(self, episode: Episode) -> EvaluateResult:
         request = _Request(episode, asyncio.get_running_loop().create_future())
@@ -93,17 +97,14 @@ class RewardPool:
         await asyncio.gather(*self._calls, return_exceptions=True)
         for process in self._idle:
             await process.end()
-        self._idle.clear()
 
     def _start_calls(self) -> None:
-        while self._queue and len(self._calls) < self.settings.max_reward_processes:
-            batch = self._next_batch()
-            if not batch:
-                return
+        while self._idle and (batch := self._next_batch()):
+            process = self._idle.pop()  # the last one that served, which runs
             # A new context: the log's ids belong to one rollout, and a call may serve several.
-            call = asyncio.get_running_loop().create_task(self._serve(batch), context=Context())
+            call = asyncio.get_running_loop().create_task(self._serve(process, batch), context=Context())
             self._calls.add(call)
-            call.add_done_callback(partial(self._finish_call, batch))
+            call.add_done_callback(partial(self._finish_call, process, batch))
             for request in batch:
                 request.result.add_done_callback(partial(_cancel_if_unwanted, call, batch))
 
@@ -116,17 +117,19 @@ class RewardPool:
                 batch.append(request)
         return batch
 
-    async def _serve(self, batch: Sequence[_Request]) -> None:
+    async def _serve(self, process: RewardProcess, batch: Sequence[_Request]) -> None:
         try:
-            results = await self._call([request.episode for request in batch])
+            results = await process.ask([request.episode for request in batch])
         except RewardFunctionFailed as exc:
-            await self._one_by_one(batch, exc)
+            await self._one_by_one(process, batch, exc)
             return
         for request, result in zip(batch, results, strict=True):
             if not request.result.done():
                 request.result.set_result(result)
 
-    async def _one_by_one(self, batch: Sequence[_Request], error: RewardFunctionFailed) -> None:
+    async def _one_by_one(
+        self, process: RewardProcess, batch: Sequence[_Request], error: RewardFunctionFailed
+    ) -> None:
         """Judge the episodes of a failed batch singly, so that only those that the function cannot judge
         fail.
 
@@ -141,25 +144,13 @@ class RewardPool:
                 # Each gets its own copy: the caller writes into it how far its episode got.
                 request.result.set_exception(RewardFunctionFailed(error.detail, code=error.code))
             else:
-                await self._serve([request])
+                await self._serve(process, [request])
 
-    async def _call(self, episodes: Sequence[Episode]) -> Sequence[EvaluateResult]:
-        """Call an idle process or a new one; keep the process if it answered, even with an error."""
-        process = self._idle.pop() if self._idle else None
-        if process is not None and not process.waits:
-            await process.end()  # it died meanwhile
-            process = None
-        process = process or await RewardProcess.start(self.name, self.plugin, self.settings)
-        try:
-            return await process.ask(episodes)
-        finally:
-            if process.waits:
-                self._idle.append(process)
-            else:
-                await process.end()
-
-    def _finish_call(self, batch: Sequence[_Request], call: "asyncio.Task[None]") -> None:
+    def _finish_call(
+        self, process: RewardProcess, batch: Sequence[_Request], call: "asyncio.Task[None]"
+    ) -> None:
         self._calls.discard(call)
+        self._idle.append(process)
         for request in batch:
             self._give_up(request)
         if not call.cancelled() and call.exception() is not None:

@@ -1,4 +1,4 @@
-"""One child process of a reward function, as the service sees it: start, ask, end."""
+"""A child process of a reward function, as the service sees it."""
 
 import asyncio
 import json
@@ -22,7 +22,6 @@ from task_app.settings import Settings
 DEADLINE = "reward_function_deadline"
 # The child ends itself at the deadline and writes where it was; we kill it this much later.
 GRACE_S = 1.0
-_END_S = 5.0
 
 
 class _Reply(Body):
@@ -31,43 +30,28 @@ class _Reply(Body):
 
 
 class RewardProcess:
-    """Made by `start`. The owner ends it once `waits` is False."""
+    """A process that is started when it is asked, and ended when it does not answer."""
 
-    def __init__(self, name: str, process: Child, output: Output, settings: Settings) -> None:
-        self._name = name
-        self._process = process
-        self._output = output
-        self._settings = settings
-        self._has_answered = True
-
-    @classmethod
-    async def start(cls, name: str, plugin: RewardPlugin, settings: Settings) -> "RewardProcess":
-        """Start a process, and wait until it has imported the function."""
-        output = Output("reward_function", name)
-        with output.given() as stderr:
-            child = await Child.start(
-                (sys.executable, "-P", "-u", "-m", "task_app.reward_functions.child", plugin.source, name),
-                stdout=PIPE, stderr=stderr, line_bytes=settings.max_reward_bytes, is_ours=False,
-                env=environment_of(os.environ, settings.reward_variables),
-            )  # fmt: skip
-        process = cls(name, child, output, settings)
-        try:
-            reply = await process._line(settings.reward_start_s, settings.reward_start_s, "did not start")
-            if "error" in reply:
-                raise RewardFunctionFailed(f"the process of reward function {name!r}: {reply['error']}")
-        except BaseException:
-            await process.end()
-            raise
-        return process
+    def __init__(self, name: str, plugin: RewardPlugin, settings: Settings) -> None:
+        self._name, self._plugin, self._settings = name, plugin, settings
+        self._child: Child | None = None
+        self._output: Output
 
     async def ask(self, episodes: Sequence[Mapping[str, Any]]) -> tuple[EvaluateResult, ...]:
         """The function's results for these episodes, one for each."""
-        self._output.begin_call()
+        if self._child is not None and self._child.exit_code is not None:
+            await self.end()  # it died meanwhile
         deadline_s = self._settings.reward_deadline_s
         request = json.dumps({"deadline_s": deadline_s, "episodes": list(episodes)})
-        self._has_answered = False
-        reply = await self._line(deadline_s + GRACE_S, deadline_s, "did not answer", request=request)
-        self._has_answered = True
+        try:
+            child = self._child or await self._start()
+            self._output.begin_call()
+            reply = await self._line(
+                child, deadline_s + GRACE_S, deadline_s, "did not answer", request=request
+            )
+        except BaseException:
+            await self.end()
+            raise
         try:
             parsed = _Reply.model_validate(reply)
         except ValidationError as exc:
@@ -76,39 +60,46 @@ class RewardProcess:
             raise RewardFunctionFailed(encodable(clipped(parsed.error or "it answered nothing", 500)))
         return parsed.results
 
-    @property
-    def waits(self) -> bool:
-        """Whether the process lives and has answered every call."""
-        return self._has_answered and self._process.exit_code is None
-
     async def end(self) -> None:
-        """Kill it with all that it has started, also where the wait is cancelled: its pipes must close."""
-        self._process.stdin.close()
-        task = asyncio.ensure_future(self._process.end_all(at_most_s=_END_S))
-        cancellation = None
-        while not task.done():
-            try:
-                await asyncio.wait([task])
-            except asyncio.CancelledError as exc:
-                cancellation = exc
-        self._output.end()
-        if cancellation is not None:
-            raise cancellation
-        task.result()
+        """Kill it with all that it has started."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.stdin.close()
+            await child.end_all()
+
+    async def _start(self) -> Child:
+        """Start the process, and wait until it has imported the function."""
+        self._output = Output("reward_function", self._name)
+        self._child = child = await Child.start(
+            (
+                sys.executable, "-P", "-u", "-m", "task_app.reward_functions.child",
+                self._plugin.source, self._name,
+            ),
+            stdout=PIPE, prints=self._output, line_bytes=self._settings.max_reward_bytes, is_ours=False,
+            env={
+                **without_keys(os.environ, self._settings.reward_variables),
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            },
+        )  # fmt: skip
+        start_s = self._settings.reward_start_s
+        reply = await self._line(child, start_s, start_s, "did not start")
+        if "error" in reply:
+            raise RewardFunctionFailed(f"the process of reward function {self._name!r}: {reply['error']}")
+        return child
 
     async def _line(
-        self, timeout_s: float, deadline_s: float, failure: str, *, request: str | None = None
+        self, child: Child, timeout_s: float, deadline_s: float, failure: str, *, request: str = ""
     ) -> dict[str, Any]:
         """The next line of the process, a JSON object; where there is a request, its answer."""
         loop = asyncio.get_running_loop()
         start_s = loop.time()  # before the child can begin to count: it may reach its deadline first
-        if request is not None:
-            self._process.stdin.write(request.encode() + b"\n")
+        if request:
+            child.stdin.write(request.encode() + b"\n")
         try:
             async with asyncio.timeout(timeout_s):
-                line = await self._process.stdout.readline()
+                line = await child.stdout.readline()
                 # The child may have closed stdout and live on.
-                code = 0 if line.endswith(b"\n") else await self._process.ended()
+                code = 0 if line.endswith(b"\n") else await child.ended()
         except TimeoutError as exc:
             raise self._late(failure, deadline_s) from exc
         except ValueError as exc:  # StreamReader's error for a line beyond its limit
@@ -133,8 +124,3 @@ class RewardProcess:
             "task app says where it was",
             code=DEADLINE,
         )
-
-
-def environment_of(ours: Mapping[str, str], more: Sequence[str]) -> dict[str, str]:
-    """The child's environment variables: those without keys, the operator's own, and PYTHONPATH."""
-    return without_keys(ours, more) | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -3,9 +3,7 @@
 import json
 import os
 import re
-import signal
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,53 +15,29 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.conftest import tiny_job
+from tests.processes import ROOT, service
 from trainer_backend.__main__ import app
 from trainer_backend.job.load import dump_job
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import finished_rows
 from trainer_backend.terminal.jobs_client import JobsClient
 
-ROOT = Path(__file__).parents[2]
 KEY = "a-key-of-the-contract-tests"
 PAGE = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
 ESTIMATOR = next(block for block in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "medians.py" in block)
-ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT), "TRAINER_API_KEY": KEY, "ENVIRONMENT_API_KEY": "k"}
-
-
-class Trainer:
-    """`turnwise trainer` as a process, with the estimator of docs/plugins.md."""
-
-    def __init__(self, folder: Path, data_dir: str) -> None:
-        (folder / "medians.py").write_text(ESTIMATOR, encoding="utf-8")
-        command = [sys.executable, "-m", "trainer_backend", "trainer", "--port", "0", "--data-dir", data_dir]
-        command += ["--plugins", "medians.py"]
-        with (folder / "trainer.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                command, cwd=folder, env=ENVIRON, stdout=subprocess.PIPE, stderr=log, text=True,
-            )  # fmt: skip
-        assert self.process.stdout is not None
-        lines = iter(self.process.stdout.readline, "")
-        self.url = next(line.split()[-1] for line in lines if line.startswith("listening on "))
-        self.client = JobsClient(self.url, ENVIRON)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait()
+KEYS = {"TRAINER_API_KEY": KEY, "ENVIRONMENT_API_KEY": "k"}
 
 
 @contextmanager
-def trainer(folder: Path, data_dir: str = "runs") -> Iterator[Trainer]:
-    started = Trainer(folder, data_dir)
-    try:
-        yield started
-    finally:
-        started.kill()
+def trainer(folder: Path, data_dir: str = "runs") -> Iterator[tuple["subprocess.Popen[str]", JobsClient]]:
+    """`turnwise trainer` as a process, with the estimator of docs/plugins.md, and a client of it."""
+    (folder / "medians.py").write_text(ESTIMATOR, encoding="utf-8")
+    words = ("trainer", "--port", "0", "--data-dir", data_dir, "--plugins", "medians.py")
+    with (
+        (folder / "trainer.log").open("ab") as log,
+        service("trainer_backend", *words, environ=KEYS, cwd=folder, stderr=log) as (process, url),
+    ):
+        yield process, JobsClient(url, {**os.environ, **KEYS})
 
 
 def turnwise(url: str, *arguments: str) -> str:
@@ -101,29 +75,27 @@ def test_a_job_survives_the_service_that_runs_it_and_a_stranger_gets_nothing(tmp
     text = dump_job(tiny_job(training__iterations=4, evaluation__every_n_iters=4, **short))
     assert text.count('advantage = "stepwise"') == 1
     job.write_text(text.replace('advantage = "stepwise"', 'advantage = "median_return"'))
-    with trainer(tmp_path) as first:
+    with trainer(tmp_path) as (_, first):
         job_id = turnwise(first.url, "submit", str(job), "--idempotency-key", "one").split()[0]
-        for name, data, _ in first.client.events(f"/jobs/{job_id}/events"):
+        for name, data, _ in first.events(f"/jobs/{job_id}/events"):
             if name == "metrics" and data["kind"] == "iteration":
                 break
-        assert first.client.get(f"/jobs/{job_id}")["state"] == "running"
+        assert first.get(f"/jobs/{job_id}")["state"] == "running"
         moved("backup", tmp_path, "runs")
-        first.kill()
-    with trainer(tmp_path) as second:
+    with trainer(tmp_path) as (process, second):
         again = turnwise(second.url, "submit", str(job), "--idempotency-key", "one").split()[0]
         assert again == job_id, "the key is remembered over the restart"
-        told = [
-            data["text"] for name, data, _ in second.client.events(f"/jobs/{job_id}/events") if name == "log"
-        ]
-        found = second.client.get(f"/jobs/{job_id}")
+        told = [data["text"] for name, data, _ in second.events(f"/jobs/{job_id}/events") if name == "log"]
+        found = second.get(f"/jobs/{job_id}")
         assert (found["state"], found["attempt"], found["progress"]["iteration"]) == ("succeeded", 2, 4)
         assert any(line.startswith("resumed from") for line in told)
         assert "tiny" in turnwise(second.url, "list")
         assert "resumed from" in turnwise(second.url, "logs", job_id[:12])
-        curve = second.client.get(f"/jobs/{job_id}/metrics", names="reward/mean")["series"]["reward/mean"]
+        curve = second.get(f"/jobs/{job_id}/metrics", names="reward/mean")["series"]["reward/mean"]
         assert curve["iterations"] == [1, 2, 3, 4]
         a_stranger_gets_nothing(second.url)
-        assert second.stop() == 0
+        process.terminate()
+        assert process.wait() == 0
     assert KEY not in (tmp_path / "trainer.log").read_text()
     stored = finished_rows(open_run(Path(found["run_dir"])).iterations()[4], ["estimator"])
     assert stored and all(row["estimator"] == "median_return" for row in stored)
@@ -134,10 +106,10 @@ def test_a_job_survives_the_service_that_runs_it_and_a_stranger_gets_nothing(tmp
     assert sum(trained.values()) == len(trained) == 4 * 8, "each rollout once"
     # The backup of the running service, in another folder, continues to the end under the same id.
     moved("restore", tmp_path, "elsewhere")
-    with trainer(tmp_path, "elsewhere") as third:
+    with trainer(tmp_path, "elsewhere") as (_, third):
         assert turnwise(third.url, "submit", str(job), "--idempotency-key", "one").split()[0] == job_id
-        for _ in third.client.events(f"/jobs/{job_id}/events"):
+        for _ in third.events(f"/jobs/{job_id}/events"):
             pass
-        restored = third.client.get(f"/jobs/{job_id}")
+        restored = third.get(f"/jobs/{job_id}")
     assert (restored["state"], restored["progress"]["iteration"]) == ("succeeded", 4)
     assert Path(restored["run_dir"]).parent == tmp_path / "elsewhere"

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from service_kit.process import Child, Guarded, can_guard
+from tests.processes import running
 
 pytestmark = pytest.mark.skipif(not can_guard(), reason="this system has no guard")
 
@@ -34,14 +35,6 @@ def mark(tmp_path: Path) -> Iterator[str]:
     """A word in the command lines of all that a test starts, of which nothing may be left."""
     yield str(tmp_path)
     assert not running(str(tmp_path))
-
-
-def running(mark: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        if mark in (process.info["cmdline"] or ()) and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found.append(process)
-    return found
 
 
 def start(mark: str) -> Guarded:

@@ -7,13 +7,13 @@ import subprocess
 import sys
 import tomllib
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import pytest
 
 from task_app.__main__ import main
 from tests.conftest import free_port
+from tests.processes import runs
 from tests.task_app.counting import KEY
 
 
@@ -64,14 +64,6 @@ def supervised(*arguments):
             process.wait(30)
 
 
-def is_alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 def test_a_replica_that_is_killed_is_started_again_on_its_port_and_a_stop_ends_all(tmp_path):
     port = free_port(2)
     with supervised("--replicas", "2", "--port", str(port), "--state-dir", str(tmp_path)) as supervisor:
@@ -92,7 +84,7 @@ def test_a_replica_that_is_killed_is_started_again_on_its_port_and_a_stop_ends_a
 
         supervisor.process.send_signal(signal.SIGTERM)
         assert supervisor.process.wait(30) == 0
-        assert not any(is_alive(pid) for pid in supervisor.ready.values())
+        assert not any(map(runs, supervisor.ready.values()))
 
 
 def test_arguments_that_cannot_be_are_refused_with_2(capsys):

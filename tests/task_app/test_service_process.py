@@ -1,7 +1,6 @@
 """`python -m task_app` as a process of its own, over real sockets."""
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -14,26 +13,15 @@ import pytest
 from typer.testing import CliRunner
 
 from task_app.__main__ import app, main
+from tests.processes import service
 from tests.task_app.counting import KEY
-
-READY = "listening on "
 
 
 @contextmanager
 def task_app(*arguments, key=KEY, **environment):
     """A started task app and a client of it. It is ended by its stdin, like that of a killed trainer."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "task_app", "--port", "0", "--exit-with-parent", *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "ENVIRONMENT_API_KEY": key, **environment},
-        text=True,
-    )
-    with process:
-        line = process.stdout.readline()
-        assert line.startswith(READY), process.communicate(timeout=10)
-        url = line.removeprefix(READY).strip()
+    words, environ = ("--port", "0", "--exit-with-parent"), {"ENVIRONMENT_API_KEY": key, **environment}
+    with service("task_app", *words, *arguments, environ=environ, stderr=subprocess.PIPE) as (process, url):
         with httpx.Client(base_url=url, headers={"X-API-Key": key}, timeout=20.0) as client:
             yield process, client
         process.stdin.close()

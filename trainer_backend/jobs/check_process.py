@@ -10,13 +10,13 @@ import os
 import pickle
 import resource
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -26,7 +26,7 @@ import psutil
 from service_kit.console import utf8_output
 from service_kit.process import kill_with_parent, name_exit
 from trainer_backend.errors import CheckEnded, TooManyChecks, TrainerError
-from trainer_backend.jobs.processes import WITHHELD
+from trainer_backend.jobs.processes import without_secrets
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -136,17 +136,13 @@ class CheckProcess:
         """Connect to a server process that has imported everything it needs."""
         if self._connection is not None:
             return self._connection
-        ours, theirs = socket.socketpair()
-        connection = Connection(ours.detach())
+        connection, theirs = Pipe()
         with theirs:
             self._server = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), *map(str, self._plugins)],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=_STDERR,
-                env=utf8_output({k: v for k, v in os.environ.items() if k not in WITHHELD} | _ALONE),
+                [sys.executable, "-m", __name__, *map(str, self._plugins)],
+                stdin=theirs.fileno(), stdout=_STDERR, env=utf8_output(without_secrets() | _ALONE),
                 start_new_session=True,  # Ctrl-C goes to the service only, which then ends this process
-            )
+            )  # fmt: skip
         self._connection = connection
         try:
             if not connection.poll(_IMPORT_S):
@@ -206,16 +202,18 @@ def _answer(connection: Connection, request: bytes) -> None:
     connection.send_bytes(message)
 
 
-def main(descriptor: str, *plugins: str) -> None:
+def main(*plugins: str) -> None:
     import trainer_backend.jobs.posted  # noqa: F401  # for all forks
     from trainer_backend.operator_plugins import load_packages, load_plugins
 
     kill_with_parent()
+    connection = Connection(os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # for plug-ins that read stdin
     with suppress(TrainerError):  # the job that is checked will tell it
         load_packages()
         load_plugins([Path(file) for file in plugins])
     gc.freeze()  # otherwise a collection in a fork would copy the pages of all imports
-    serve(Connection(int(descriptor)))
+    serve(connection)
 
 
 if __name__ == "__main__":

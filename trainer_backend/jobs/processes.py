@@ -24,9 +24,8 @@ _LAST_BYTES = 65_536
 _MOST_SHOWN = 300
 # How faulthandler begins to tell of a signal such as SIGSEGV.
 _CRASH = "Fatal Python error: "
-# The service's secrets, which jobs do not need; one whose learner is somebody else's has that key.
+# The service's secrets, which jobs do not need.
 _OWN_KEYS = frozenset({TRAINER_KEY, f"{TRAINER_KEY}_FILE", "TURNWISE_DATABASE_URL", "PGPASSWORD"})
-WITHHELD = _OWN_KEYS | KEYS_OF_THE_LEARNER
 Command = Callable[[Path], Sequence[str]]
 
 
@@ -49,20 +48,17 @@ class JobProcess(Child):
             self.signal(signal.SIGTERM)
             asyncio.get_running_loop().call_later(grace_s, self._kill_late)
 
-    def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-
     def _kill_late(self) -> None:
         if self.exit_code is None:
             self.late = True
-            self.kill()
+            self.signal(signal.SIGKILL)
 
 
-def environment_of(config: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of a job's process, by the job's TOML."""
+def without_secrets(config: str = "", environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of a job's process, by the job's TOML; an external learner's job has its key."""
     cluster = tables_of(config).get("cluster")
     is_external = isinstance(cluster, dict) and cluster.get("launcher") == "external"
-    withheld = _OWN_KEYS if is_external else WITHHELD
+    withheld = _OWN_KEYS if is_external else _OWN_KEYS | KEYS_OF_THE_LEARNER
     return {name: value for name, value in environ.items() if name not in withheld}
 
 

@@ -6,6 +6,7 @@ restart of the service the first round works like any other.
 """
 
 import asyncio
+import signal
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,11 +20,11 @@ from trainer_backend.jobs.data_dir import DataDir
 from trainer_backend.jobs.processes import (
     Command,
     JobProcess,
-    environment_of,
     job_command,
     last_words,
     record_death,
     start_process,
+    without_secrets,
 )
 from trainer_backend.jobs.settings import SupervisorSettings
 from trainer_backend.jobs.slots import Line, Slot
@@ -125,7 +126,7 @@ class Supervisor:
         """Kill every process, including those that are saving; `close` then does not wait."""
         self._closing, self._grace_s = True, 0.0
         for process in self._processes():
-            process.kill()
+            process.signal(signal.SIGKILL)
 
     def _processes(self) -> list[JobProcess]:
         return [slot.process for slot in self.slots.values() if slot.process is not None]
@@ -210,7 +211,7 @@ class Supervisor:
                     await self._change(row.id, lambda job: None if job.detail == detail else waiting)
                     return
             await self._line.ask(refuse_if_locked, run.path)
-            environment = await self._line.ask(environment_of, row.config)
+            environment = await self._line.ask(without_secrets, row.config)
             slot.process = await start_process(run.path, environment, command=self._command)
         except StoreUnavailable:
             raise

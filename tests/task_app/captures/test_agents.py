@@ -16,6 +16,7 @@ from task_app.errors import ContextLengthExceeded
 from task_app.operator_plugins import with_plugins
 from task_app.plugins import default_plug_boards
 from task_app.protocols import PolicyAnswer
+from tests.processes import runs, wait_until
 from tests.task_app.counting import PlannedPolicy, boards, rollout
 from tests.task_app.rollout_client import all_of
 from tests.task_app.served import served_app
@@ -139,18 +140,7 @@ while True:
 """
     result = await played(tmp_path, script, limits={"timeout_s": 1.5})
     assert (result.trajectory.stop_reason, result.trajectory.truncated) == ("deadline", True)
-    for pid in map(int, pids.read_text().split()):
-        async with asyncio.timeout(10):
-            while not is_gone(pid):
-                await asyncio.sleep(0.01)
-
-
-def is_gone(pid: int) -> bool:
-    """Whether the process has ended; an orphan may wait as a zombie for who adopts it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
+    wait_until(lambda: not any(runs(int(pid)) for pid in pids.read_text().split()))
 
 
 async def test_one_that_never_calls_and_never_ends_fails_at_the_deadline(tmp_path):

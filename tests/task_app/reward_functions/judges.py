@@ -24,7 +24,7 @@ def fair(messages, ground_truth=None, **kwargs):
 
 @reward_function
 def truth(messages, ground_truth=None, **kwargs):
-    return {"score": ground_truth["answer"]}
+    return {"score": ground_truth["answer"], "reason": str(os.getpid())}
 
 
 @reward_function

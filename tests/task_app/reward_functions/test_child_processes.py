@@ -6,7 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from task_app.operator_plugins import with_plugins
 from task_app.plugins import default_plug_boards
 from task_app.reward_functions.pool import RewardPool
 from task_app.settings import Settings
+from tests.processes import runs, wait_until
 
 FILE = Path(__file__).with_name("judges.py")
 
@@ -42,18 +43,6 @@ def episode(truth=None, name="r"):
     }
 
 
-async def gone(*pids):
-    """Until none of these processes runs (a zombie that nobody collects has ended too)."""
-    while any(_runs(pid) for pid in pids):
-        await asyncio.sleep(0.01)
-
-
-def _runs(pid):
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
 async def test_a_function_is_given_messages_and_facts():
     async with pool("fair") as made:
         result = await made.judge(episode())
@@ -62,12 +51,12 @@ async def test_a_function_is_given_messages_and_facts():
 
 async def test_one_process_serves_call_after_call_also_after_an_error():
     async with pool("truth") as made:
-        assert (await made.judge(episode({"answer": 4}))).score == 4.0
-        before = made._idle[0]
+        first = await made.judge(episode({"answer": 4}))
         with pytest.raises(RewardFunctionFailed, match="raised TypeError"):
             await made.judge(episode())
-        assert (await made.judge(episode({"answer": 1}))).score == 1.0
-        assert made._idle == [before]
+        second = await made.judge(episode({"answer": 1}))
+        assert (first.score, second.score) == (4.0, 1.0)
+        assert first.reason == second.reason, "the process's id"
 
 
 async def test_prints_go_to_the_log_up_to_a_bound_and_not_into_the_exchange():
@@ -109,7 +98,6 @@ async def test_what_hangs_is_killed_at_the_deadline_and_the_next_call_has_a_new_
                     await made.judge(episode())
                 assert caught.value.code == "reward_function_deadline"
                 assert "reward function 'backtracks' did not answer within 0.3 s" in caught.value.detail
-            assert made._idle == []
     told = "".join(entry.get("text", "") for entry in logs)
     assert "judges.py" in told, "the log says where it was"
 
@@ -164,37 +152,13 @@ async def test_a_cancelled_call_ends_its_process_and_what_that_started(tmp_path,
     monkeypatch.setenv("HOME", str(tmp_path))
     async with pool("waits") as made:
         call = asyncio.create_task(made.judge(episode()))
-        pids = await _told(tmp_path / "waiting")
+        async with asyncio.timeout(60):
+            while not (file := tmp_path / "waiting").exists() or len(pids := file.read_text().split()) < 2:
+                await asyncio.sleep(0.01)
         call.cancel()
         await asyncio.wait([call])
         assert call.cancelled()
-        async with asyncio.timeout(20):
-            await gone(*pids)
-
-
-async def test_the_process_dies_with_its_service_even_when_that_is_killed(tmp_path):
-    code = (
-        "import asyncio, sys\n"
-        "from tests.task_app.reward_functions.test_child_processes import episode, pool\n"
-        "async def main():\n"
-        "    async with pool('waits') as made:\n"
-        "        await made.judge(episode())\n"
-        "asyncio.run(main())\n"
-    )
-    environ = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    service = subprocess.Popen([sys.executable, "-c", code], env=environ)
-    pids = await _told(tmp_path / "waiting")
-    service.kill()
-    service.wait()
-    async with asyncio.timeout(20):
-        await gone(*pids)
-
-
-async def _told(path):
-    async with asyncio.timeout(60):
-        while not path.exists() or len(path.read_text().split()) < 2:
-            await asyncio.sleep(0.01)
-    return [int(pid) for pid in path.read_text().split()]
+        wait_until(lambda: not any(runs(int(pid)) for pid in pids))
 
 
 async def judged_together(made, *truths):

@@ -65,17 +65,6 @@ class Actor:
         append_log(self.folder, f"iteration {self.iteration}")
         self.say("training", stage=f"collect {self.iteration + 1}")
 
-    def wait_for(self, name: str) -> bool:
-        """Until a test has made that file, which is taken away again; False: it is to stop instead."""
-        while not self.stopped.is_set():
-            try:
-                (self.folder / name).unlink()
-            except FileNotFoundError:
-                time.sleep(LOOK_S)
-            else:
-                return True
-        return False
-
     def stop(self) -> int:
         self.say("stopped")
         return STOPPED
@@ -112,13 +101,6 @@ def stubborn(actor: Actor) -> int:
         time.sleep(LOOK_S)
 
 
-def late(actor: Actor) -> int:
-    """Told to stop, it finishes instead."""
-    actor.say("training")
-    actor.stopped.wait()
-    return actor.done()
-
-
 def crashing(actor: Actor) -> int:
     """Dies at once in its first two starts; then as `waiting`."""
     if actor.starts <= 2:
@@ -131,15 +113,6 @@ def hopeless(actor: Actor) -> int:
     """Dies in every start."""
     actor.say("failed", code="task_app_failed", detail="no task app answers")
     return FAILED
-
-
-def slowly(actor: Actor) -> int:
-    """Dies in every start, but an iteration further."""
-    actor.iterate()
-    if actor.iteration == 6:
-        return actor.done()
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("SIGKILL is at once")
 
 
 def faulty(actor: Actor) -> int:
@@ -168,8 +141,7 @@ def main(folder: Path) -> int:
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     plays = {
-        play.__name__: play
-        for play in (quick, waiting, stubborn, late, crashing, hopeless, faulty, slowly, refused, mute)
+        play.__name__: play for play in (quick, waiting, stubborn, crashing, hopeless, faulty, refused, mute)
     }
     with run_lock(folder):
         actor = Actor(folder, stopped)

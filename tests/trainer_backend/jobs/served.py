@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -137,6 +138,6 @@ async def _kill(service: Service) -> None:
         processes = [slot.process for slot in supervisor.slots.values() if slot.process is not None]
         supervisor.slots.clear()
         for process in processes:
-            process.kill()
+            process.signal(signal.SIGKILL)
         for process in processes:
             await process.ended()

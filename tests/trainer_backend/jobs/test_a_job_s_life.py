@@ -106,13 +106,6 @@ async def test_a_job_that_does_not_stop_in_time_is_killed(tmp_path: Path):
         assert (job["code"], "SIGKILL" in job["detail"]) == ("killed", True)
 
 
-async def test_a_job_that_finishes_instead_of_stopping_has_succeeded(served: Served):
-    job_id = await served.post("late")
-    await served.until_it_trains(job_id)
-    await served.ask("pause", job_id)
-    await served.until(job_id, "succeeded")
-
-
 async def test_a_crash_is_started_again(served: Served):
     job_id = await served.post("crashing")
     await release(served, job_id)
@@ -143,13 +136,6 @@ async def test_a_plug_in_that_raises_twice_after_the_same_iteration_is_not_tried
         job = await served.until(await served.post("faulty"), "failed")
         assert (job["attempt"], job["code"]) == (3, "advantage_undefined")
         assert job["detail"].startswith("the estimator raised KeyError (twice after the same iteration")
-
-
-async def test_an_iteration_in_between_makes_a_crash_the_first_again(tmp_path: Path):
-    # six starts, five crashes, each an iteration further; one restart is allowed
-    async with serving(settings_for(tmp_path, restarts=1)) as served:
-        job = await served.until(await served.post("slowly"), "succeeded", "failed")
-        assert (job["state"], job["attempt"]) == ("succeeded", 6)
 
 
 async def test_a_refused_job_fails_at_once_and_can_be_queued_again(served: Served):

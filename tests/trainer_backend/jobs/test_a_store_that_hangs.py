@@ -1,24 +1,20 @@
 """A database that takes questions and answers none: the service says so, and ends when it is told."""
 
 import json
-import os
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
+from tests.processes import service, wait_until
 from tests.trainer_backend.jobs.served import LONG_S, document
 from tests.trainer_backend.store.postgres import Postgres
 from trainer_backend.rundir.lock import run_lock
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -29,30 +25,16 @@ def postgres() -> Iterator[Postgres]:
 
 
 @contextmanager
-def service(
-    folder: Path, url: str, *, grace_s: float
-) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.trainer_backend.jobs.acted_service", str(folder), url, str(grace_s)],
-        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    with process:
-        try:
-            assert process.stdout is not None
-            address = next(line.split()[-1] for line in process.stdout if line.startswith("listening on "))
-            with httpx.Client(base_url=address, timeout=30.0) as client:
-                yield process, client
-        finally:
-            process.kill()
+def acting(folder: Path, url: str, *, grace_s: float) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    words = (str(folder), url, str(grace_s))
+    with (
+        service("tests.trainer_backend.jobs.acted_service", *words, cwd=folder) as (process, address),
+        httpx.Client(base_url=address, timeout=30.0) as client,
+    ):
+        yield process, client
 
 
-def until(holds: Callable[[], object]) -> Any:
-    give_up_s = time.monotonic() + LONG_S
-    while not (found := holds()):
-        assert time.monotonic() < give_up_s
-        time.sleep(0.02)
-    return found
+until = partial(wait_until, within_s=LONG_S)
 
 
 def started(client: httpx.Client, plays: str) -> tuple[str, Path]:
@@ -73,7 +55,7 @@ def test_told_to_stop_it_lets_jobs_save_and_ends_and_the_next_start_goes_on(
     tmp_path: Path, postgres: Postgres
 ):
     with postgres.database() as url:
-        with service(tmp_path, url, grace_s=60) as (process, client):
+        with acting(tmp_path, url, grace_s=60) as (process, client):
             ending, ends = started(client, "waiting")
             staying, stays = started(client, "waiting")
             postgres.freeze()
@@ -85,14 +67,14 @@ def test_told_to_stop_it_lets_jobs_save_and_ends_and_the_next_start_goes_on(
                 assert (told(ends), told(stays)) == ("ended", "stopped")
             finally:
                 postgres.thaw()
-        with service(tmp_path, url, grace_s=60) as (_, client):
+        with acting(tmp_path, url, grace_s=60) as (_, client):
             until(lambda: client.get(f"/jobs/{ending}").json()["state"] == "succeeded")
             until(lambda: told(stays) == "training")
             assert client.get(f"/jobs/{staying}").json()["state"] == "running"
 
 
 def test_a_second_signal_kills_jobs_that_still_save(tmp_path: Path):
-    with service(tmp_path, "", grace_s=1e6) as (process, client):
+    with acting(tmp_path, "", grace_s=1e6) as (process, client):
         _, folder = started(client, "stubborn")
         process.send_signal(signal.SIGTERM)
         until(lambda: refused(client))

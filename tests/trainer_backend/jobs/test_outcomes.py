@@ -20,7 +20,7 @@ from trainer_backend.errors import (
     RunNotWritten,
     TaskAppError,
 )
-from trainer_backend.jobs.processes import environment_of, job_command, last_words, start_process
+from trainer_backend.jobs.processes import job_command, last_words, start_process, without_secrets
 from trainer_backend.jobs.slots import Slot
 from trainer_backend.jobs.states import Ending, outcome_of, without_process
 from trainer_backend.rundir.files import write_errors
@@ -202,8 +202,8 @@ def test_a_jobs_process_has_the_learners_key_where_its_learner_is_somebody_elses
     service = dict.fromkeys(("PATH", "TRAINER_API_KEY", "PGPASSWORD"), "x")
     keys = dict.fromkeys(("TURNWISE_LEARNER_KEY", "TURNWISE_LEARNER_KEY_FILE"), "y")
     for config in ("", "[cluster]", '[cluster]\nlauncher = "ray"', "cluster = 3", "no TOML"):
-        assert environment_of(config, service | keys) == {"PATH": "x"}
-    assert environment_of('[cluster]\nlauncher = "external"', service | keys) == {"PATH": "x"} | keys
+        assert without_secrets(config, service | keys) == {"PATH": "x"}
+    assert without_secrets('[cluster]\nlauncher = "external"', service | keys) == {"PATH": "x"} | keys
 
 
 async def test_the_words_of_a_process_are_what_this_start_printed_and_for_a_crash_what_crashed(

@@ -1,6 +1,5 @@
 """`turnwise trainer` as a process: what it says, how it ends, and that nobody else gets in its way."""
 
-import os
 import signal
 import socket
 import subprocess
@@ -10,43 +9,33 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.processes import ROOT, service
 from tests.trainer_backend.test_command_line import turnwise
 
-ROOT = Path(__file__).parents[3]
 IMPORTED = "trainer_backend.jobs.server, trainer_backend.jobs.submission, trainer_backend.pages.app"
 
 
-def start(folder: Path, *words: str, key: str = "") -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "trainer_backend", "trainer", "--port", "0", "--data-dir", "runs", *words],
-        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT), "TRAINER_API_KEY": key},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-
-
-def address(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return next(line.split()[-1] for line in process.stdout if line.startswith("listening on "))
+def start(folder: Path, *words: str):
+    own = ("trainer", "--port", "0", "--data-dir", "runs")
+    return service("trainer_backend", *own, *words, environ={"TRAINER_API_KEY": ""}, cwd=folder)
 
 
 def test_it_shows_the_dashboard_and_ends_in_order_when_it_is_told_to(tmp_path):
-    with start(tmp_path, "--exit-with-parent") as process:
-        page = httpx.get(address(process) + "/", headers={"Accept": "text/html"})
+    with start(tmp_path, "--exit-with-parent") as (process, url):
+        page = httpx.get(url, headers={"Accept": "text/html"})
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     assert page.status_code == 200 and "<title>Runs" in page.text
 
 
 def test_a_second_one_in_the_same_folder_is_refused_unless_it_only_shows(tmp_path):
-    with start(tmp_path, "--exit-with-parent") as first:
-        address(first)
+    with start(tmp_path, "--exit-with-parent") as (first, _):
         second = turnwise("trainer", "--port", "0", "--data-dir", "runs", cwd=tmp_path)
         assert second.returncode == 2
         assert second.stderr.startswith(
             f"error: another trainer service runs jobs in {tmp_path}/runs. Stop it, choose"
         )
-        with start(tmp_path, "--no-jobs") as third:
-            address(third)
+        with start(tmp_path, "--no-jobs") as (third, _):
             third.terminate()
             assert third.wait(60) == 0
         first.stdin.close()

@@ -218,18 +218,6 @@ def test_a_process_that_misbehaves_fails_the_episode(tmp_path, lines, kind, sent
 READY = "echo '{\"ready\": []}'"
 
 
-def test_a_process_is_left_with_what_it_has_forked(tmp_path):
-    # Its child holds the pipe, for whose end nobody waits.
-    own = tmp_path / "its child has lived on"
-    lines = ("#!/bin/sh", f"(sleep 5; touch '{own}') &", READY, "read line", "echo no", "")
-    sums = environment(
-        NAME, verifiers_python=script(tmp_path, "\n".join(lines)), verifiers_modules=("turnwise_sums",)
-    )
-    with pytest.raises(ForeignFailed, match="answered no JSON"):
-        sums.reset(0)
-    assert not own.exists()
-
-
 def test_a_task_app_with_many_connections_can_play_too(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(2_048, hard), hard))
