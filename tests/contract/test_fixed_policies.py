@@ -206,7 +206,7 @@ def test_the_same_weights_play_the_same_episodes_here_and_at_a_server(
 
 # Of a server, and of the job; and what is told.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "no log-probs": ({"leaves_out": {"logprobs"}}, {}, "choices.0.logprobs.token_logprobs is missing"),
+    "no log-probs": ({"leaves_out": {"logprobs"}}, {}, "choices.0.logprobs is missing"),
     "no token ids": ({"leaves_out": {"token_ids"}}, {}, "choices.0.token_ids is missing"),
     "no prompt ids": ({"leaves_out": {"prompt_token_ids"}}, {}, "choices.0.prompt_token_ids is missing"),
     "tokens": ({"shift": 1}, {}, "the same text becomes other ids: number 0 is"),
