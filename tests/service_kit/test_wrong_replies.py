@@ -252,11 +252,6 @@ READINGS: dict[str, tuple[str, Ask, Reading]] = {
         remote(lambda one: one.generate([2, 3], Sampling(max_tokens=4), request_id="r")),
         Reading(THEIRS, COMPLETION, frozenset({"choices"})),
     ),
-    "a fixed policy, a text": (
-        COMPLETIONS,
-        remote(lambda one: one.text_ids("x")),
-        Reading(THEIRS, COMPLETION, frozenset({"choices", "prompt_token_ids"})),
-    ),
     "task app, /info": (
         "/info",
         app(lambda one: one.about()),
