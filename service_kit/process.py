@@ -451,14 +451,18 @@ def name_exit(code: int) -> str:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a child's log that says something, from its last bytes; empty where there is none."""
+    """The last line of a child's log that says something; empty where there is none."""
+    return (last_lines(log) or [""])[-1].strip()
+
+
+def last_lines(log: Path, start: int = 0) -> list[str]:
+    """The lines of a child's log in its last bytes, from the byte `start` on."""
     try:
         with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().decode("utf-8", "replace").strip().splitlines()
+            file.seek(max(start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return file.read().decode("utf-8", "replace").strip().splitlines()
     except OSError:
-        return ""
-    return lines[-1].strip() if lines else ""
+        return []
 
 
 def without_keys(ours: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, str]:
