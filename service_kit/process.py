@@ -112,18 +112,17 @@ class Child(Process):
 
         with prints.given() if prints is not None else nullcontext() as end:
             # In its own session, so that Ctrl-C reaches only this process, which ends its children in order.
-            async def spawn(command: Sequence[str], *more: int) -> Self:
-                process = await asyncio.create_subprocess_exec(
+            async def spawn(command: Sequence[str], *more: int) -> asyncio.subprocess.Process:
+                return await asyncio.create_subprocess_exec(
                     *command, stdin=PIPE, stdout=end if stdout is None else stdout, env=utf8_output(env),
                     stderr=end if stderr is None else stderr, cwd=folder, start_new_session=True,
                     pass_fds=(*descriptors, *more), limit=line_bytes,
                 )  # fmt: skip
-                return cls(process, prints)
 
             if is_ours or not can_guard():
-                return await spawn(command)
+                return cls(await spawn(command), prints)
             with _under_guard(command) as (guarded, report, let_go):
-                child = await spawn(guarded, let_go.fileno())
+                child = cls(await spawn(guarded, let_go.fileno()), prints)
                 let_go.close()
                 try:
                     child._guarded_pid = _read_report(await _read_all(report), command)
