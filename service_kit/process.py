@@ -57,6 +57,7 @@ class Process(Protocol):
 
     async def address(self) -> str | None:
         """Return the address that it prints when it is ready; None if it ends before."""
+        return await address_in(self.lines())
 
     def lines(self) -> AsyncIterator[str]:
         """Yield the further lines of its stdout, until it closes; a long one is cut, and says so."""
@@ -149,9 +150,6 @@ class Child(Process):
     def stdout(self) -> asyncio.StreamReader:
         assert self._process.stdout is not None
         return self._process.stdout
-
-    async def address(self) -> str | None:
-        return await address_in(self.lines())
 
     async def lines(self) -> AsyncIterator[str]:
         while line := await _line(self.stdout):

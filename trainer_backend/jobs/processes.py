@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -33,24 +32,17 @@ def job_command(run_dir: Path) -> Sequence[str]:
 
 
 class JobProcess(Child):
-    is_stopping = False  # whether a signal to stop was sent
-    late = False  # whether it had to be killed after that
-    log_start = 0  # the bytes of process.log that earlier processes of the job wrote
+    log_start = 0
+    """The bytes of process.log that earlier processes of the job wrote."""
+    stopping: "asyncio.Task[bool] | None" = None
+    """Its end after a signal to stop; the result says whether it had to be killed."""
 
     def stop(self, grace_s: float) -> None:
         """Send SIGTERM once: the process saves its finished work and ends, or is killed after `grace_s`.
 
-        A timer of the event loop kills it, since the caller may be waiting for a store that hangs.
+        A task of the event loop kills it, since the caller may be waiting for a store that hangs.
         """
-        if not self.is_stopping:
-            self.is_stopping = True
-            self.signal(signal.SIGTERM)
-            asyncio.get_running_loop().call_later(grace_s, self._kill_late)
-
-    def _kill_late(self) -> None:
-        if self.exit_code is None:
-            self.late = True
-            self.signal(signal.SIGKILL)
+        self.stopping = self.stopping or asyncio.ensure_future(self.end(grace_s))
 
 
 def without_secrets(config: str = "", environ: Mapping[str, str] = os.environ) -> dict[str, str]:
