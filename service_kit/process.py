@@ -57,6 +57,7 @@ class Process(Protocol):
 
     async def address(self) -> str | None:
         """Return the address that it prints when it is ready; None if it ends before."""
+        return await address_in(self.lines())
 
     def lines(self) -> AsyncIterator[str]:
         """Yield the further lines of its stdout, until it closes; a long one is cut, and says so."""
@@ -112,18 +113,17 @@ class Child(Process):
 
         with prints.given() if prints is not None else nullcontext() as end:
             # In its own session, so that Ctrl-C reaches only this process, which ends its children in order.
-            async def spawn(command: Sequence[str], *more: int) -> Self:
-                process = await asyncio.create_subprocess_exec(
+            async def spawn(command: Sequence[str], *more: int) -> asyncio.subprocess.Process:
+                return await asyncio.create_subprocess_exec(
                     *command, stdin=PIPE, stdout=end if stdout is None else stdout, env=utf8_output(env),
                     stderr=end if stderr is None else stderr, cwd=folder, start_new_session=True,
                     pass_fds=(*descriptors, *more), limit=line_bytes,
                 )  # fmt: skip
-                return cls(process, prints)
 
             if is_ours or not can_guard():
-                return await spawn(command)
+                return cls(await spawn(command), prints)
             with _under_guard(command) as (guarded, report, let_go):
-                child = await spawn(guarded, let_go.fileno())
+                child = cls(await spawn(guarded, let_go.fileno()), prints)
                 let_go.close()
                 try:
                     child._guarded_pid = _read_report(await _read_all(report), command)
@@ -150,9 +150,6 @@ class Child(Process):
     def stdout(self) -> asyncio.StreamReader:
         assert self._process.stdout is not None
         return self._process.stdout
-
-    async def address(self) -> str | None:
-        return await address_in(self.lines())
 
     async def lines(self) -> AsyncIterator[str]:
         while line := await _line(self.stdout):
@@ -451,14 +448,18 @@ def name_exit(code: int) -> str:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a child's log that says something, from its last bytes; empty where there is none."""
+    """The last line of a child's log that says something; empty where there is none."""
+    return (last_lines(log) or [""])[-1].strip()
+
+
+def last_lines(log: Path, start: int = 0) -> list[str]:
+    """The lines of a child's log in its last bytes, from the byte `start` on."""
     try:
         with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().decode("utf-8", "replace").strip().splitlines()
+            file.seek(max(start, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return file.read().decode("utf-8", "replace").strip().splitlines()
     except OSError:
-        return ""
-    return lines[-1].strip() if lines else ""
+        return []
 
 
 def without_keys(ours: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, str]:

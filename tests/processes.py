@@ -18,9 +18,9 @@ ROOT = Path(__file__).parents[1]
 
 @contextmanager
 def service(
-    module: str, *words: str, environ: dict[str, str] | None = None, **options: Any
+    module: str, *words: str, environ: dict[str, str] | None = None, ready: str = READY, **options: Any
 ) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    """`python -m MODULE WORDS` and its URL; it ends with the test. The options are those of Popen."""
+    """`python -m MODULE WORDS`, and what its ready line says; it ends with the test. Options are Popen's."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT), **(environ or {})}
     with subprocess.Popen(
         [sys.executable, "-m", module, *words], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -28,9 +28,9 @@ def service(
     ) as process:  # fmt: skip
         try:
             assert process.stdout is not None
-            line = next((line for line in process.stdout if line.startswith(READY)), None)
+            line = next((line for line in process.stdout if line.startswith(ready)), None)
             assert line is not None, "it has ended; its stderr says why"
-            yield process, line.split()[-1]
+            yield process, line.removeprefix(ready).strip()
         finally:
             process.kill()
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from service_kit.output import Output
 from service_kit.process import Child, Guarded, can_guard
-from tests.processes import running
+from tests.processes import running, wait_until
 
 pytestmark = pytest.mark.skipif(not can_guard(), reason="this system has no guard")
 
@@ -41,6 +42,8 @@ def start(mark: str) -> Guarded:
     guarded = Guarded([sys.executable, "-c", _FAMILY, mark], stdout=subprocess.PIPE)
     assert guarded.stdout is not None
     assert guarded.stdout.readline() == b"ready\n"
+    # A start returns in the middle of exec, when a process has no command line yet.
+    wait_until(lambda: len(running(f"time.sleep(60) {mark}")) == 3)
     return guarded
 
 
@@ -122,6 +125,9 @@ async def test_a_child_under_a_guard_is_asked_and_killed_as_any_other():
 
 @pytest.mark.parametrize("program", ["/nowhere/program", "/etc/hostname"])
 async def test_a_command_that_cannot_be_run_is_an_error_of_the_start(program: str):
-    for start_it in (Guarded, None):
-        with pytest.raises(OSError, match=program):
-            await Child.start([program], is_ours=False) if start_it is None else start_it([program])
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match=program):
+        await Child.start([program], prints=Output("test", "child"), is_ours=False)
+    with pytest.raises(OSError, match=program):
+        Guarded([program], stdin=subprocess.PIPE)
+    assert len(os.listdir("/proc/self/fd")) == len(before), "no pipe is left"

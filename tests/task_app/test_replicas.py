@@ -1,11 +1,10 @@
 """`--replicas N`: real processes on ports of their own, kept running; what they log is waited for."""
 
+import json
 import os
 import re
 import signal
 import subprocess
-import sys
-import tomllib
 from contextlib import contextmanager
 
 import httpx
@@ -13,18 +12,16 @@ import pytest
 
 from task_app.__main__ import main
 from tests.conftest import free_port
-from tests.processes import runs
+from tests.processes import runs, service
 from tests.task_app.counting import KEY
 
 
 class Supervisor:
     """A started one: its URLs, and its log line by line."""
 
-    def __init__(self, process):
+    def __init__(self, process, urls):
         self.process = process
-        line = process.stdout.readline()
-        assert line, process.stderr.read()
-        self.urls = tomllib.loads(line)["task_url"]
+        self.urls = json.loads(urls)
         self.ready = {}
         while len(self.ready) < len(self.urls):
             self.next_ready()
@@ -48,17 +45,11 @@ class Supervisor:
 
 @contextmanager
 def supervised(*arguments):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "task_app", "--exit-with-parent", *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "ENVIRONMENT_API_KEY": KEY},
-        text=True,
-    )
-    with process:
+    environ, ready = {"ENVIRONMENT_API_KEY": KEY}, "task_url = "
+    words = ("--exit-with-parent", *arguments)
+    with service("task_app", *words, environ=environ, ready=ready, stderr=subprocess.PIPE) as (process, urls):
         try:
-            yield Supervisor(process)
+            yield Supervisor(process, urls)
         finally:
             process.stdin.close()  # its replicas end with it, whatever became of the test
             process.wait(30)

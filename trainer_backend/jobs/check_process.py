@@ -41,13 +41,9 @@ _ALONE = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 class CheckProcess:
-    """Runs calls that parse a client's input, one at a time, in order.
+    """Runs calls that parse a client's input, one at a time, in order; `at_most` of them run or wait.
 
-    Args:
-        at_most_s: time limit of a call.
-        at_most_bytes: memory limit of a call.
-        at_most: maximum number of calls that run or wait.
-        plugins: files of `job.trainer_plugins`, which the server imports once for all calls.
+    `at_most_s` and `at_most_bytes` limit a call. The server imports the plug-ins once for all calls.
     """
 
     def __init__(

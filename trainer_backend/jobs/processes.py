@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -10,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from service_kit.keys import TRAINER_KEY
-from service_kit.process import Child
+from service_kit.process import Child, last_lines
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.jobs.states import Ending, explain, is_stop
 from trainer_backend.learner.calls import KEYS_OF_THE_LEARNER
@@ -20,7 +19,6 @@ from trainer_backend.rundir.state import DONE, ERROR, FINAL, append_log, read_st
 from trainer_backend.store.rows import Job, tables_of
 
 PROCESS_LOG = "process.log"
-_LAST_BYTES = 65_536
 _MOST_SHOWN = 300
 # How faulthandler begins to tell of a signal such as SIGSEGV.
 _CRASH = "Fatal Python error: "
@@ -34,24 +32,17 @@ def job_command(run_dir: Path) -> Sequence[str]:
 
 
 class JobProcess(Child):
-    is_stopping = False  # whether a signal to stop was sent
-    late = False  # whether it had to be killed after that
-    log_start = 0  # the bytes of process.log that earlier processes of the job wrote
+    log_start = 0
+    """The bytes of process.log that earlier processes of the job wrote."""
+    stopping: "asyncio.Task[bool] | None" = None
+    """Its end after a signal to stop; the result says whether it had to be killed."""
 
     def stop(self, grace_s: float) -> None:
         """Send SIGTERM once: the process saves its finished work and ends, or is killed after `grace_s`.
 
-        A timer of the event loop kills it, since the caller may be waiting for a store that hangs.
+        A task of the event loop kills it, since the caller may be waiting for a store that hangs.
         """
-        if not self.is_stopping:
-            self.is_stopping = True
-            self.signal(signal.SIGTERM)
-            asyncio.get_running_loop().call_later(grace_s, self._kill_late)
-
-    def _kill_late(self) -> None:
-        if self.exit_code is None:
-            self.late = True
-            self.signal(signal.SIGKILL)
+        self.stopping = self.stopping or asyncio.ensure_future(self.end(grace_s))
 
 
 def without_secrets(config: str = "", environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -81,22 +72,13 @@ def last_words(job: Job, process: JobProcess) -> Ending:
     folder = Path(job.run_dir)
     state = read_state(folder)
     own = state if state is not None and state.pid == process.pid else None
-    lines = _printed_lines(folder, process.log_start)
+    lines = last_lines(folder / PROCESS_LOG, process.log_start)
     last = lines[-1] if lines else ""
     error = last.removeprefix(ERROR) if last.startswith(ERROR) else None
     # After that line come the stacks of all threads.
     line = next((line for line in lines if line.startswith(_CRASH)), last)
     last_line = clip(line.strip(), _MOST_SHOWN)
     return Ending(process.exit_code, own, error=error, last_line=last_line)
-
-
-def _printed_lines(folder: Path, start: int) -> list[str]:
-    try:
-        with (folder / PROCESS_LOG).open("rb") as file:
-            file.seek(max(start, file.seek(0, os.SEEK_END) - _LAST_BYTES))
-            return file.read().decode("utf-8", "replace").strip().splitlines()
-    except OSError:
-        return []
 
 
 def record_death(job: Job, ending: Ending) -> None:

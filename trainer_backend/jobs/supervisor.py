@@ -240,7 +240,7 @@ class Supervisor:
     def _watch_end(self, process: JobProcess) -> None:
         async def wait() -> None:
             await process.ended()
-            self._kills.inc(process.late)
+            self._kills.inc(process.stopping is not None and await process.stopping)
             self._wake.set()
 
         task = asyncio.ensure_future(wait())

@@ -40,9 +40,7 @@ class Child:
         variables: Mapping[str, str] | None = None,
         folder: str | None = None,
     ) -> None:
-        self._name = name
-        self._reach = reach
-        self._read = b""
+        self._name, self._reach, self._read = name, reach, b""
         try:
             self._output = Output("environment", name)
             with self._output.given() as stderr:

@@ -58,7 +58,7 @@ async def test_a_task_app_killed_in_a_collection_changes_nothing_of_what_comes_b
 
     def kill(done: int, total: int) -> None:
         if done == 1:  # more rollouts are waiting: the second is given some now, and never brings them
-            second.signal(signal.SIGKILL)
+            second.child.signal(signal.SIGKILL)
 
     with task_app_thread() as first:
         async with started(second), TaskApps([first, second.url], TASK_APP_KEY, timeout_s=20) as apps:
@@ -92,8 +92,8 @@ async def test_a_task_app_started_again_on_its_port_takes_work_in_the_same_batch
 
     def kill(done: int, total: int) -> None:
         if done == 1:
-            second.signal(signal.SIGKILL)
-            first.signal(signal.SIGSTOP)  # it finishes nothing before the other one is back
+            second.child.signal(signal.SIGKILL)
+            first.child.signal(signal.SIGSTOP)  # it finishes nothing before the other one is back
             killed.set()
 
     def tell(sentence: str) -> None:
@@ -109,11 +109,11 @@ async def test_a_task_app_started_again_on_its_port_takes_work_in_the_same_batch
         before = apps.members[1].instance_id
         collecting = asyncio.ensure_future(Dispatcher(apps, timeout_s=120, max_running=8).collect(PLAN, kill))
         await killed.wait()
-        await second.gone()
+        await second.child.ended()
         await lost.wait()  # started sooner, it would answer a retry, and nobody would have missed it
         await second.start()
         await back.wait()
-        first.signal(signal.SIGCONT)
+        first.child.signal(signal.SIGCONT)
         found = await collecting
         after = apps.members[1].instance_id
     assert played(found) == undisturbed

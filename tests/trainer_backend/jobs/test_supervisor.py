@@ -138,7 +138,7 @@ async def test_a_process_that_is_late_is_killed_while_a_round_hangs(tmp_path: Pa
         await there.until(lambda: there.trains(ending) and there.trains(stubborn))
         process = there.process(stubborn)
         jobs.change(there.store, stubborn, lambda job: {"state": "cancelling", "wanted": "cancel"})
-        await there.until(lambda: process.is_stopping)
+        await there.until(lambda: process.stopping)
         await hang(there, ending)
         async with asyncio.timeout(LONG_S):
             assert await process.ended() == -9
@@ -244,7 +244,7 @@ async def test_what_is_to_end_at_once_is_killed_and_goes_on_with_the_next_start(
         await there.until(lambda: there.trains(job_id))
         process = there.process(job_id)
         closing = asyncio.ensure_future(there.supervisor.close())
-        await there.until(lambda: process.is_stopping)
+        await there.until(lambda: process.stopping)
         there.supervisor.end_at_once()
         async with asyncio.timeout(LONG_S):
             await closing
