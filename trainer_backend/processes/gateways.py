@@ -26,7 +26,7 @@ from trainer_backend.errors import InferenceError, JobError, NotPlaced
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.job.tables import InferenceTable, ModelTable, ServicesTable
 from trainer_backend.parts import InferenceServer, Learner, Reporter
-from trainer_backend.processes.gateway import Gateway, GatewayRole, Say, added, load_s
+from trainer_backend.processes.gateway import Gateway, Say, added, load_s
 from trainer_backend.processes.gateway_calls import CONTROL_KEY, GATEWAY_KEY, GatewaySetup
 from trainer_backend.processes.launching import Launcher, Resources
 from trainer_backend.processes.weight_broadcast import deliver_to_servers
@@ -199,8 +199,8 @@ class GatewayProcesses:
             resources = Resources("gateways", len(self._listeners), device=served.model.device)
         gateways = [
             Gateway(
-                GatewayRole(number, keys, self._directory.gateway_log(number), resources),
-                listener, partial(self._setup, table, weights, number), self._tell, self._launcher,
+                number, listener, partial(self._setup, table, weights, number), self._tell, self._launcher,
+                keys=keys, log_file=self._directory.gateway_log(number), resources=resources,
                 load_s=load_s(table),
             )
             for number, listener in enumerate(self._listeners)
