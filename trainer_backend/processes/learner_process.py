@@ -37,11 +37,11 @@ from trainer_backend.learner.calls import (
     session_of,
 )
 from trainer_backend.parts import CreditedEpisode, Hardware, Progress, Reporter, WeightPart
-from trainer_backend.processes.external import Elsewhere
 from trainer_backend.processes.launching import (
     LEARNER,
     LOCAL,
     PACKAGE,
+    Elsewhere,
     Launcher,
     NotReady,
     Place,

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,9 +37,9 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from service_kit.process import PIPE, Child, Process, address_in
+from service_kit.process import Child, Process, address_in
 from trainer_backend.errors import JobError, NotPlaced
-from trainer_backend.processes.launching import LOCAL, PACKAGE, Place, Resources, Role
+from trainer_backend.processes.launching import LOCAL, PACKAGE, Place, Resources, Role, start_child
 
 Result = TypeVar("Result")
 
@@ -78,32 +78,16 @@ class Host:
             port = holder.getsockname()[1]
         return Node(host, port, sys.executable, str(_PACKAGE_FOLDER), version())
 
-    async def start(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        withheld: frozenset[str],
-        log_file: Path,
-        has_ready_line: bool,
-        is_ours: bool,
-    ) -> int:
+    async def start(self, role: Role, command: Sequence[str]) -> int:
         """Start a process in place of one that may still run; return its number.
 
         OSError: it cannot be run or its log written; NotADirectoryError: its log's folder is not here.
         """
         await self.end(_STOP_S)
-        if not log_file.parent.is_dir():
-            raise NotADirectoryError(f"does not see {log_file.parent}")
-        own = {name: value for name, value in os.environ.items() if name not in withheld}
+        if role.log_file is not None and not role.log_file.parent.is_dir():
+            raise NotADirectoryError(f"does not see {role.log_file.parent}")
         try:
-            with log_file.open("ab") as log:
-                self._child = await Child.start(
-                    command,
-                    stdout=PIPE if has_ready_line else log,
-                    stderr=log,
-                    env={**own, **environment},
-                    is_ours=is_ours,
-                )
+            self._child = await start_child(role, command)
         except OSError as error:  # Ray's event loop and pickle leave its file out
             raise OSError(f"{error.filename or command[0]}: {error.strerror or error}") from error
         return self._child.pid
@@ -380,14 +364,14 @@ class RayLauncher:
         pids = []
         for rank, (host, node) in enumerate(zip(hosts, nodes, strict=True)):
             command = role.command(Place(node.host, rank, meeting, node.port))
-            words = [on_node(word, node) for word in command]
-            environment = {name: on_node(value, node) for name, value in role.environment.items()}
             log = log_file if rank == 0 else log_file.with_suffix(f".{rank}.log")
-            pid = host.start.remote(
-                words, environment, role.withheld, log.absolute(), role.has_ready_line, role.is_ours
-            )
+            own = replace(
+                role, command=list, log_file=log.absolute(), descriptors=(),
+                environment={name: on_node(value, node) for name, value in role.environment.items()},
+            )  # fmt: skip
+            words = [on_node(word, node) for word in command]
             try:
-                pids.append(await answer(pid, _ANSWER_S))
+                pids.append(await answer(host.start.remote(own, words), _ANSWER_S))
             except RayTaskError as error:
                 raise _no_start(role, node, error) from error
         return RayProcess(hosts, pids[0])
