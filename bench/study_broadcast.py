@@ -54,7 +54,7 @@ from trainer_backend.models import save_model_folder
 from trainer_backend.models.folder import load_tokenizer
 from trainer_backend.parts import Hardware
 from trainer_backend.processes.policy_server import make_servers
-from trainer_backend.processes.vllm_servers import VllmServers, check_environment, own_servers
+from trainer_backend.processes.vllm_servers import VllmServers, check_environment
 from trainer_backend.processes.weight_broadcast import WeightBroadcast
 from trainer_backend.processes.weight_folders import WeightFolders
 from trainer_backend.rundir.layout import RunDirectory, create_run
@@ -112,8 +112,7 @@ class Senders:
 
 @asynccontextmanager
 async def started_servers(job: JobConfig, directory: RunDirectory, folder: Path) -> Any:
-    servers = own_servers(job.inference, Hardware("float32"), directory, print, broadcasts=True)
-    assert isinstance(servers, VllmServers)
+    servers = VllmServers(job.inference, Hardware("float32"), directory, print, broadcasts=True)
     try:
         await servers.start(folder)
         yield servers

@@ -14,7 +14,7 @@ from trainer_backend.inference.versions import PolicyVersion, WeightAddress
 from trainer_backend.job.tables import InferenceTable
 from trainer_backend.parts import Learner
 from trainer_backend.processes.launching import LOCAL, Launcher
-from trainer_backend.processes.vllm_servers import own_servers
+from trainer_backend.processes.vllm_servers import VllmServers
 from trainer_backend.processes.weight_folders import WeightFolders, on_thread
 from trainer_backend.run.stopping import racing
 from trainer_backend.rundir.layout import RunDirectory
@@ -138,10 +138,12 @@ def deliver_to_servers(
         broadcasts: the learner sends them, instead of writing folders.
         device: that of [model].
     """
-    servers = own_servers(
-        table, learner.hardware(), directory, tell, launcher=launcher, device=device, broadcasts=broadcasts
-    )
-    if servers is not None:
+    servers = None
+    if not table.urls:
+        servers = VllmServers(
+            table, learner.hardware(), directory, tell,
+            launcher=launcher, device=device, broadcasts=broadcasts,
+        )  # fmt: skip
         table = table.model_copy(update={"urls": servers.urls})
     weights: WeightFolders
     if broadcasts:

@@ -21,6 +21,7 @@ from trainer_backend.parts import Hardware
 from trainer_backend.processes.launching import Place, Resources, Role
 from trainer_backend.processes.ray import Node, RayLauncher, never_fits, on_node, refuse_other_release
 from trainer_backend.processes.vllm_servers import VllmServers
+from trainer_backend.rundir.layout import RunDirectory
 
 
 def test_what_no_node_could_ever_hold_is_told_with_what_there_is():
@@ -124,10 +125,10 @@ async def test_a_vllm_server_on_a_node_announces_its_address_and_the_next_one_wh
     lines: list[str] = []
     launcher = RayLauncher("vllm", 60.0, lines.append)
     await launcher.open(address)
+    run = RunDirectory(tmp_path, "run")
     servers = VllmServers(
-        table(python), tmp_path / "start", [tmp_path / "log"],
-        hardware=Hardware("float32"), tell=lines.append, launcher=launcher, device="cpu",
-    )  # fmt: skip
+        table(python), Hardware("float32"), run, lines.append, launcher=launcher, device="cpu"
+    )
     moves: list[tuple[str, str]] = []
 
     async def moved(url: str, new_url: str) -> None:
@@ -147,7 +148,7 @@ async def test_a_vllm_server_on_a_node_announces_its_address_and_the_next_one_wh
         while not moves:
             await asyncio.sleep(0.05)
         assert moves == [(url, *servers.urls)] and url not in servers.urls
-        assert f"--model {tmp_path / 'start'} " in await command(servers.urls[0])
+        assert f"--model {run.weights / 'start'} " in await command(servers.urls[0])
     finally:
         await servers.stop()
         await launcher.close()

@@ -25,6 +25,7 @@ from trainer_backend.processes.vllm_servers import (
     check_environment,
     visible_devices,
 )
+from trainer_backend.rundir.layout import RunDirectory
 
 SERVER = "vllm/entrypoints/openai/api_server.py"
 
@@ -114,10 +115,8 @@ async def started(
     version = folder / "version_0"
     version.mkdir()
     (version / "config.json").write_text("{}")
-    servers = VllmServers(
-        table(python, **keys), folder / "start", [folder / "log"],
-        hardware=Hardware("float32"), tell=lines.append, launcher=launcher,
-    )  # fmt: skip
+    run = RunDirectory(folder, "run")
+    servers = VllmServers(table(python, **keys), Hardware("float32"), run, lines.append, launcher=launcher)
     try:
         await servers.start(version)
         yield servers, servers.urls[0]
@@ -129,9 +128,10 @@ async def test_a_server_that_dies_or_is_renewed_starts_anew_from_a_copy_that_sta
     lines: list[str] = []
     async with started(tmp_path, lines, vllm={"seed": 3}) as (servers, url):
         (tmp_path / "version_0" / "config.json").unlink()
-        assert (tmp_path / "start" / "config.json").read_text() == "{}"
+        start = RunDirectory(tmp_path, "run").weights / "start"
+        assert (start / "config.json").read_text() == "{}"
         words = await command(url)
-        assert f"--model {tmp_path / 'start'} " in words and words.endswith(" --seed 3")
+        assert f"--model {start} " in words and words.endswith(" --seed 3")
         assert "--max-model-len 64 --dtype float32 " in words
         process = process_at(url)
         os.kill(process, signal.SIGKILL)
@@ -215,22 +215,20 @@ async def command(url: str) -> str:
 async def test_a_server_that_does_not_start_is_told_with_its_last_line(tmp_path):
     wrong = table(fake_environment(tmp_path / "vllm"), vllm={"no_such_argument": 1})
     (tmp_path / "version_0").mkdir()
-    servers = VllmServers(
-        wrong, tmp_path / "start", [tmp_path / "log"], hardware=Hardware("float32"), tell=lambda line: None
-    )
+    servers = VllmServers(wrong, Hardware("float32"), RunDirectory(tmp_path, "run"), lambda line: None)
     with pytest.raises(JobError, match=r"exit code 2 before it was ready: .*arguments: --no-such-argument 1"):
         await servers.start(tmp_path / "version_0")
     await servers.stop()
 
 
 def process_at(url: str) -> int | None:
-    """The process that was started for a port, by its command line."""
+    """The process that was started for a port, by its command line; not its guard."""
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = file.read_text().split("\0")
         except OSError:
             continue
-        if "turnwise_serve" in words and url.rpartition(":")[2] in words:
+        if words[1:3] == ["-m", "turnwise_serve"] and url.rpartition(":")[2] in words:
             return int(file.parent.name)
     return None
 
