@@ -55,8 +55,7 @@ from trainer_backend.models.folder import load_tokenizer
 from trainer_backend.parts import Hardware
 from trainer_backend.processes.policy_server import make_servers
 from trainer_backend.processes.vllm_servers import VllmServers, check_environment
-from trainer_backend.processes.weight_broadcast import WeightBroadcast
-from trainer_backend.processes.weight_folders import WeightFolders
+from trainer_backend.processes.weight_delivery import WeightBroadcast, WeightFolders
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.start import run_job
 

@@ -29,8 +29,7 @@ from trainer_backend.parts import InferenceServer, Learner, Reporter
 from trainer_backend.processes.gateway import Gateway, Say, added, load_s
 from trainer_backend.processes.gateway_calls import CONTROL_KEY, GATEWAY_KEY, GatewaySetup
 from trainer_backend.processes.launching import Launcher, Resources
-from trainer_backend.processes.weight_broadcast import deliver_to_servers
-from trainer_backend.processes.weight_folders import WeightFolders
+from trainer_backend.processes.weight_delivery import WeightFolders, deliver_to_servers
 from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.run.stopping import end_tasks, while_unbroken
 from trainer_backend.rundir.layout import RunDirectory

@@ -39,8 +39,7 @@ from trainer_backend.learner.memory import serving_plan
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.models.sources import in_folder
 from trainer_backend.parts import Reporter
-from trainer_backend.processes.weight_broadcast import deliver_to_servers
-from trainer_backend.processes.weight_folders import WeightCopies, WeightFolders
+from trainer_backend.processes.weight_delivery import WeightCopies, WeightFolders, deliver_to_servers
 from trainer_backend.run.fixed_policies import FixedPolicies
 from trainer_backend.run.stopping import end_tasks, while_unbroken
 from trainer_backend.rundir.layout import RunDirectory
