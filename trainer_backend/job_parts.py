@@ -192,12 +192,12 @@ def gateways(
             yield GatewayProcesses(served, fixed, listeners, directory, tell, launcher)
             return
         # torch is imported here alone.
-        from trainer_backend.processes.policy_server import PolicyServer, WeightRoute
+        from trainer_backend.processes.policy_server import PolicyServer
 
         apart = job.weights_by_folder or broadcasts
         yield PolicyServer(
             job.job.name, listeners[0], fixed.share_threads(job.inference),
-            weights=WeightRoute(directory, broadcasts) if apart else None, tell=tell,
+            directory=directory if apart else None, broadcasts=broadcasts, tell=tell,
         )  # fmt: skip
 
 

@@ -225,16 +225,18 @@ class _Enough(Exception):
     """Raised in a learner's wait for servers that need not come any more."""
 
 
-def deliver_to_servers(
+def make_delivery(
     learner: Learner, table: InferenceTable, directory: RunDirectory, tell: Callable[[str], None], *,
     broadcasts: bool, has_adapters: bool, launcher: Launcher = LOCAL, device: str = "auto",
 ) -> tuple[WeightFolders, InferenceTable]:  # fmt: skip
-    """How versions reach vLLM servers; and the table with the addresses of those that the run starts.
+    """How versions reach engines of other processes; and the table with the addresses of those that the run starts.
 
     Args:
         broadcasts: the learner sends them, instead of writing folders.
         device: that of [model].
     """
+    if table.engine == "local":  # it needs no test, and reads adapters beside a model
+        return WeightFolders(learner, directory.weights), table
     servers = None
     if not table.urls:
         servers = VllmServers(

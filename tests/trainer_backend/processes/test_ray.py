@@ -172,13 +172,23 @@ asyncio.run(work(*sys.argv[1:]))
 """
 
 
+async def orchestrator_at(*words: object) -> tuple[asyncio.subprocess.Process, tuple[str, str]]:
+    command = (sys.executable, "-c", ORCHESTRATOR, *map(str, words))
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    return process, await next_start(process)
+
+
+async def next_start(orchestrator: asyncio.subprocess.Process) -> tuple[str, str]:
+    """Number and address of the process that it starts next."""
+    assert orchestrator.stdout is not None
+    pid, _, place = (await orchestrator.stdout.readline()).decode().strip().partition(" ")
+    return pid, place
+
+
 async def test_after_a_killed_orchestrator_the_next_one_has_its_places_and_nothing_of_it_runs(
     address: str, tmp_path: Path
 ):
-    words = (sys.executable, "-c", ORCHESTRATOR, address, str(tmp_path), "killed", "30")
-    orchestrator = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
-    assert orchestrator.stdout is not None
-    pid, _, place = (await orchestrator.stdout.readline()).decode().strip().partition(" ")
+    orchestrator, (pid, place) = await orchestrator_at(address, tmp_path, "killed", "30")
     orchestrator.kill()
     await orchestrator.communicate()
     launcher = RayLauncher("killed", 60.0, print)
@@ -195,10 +205,7 @@ async def test_after_a_killed_orchestrator_the_next_one_has_its_places_and_nothi
 async def test_an_orchestrator_that_was_paused_for_longer_than_its_lease_is_given_places_again(
     address: str, tmp_path: Path
 ):
-    words = (sys.executable, "-c", ORCHESTRATOR, address, str(tmp_path), "paused", "2")
-    orchestrator = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
-    assert orchestrator.stdout is not None
-    pid, _, _ = (await orchestrator.stdout.readline()).decode().partition(" ")
+    orchestrator, (pid, _) = await orchestrator_at(address, tmp_path, "paused", "2")
     launcher = RayLauncher("witness", 60.0, print)
     await launcher.open(address)
     try:
@@ -208,7 +215,7 @@ async def test_an_orchestrator_that_was_paused_for_longer_than_its_lease_is_give
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid), 0)
         orchestrator.send_signal(signal.SIGCONT)
-        again, _, place = (await orchestrator.stdout.readline()).decode().partition(" ")
+        again, place = await next_start(orchestrator)
         assert again != pid and place.startswith("http://")
     finally:
         orchestrator.kill()

@@ -151,43 +151,31 @@ async def test_a_server_that_dies_or_is_renewed_starts_anew_from_a_copy_that_sta
     ]
 
 
-async def test_a_server_that_cannot_be_started_for_a_while_is_tried_again(tmp_path):
-    lines: list[str] = []
-    async with started(tmp_path, lines) as (servers, url):
-        python = servers._servers[0]._table.vllm_python
-        python.rename(tmp_path / "gone")
-        servers.renew(url)
-        while "cannot be started, and is tried again: " not in lines[-1]:
-            await asyncio.sleep(0.05)
-        servers.renew(url)  # there is none to kill
-        assert "cannot be started" in lines[-1]
-        (tmp_path / "gone").rename(python)
-        assert await command(url)
+class OnceFaulty:
+    """A launcher whose second start fails."""
 
-
-class OnceFull:
-    """A launcher that has no room for the second start."""
-
-    def __init__(self) -> None:
-        self.starts = 0
+    def __init__(self, error: Exception) -> None:
+        self.starts, self.error = 0, error
 
     async def start(self, role: Role) -> Process:
         self.starts += 1
         if self.starts == 2:
-            raise NotPlaced("no node has room")
+            raise self.error
         return await LOCAL.start(role)
 
     def key(self, variable: str) -> str:
         return LOCAL.key(variable)
 
 
-async def test_a_server_that_has_no_place_for_a_while_is_placed_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [NotPlaced("no node has room"), OSError("no room in memory")])
+async def test_a_server_that_cannot_be_started_for_a_while_is_tried_again(error, tmp_path, monkeypatch):
     monkeypatch.setattr(VllmServer, "pauses_s", (0.01, 60.0))
     lines: list[str] = []
-    async with started(tmp_path, lines, OnceFull()) as (servers, url):
+    async with started(tmp_path, lines, OnceFaulty(error)) as (servers, url):
         servers.renew(url)
-        while not lines[-1].endswith("cannot be started, and is tried again: no node has room"):
+        while not lines[-1].endswith(f"cannot be started, and is tried again: {error}"):
             await asyncio.sleep(0.01)
+        servers.renew(url)  # there may be none to kill
         assert await command(url)
 
 
