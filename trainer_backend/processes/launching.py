@@ -87,25 +87,20 @@ class Launcher(Protocol):
         """Return the key of a role that listens, which it reads from this variable."""
 
 
-async def start_child(role: Role, command: Sequence[str]) -> Child:
-    """Start the process of a role on this machine. OSError: it cannot be run, or its log written."""
-    own = {name: value for name, value in os.environ.items() if name not in role.withheld}
-    with nullcontext() if role.log_file is None else role.log_file.open("ab") as log:
-        return await Child.start(
-            command,
-            stdout=PIPE if role.has_ready_line else log,
-            stderr=log,
-            env={**own, **role.environment},
-            descriptors=role.descriptors,
-            is_ours=role.is_ours,
-        )
-
-
 class LocalLauncher:
     """Children of this process, on this machine."""
 
     async def start(self, role: Role) -> Child:
-        return await start_child(role, role.command(Place()))
+        own = {name: value for name, value in os.environ.items() if name not in role.withheld}
+        with nullcontext() if role.log_file is None else role.log_file.open("ab") as log:
+            return await Child.start(
+                role.command(Place()),
+                stdout=PIPE if role.has_ready_line else log,
+                stderr=log,
+                env={**own, **role.environment},
+                descriptors=role.descriptors,
+                is_ours=role.is_ours,
+            )
 
     def key(self, variable: str) -> str:
         return secrets.token_urlsafe(32)

@@ -19,6 +19,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,7 +40,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from service_kit.process import Child, Process, address_in
 from trainer_backend.errors import JobError, NotPlaced
-from trainer_backend.processes.launching import LOCAL, PACKAGE, Place, Resources, Role, start_child
+from trainer_backend.processes.launching import LOCAL, PACKAGE, Place, Resources, Role
 
 Result = TypeVar("Result")
 
@@ -78,7 +79,7 @@ class Host:
             port = holder.getsockname()[1]
         return Node(host, port, sys.executable, str(_PACKAGE_FOLDER), version())
 
-    async def start(self, role: Role, command: Sequence[str]) -> int:
+    async def start(self, role: Role) -> int:
         """Start a process in place of one that may still run; return its number.
 
         OSError: it cannot be run or its log written; NotADirectoryError: its log's folder is not here.
@@ -87,9 +88,10 @@ class Host:
         if role.log_file is not None and not role.log_file.parent.is_dir():
             raise NotADirectoryError(f"does not see {role.log_file.parent}")
         try:
-            self._child = await start_child(role, command)
+            self._child = await LOCAL.start(role)
         except OSError as error:  # Ray's event loop and pickle leave its file out
-            raise OSError(f"{error.filename or command[0]}: {error.strerror or error}") from error
+            program, *_ = role.command(Place())
+            raise OSError(f"{error.filename or program}: {error.strerror or error}") from error
         return self._child.pid
 
     async def line(self) -> str | None:
@@ -365,13 +367,13 @@ class RayLauncher:
         for rank, (host, node) in enumerate(zip(hosts, nodes, strict=True)):
             command = role.command(Place(node.host, rank, meeting, node.port))
             log = log_file if rank == 0 else log_file.with_suffix(f".{rank}.log")
+            words = [on_node(word, node) for word in command]
             own = replace(
-                role, command=list, log_file=log.absolute(), descriptors=(),
+                role, command=partial(_given, words), log_file=log.absolute(), descriptors=(),
                 environment={name: on_node(value, node) for name, value in role.environment.items()},
             )  # fmt: skip
-            words = [on_node(word, node) for word in command]
             try:
-                pids.append(await answer(host.start.remote(own, words), _ANSWER_S))
+                pids.append(await answer(host.start.remote(own), _ANSWER_S))
             except RayTaskError as error:
                 raise _no_start(role, node, error) from error
         return RayProcess(hosts, pids[0])
@@ -465,6 +467,10 @@ def refuse_other_release(nodes: Sequence[Node]) -> None:
                 f"the node {node.host} has {PACKAGE} {node.release}, and this machine has {own}",
                 hint="Install the same release on all machines of a run.",
             )
+
+
+def _given(words: Sequence[str], place: Place) -> Sequence[str]:
+    return words
 
 
 async def answer(reference: Any, within_s: float | None = None) -> Any:

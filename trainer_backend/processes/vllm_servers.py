@@ -257,7 +257,7 @@ class VllmServers:
         await asyncio.to_thread(_copy, version, self._folder)
         self._tell(f"{len(self._servers)} vLLM servers are started, which takes minutes")
         self._keepers = [asyncio.ensure_future(server.run_forever()) for server in self._servers]
-        ready = asyncio.gather(*(server.ready.wait() for server in self._servers))
+        ready: asyncio.Future[Any] = asyncio.gather(*(server.ready.wait() for server in self._servers))
         try:
             await asyncio.wait((ready, *self._keepers), return_when=asyncio.FIRST_COMPLETED)
             for keeper in self._keepers:

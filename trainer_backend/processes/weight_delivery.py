@@ -229,7 +229,7 @@ def make_delivery(
     learner: Learner, table: InferenceTable, directory: RunDirectory, tell: Callable[[str], None], *,
     broadcasts: bool, has_adapters: bool, launcher: Launcher = LOCAL, device: str = "auto",
 ) -> tuple[WeightFolders, InferenceTable]:  # fmt: skip
-    """How versions reach engines of other processes; and the table with the addresses of those that the run starts.
+    """How versions reach engines of other processes; and the table with the addresses of the run's servers.
 
     Args:
         broadcasts: the learner sends them, instead of writing folders.

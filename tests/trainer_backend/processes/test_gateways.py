@@ -86,7 +86,6 @@ class Story:
     pids: list[int] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     states: list[tuple[str, str]] = field(default_factory=list)
-    folders: list[str] = field(default_factory=list)
 
 
 async def versions(inference: Inference) -> list[int]:
