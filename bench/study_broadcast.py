@@ -54,9 +54,8 @@ from trainer_backend.models import save_model_folder
 from trainer_backend.models.folder import load_tokenizer
 from trainer_backend.parts import Hardware
 from trainer_backend.processes.policy_server import make_servers
-from trainer_backend.processes.vllm_servers import VllmServers, check_environment, own_servers
-from trainer_backend.processes.weight_broadcast import WeightBroadcast
-from trainer_backend.processes.weight_folders import WeightFolders
+from trainer_backend.processes.vllm_servers import VllmServers, check_environment
+from trainer_backend.processes.weight_delivery import WeightBroadcast, WeightFolders
 from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.start import run_job
 
@@ -112,8 +111,7 @@ class Senders:
 
 @asynccontextmanager
 async def started_servers(job: JobConfig, directory: RunDirectory, folder: Path) -> Any:
-    servers = own_servers(job.inference, Hardware("float32"), directory, print, broadcasts=True)
-    assert isinstance(servers, VllmServers)
+    servers = VllmServers(job.inference, Hardware("float32"), directory, print, broadcasts=True)
     try:
         await servers.start(folder)
         yield servers

@@ -30,7 +30,7 @@ from service_kit.process import READY
 from trainer_backend.errors import LearnerLost, OutOfMemory, TrainerError
 from trainer_backend.job.load import dump_job
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.learner.calls import LEARNER_KEY, session_of
+from trainer_backend.learner.calls import LEARNER_KEY
 from trainer_backend.models.folder import save_model_folder
 from trainer_backend.parts import Progress
 from trainer_backend.processes.learner_process import LearnerConnection, RemoteLearner
@@ -62,8 +62,7 @@ class Group:
             )  # fmt: skip
         assert self.process.stdout is not None
         url = next(line for line in self.process.stdout if line.startswith(READY)).removeprefix(READY).strip()
-        session = session_of("study", "1")
-        self.connection = LearnerConnection(url, "key", silence_s=120, log_file=self.log, session=session)
+        self.connection = LearnerConnection(url, "key", silence_s=120, log_file=self.log, session="study/1")
         self.connection.ask("open", dump_job(job))
         self.learner = RemoteLearner(self.connection.ask)
 

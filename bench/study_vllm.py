@@ -204,11 +204,10 @@ def judged_job(directory: RunDirectory, iterations: int, killer: Killer) -> dict
     }
 
 
-async def swaps(table: InferenceTable, folders: Sequence[Path], log: Path) -> dict[str, Any]:
+async def swaps(table: InferenceTable, folders: Sequence[Path], directory: RunDirectory) -> dict[str, Any]:
     """Swap weights under running requests at one server, in both ways."""
     lines: list[str] = []
-    start = log.with_name("start")
-    servers = VllmServers(table, start, [log], hardware=Hardware("float32"), tell=print)
+    servers = VllmServers(table, Hardware("float32"), directory, print)
     try:
         await servers.start(folders[0])
         results = {}
@@ -352,7 +351,7 @@ def study(python: str, iterations: int) -> dict[str, Any]:
         trained = judged_job(directory, iterations, killer)
         folders = [directory.checkpoints / f"iteration_{number}" for number in range(SWAPS + 1)]
         table = job.inference.model_copy(update={"replicas": 1})
-        swapped = asyncio.run(swaps(table, folders, Path(folder) / "vllm.log"))
+        swapped = asyncio.run(swaps(table, folders, RunDirectory(Path(folder), "swaps")))
     modes = [swapped["wait"], swapped["keep"]]
     return {
         "study": "vllm",

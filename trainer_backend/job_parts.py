@@ -30,9 +30,8 @@ from trainer_backend.errors import JobError
 from trainer_backend.job.load import dump_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.parts import CreditedEpisode, Reporter
-from trainer_backend.processes.external import ExternalLauncher
 from trainer_backend.processes.gateways import ActorGateways, GatewayProcesses, Served, gateway_listener
-from trainer_backend.processes.launching import LEARNER, LOCAL, Launcher
+from trainer_backend.processes.launching import LEARNER, LOCAL, ExternalLauncher, Launcher
 from trainer_backend.processes.learner_process import LearnerProcess
 from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.rundir.data_record import DataRecord, read_record
@@ -193,12 +192,12 @@ def gateways(
             yield GatewayProcesses(served, fixed, listeners, directory, tell, launcher)
             return
         # torch is imported here alone.
-        from trainer_backend.processes.policy_server import PolicyServer, WeightRoute
+        from trainer_backend.processes.policy_server import PolicyServer
 
         apart = job.weights_by_folder or broadcasts
         yield PolicyServer(
             job.job.name, listeners[0], fixed.share_threads(job.inference),
-            weights=WeightRoute(directory, broadcasts) if apart else None, tell=tell,
+            directory=directory if apart else None, broadcasts=broadcasts, tell=tell,
         )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.inference.actor import Extras
 from trainer_backend.inference.remote_engine import RemoteEngine
 from trainer_backend.inference.vllm_engine import VllmEngine
-from trainer_backend.processes.gateway import Gateway, GatewayRole
+from trainer_backend.processes.gateway import Gateway
 from trainer_backend.processes.gateway_calls import CONTROL_KEY
 from trainer_backend.processes.learner_process import LearnerConnection
 from trainer_backend.terminal.jobs_client import JobsClient
@@ -73,8 +73,8 @@ async def ask_learner(at: Listener) -> None:
 
 
 async def ask_gateway(at: Listener) -> None:
-    role = GatewayRole(0, {CONTROL_KEY: KEY}, Path("gateway.log"))
-    gateway: Any = Gateway(role, at, lambda version, first: None, print)
+    log, keys = Path("gateway.log"), {CONTROL_KEY: KEY}
+    gateway: Any = Gateway(0, at, lambda version, first: None, print, keys=keys, log_file=log)
     gateway._life = SimpleNamespace(url=at.url)
     try:
         await gateway._call("totals", timeout_s=30)

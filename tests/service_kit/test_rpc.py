@@ -170,6 +170,12 @@ def test_numbers_cross_bit_for_bit(numbers: list[float]):
     assert bits(loaf.weights) == bits(numbers)
 
 
+def test_a_truth_where_a_number_is_declared_crosses_as_one():
+    """As a metric that an operator's own code has made, which a learner in the same process takes too."""
+    loaf, factor = TABLE.read_arguments("bake", TABLE.write_arguments("bake", (Loaf(1, [True]), True)))
+    assert [type(value) for value in (*loaf.weights, factor)] == [float, float]
+
+
 @pytest.mark.parametrize("way", ["cancel", "tell"])
 async def test_a_call_ends_where_its_caller_goes_or_does_not_want_it_and_others_continue(way: str):
     kitchen = Kitchen()

@@ -83,8 +83,11 @@ class Generation:
 
 class FrozenEngine(Protocol):
     """An engine that generates from token ids, with weights that others manage. It may be called from any
-    thread with a running event loop.
+    thread with a running event loop. A subclass leaves out what it need not do.
     """
+
+    breakdown: Future[str]
+    """Done, with the reason, once the engine has failed and can answer no more."""
 
     @property
     def version(self) -> int:
@@ -93,10 +96,6 @@ class FrozenEngine(Protocol):
     @property
     def max_model_len(self) -> int:
         """The most tokens of a prompt and its continuation together."""
-
-    @property
-    def breakdown(self) -> Future[str]:
-        """Done, with the reason, once the engine has failed and can answer no more."""
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
@@ -110,12 +109,15 @@ class FrozenEngine(Protocol):
 
     def start(self) -> None:
         """Start serving; a second call does nothing."""
+        return
 
     def stop(self) -> None:
         """Stop serving and wait for the end; unfinished requests get an InferenceError."""
+        return
 
     async def close(self) -> None:
         """Release what belongs to the running event loop. The gateway calls it before its loop ends."""
+        return
 
 
 class Engine(FrozenEngine, Protocol):
@@ -126,15 +128,19 @@ class Engine(FrozenEngine, Protocol):
 
     async def release(self) -> None:
         """Free the memory that it shares with the learner, because nothing is sampled for a while."""
+        return
 
     def totals(self) -> dict[str, float]:
         """Counts since its start: requests, prompt_tokens, sampled_tokens, steps, and more."""
 
     async def probe(self) -> None:
         """Return once it has given a sign of life."""
+        return
 
     async def look_after(self) -> None:
         """Keep it serving, as long as that needs something; an error says why it cannot be kept."""
+        return
 
     def watch(self, report: Callable[..., None]) -> None:
         """Report its processes, if it has any, and each change of one; `report` is `Reporter.process`."""
+        return

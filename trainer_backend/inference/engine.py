@@ -25,7 +25,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, EngineTimeout
-from trainer_backend.inference.actor import NO_EXTRAS, Extras, Generation, WeightSource
+from trainer_backend.inference.actor import NO_EXTRAS, Engine, Extras, Generation, WeightSource
 from trainer_backend.inference.batch import RunningBatch
 from trainer_backend.inference.inbox import Inbox
 from trainer_backend.inference.keys import EngineKeys
@@ -42,8 +42,8 @@ LOWEST_TEMPERATURE = 1e-3
 ENGINE_THREAD = "turnwise-engine"
 
 
-class LocalEngine:
-    """A `FrozenEngine` on a `transformers` model, whose weights can be replaced while it serves.
+class LocalEngine(Engine):
+    """An engine on a `transformers` model, whose weights can be replaced while it serves.
 
     The engine owns the model: train another copy of it. The same seed, prompt and weights give the same
     tokens, whatever else is being generated.
@@ -92,9 +92,12 @@ class LocalEngine:
             prefill_tokens=prefill_tokens,
             version=version,
         )
-        self.max_model_len = self.keys.max_model_len
         self.breakdown, self.counters = self._worker.breakdown, self._worker.counters
         self._thread: threading.Thread | None = None
+
+    @property
+    def max_model_len(self) -> int:
+        return self.keys.max_model_len
 
     @property
     def version(self) -> int:
@@ -153,12 +156,6 @@ class LocalEngine:
     def totals(self) -> dict[str, float]:
         return asdict(self.counters)
 
-    async def look_after(self) -> None:
-        """Do nothing: it looks after itself."""
-
-    def watch(self, report: Callable[..., None]) -> None:
-        """It has no process of its own."""
-
     async def abort(self, request_id: str) -> bool:
         """End a request with its partial result; return False if no such request waits or runs."""
         return self._inbox.abort(request_id)
@@ -176,9 +173,6 @@ class LocalEngine:
         self._inbox.close("it was stopped")
         if self._thread is not None:
             self._thread.join(self.stop_timeout_s)
-
-    async def close(self) -> None:
-        """Do nothing: the engine does not depend on a caller's event loop."""
 
     async def _wait_for(self, future: Future[None]) -> None:
         try:

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import EngineBusy, EngineStopped, RemoteUnavailable, TrainerError, WeightsRefused
-from trainer_backend.inference.actor import NO_EXTRAS, Extras, Generation
+from trainer_backend.inference.actor import NO_EXTRAS, Engine, Extras, Generation
 from trainer_backend.inference.versions import PolicyVersion, ScoredPrompt
 from trainer_backend.inference.vllm_engine import VllmEngine
 from trainer_backend.rundir.state import GONE
@@ -58,8 +58,10 @@ class Replica:
     """When it ceased to serve, or was last started again for that."""
 
 
-class Servers:
-    """An `Engine` over replicas. `generate` runs in the gateway's loop, the rest in the run's.
+class Servers(Engine):
+    """The engine over replicas. It finds out by itself which are wedged.
+
+    `generate` runs in the gateway's loop, the rest in the run's.
 
     Args:
         wait_s: how long a request waits for a replica that serves, or has time for it; then the run ends.
@@ -226,18 +228,6 @@ class Servers:
     def totals(self) -> dict[str, float]:
         """Counts since the start, as `EngineCounters` has them; steps are the servers' own, and not known."""
         return {**self._totals, "steps": 0.0, "truncated_tokens": 0.0, "lost_mass": 0.0}
-
-    async def release(self) -> None:
-        """Its servers have memory of their own."""
-
-    async def probe(self) -> None:
-        """Nothing: it finds out by itself which servers are wedged."""
-
-    def start(self) -> None:
-        """Nothing runs here: the servers were started by others."""
-
-    def stop(self) -> None:
-        """Likewise."""
 
     async def close(self) -> None:
         for replica in self.replicas:

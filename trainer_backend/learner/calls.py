@@ -82,11 +82,6 @@ CALLS = Table(
 )
 
 
-def session_of(run: str, start: str) -> str:
-    """The name of an orchestrator: its run, and which of the run's starts it is."""
-    return f"{run}/{start}"
-
-
 def run_of(session: str) -> str:
-    """The run of a session."""
+    """The run of a session, RUN/START: it is the orchestrator of one of the run's starts."""
     return session.rpartition("/")[0]

@@ -63,49 +63,10 @@ _SHOWN = 500
 _LAST_WORDS_S = 1.0
 
 
-class RunningTotals:
-    """Counts of one process after another, which never go back."""
-
-    def __init__(self) -> None:
-        self._ended: dict[str, float] = {}
-        self._newest: Mapping[str, float] = {}
-
-    def read(self, counts: Mapping[str, float]) -> None:
-        """The counts of the process that runs, since its start."""
-        self._newest = counts
-
-    def start_again(self) -> None:
-        """The process has ended; what it counted after the last reading is lost."""
-        self._ended, self._newest = self.sum, {}
-
-    @property
-    def sum(self) -> dict[str, float]:
-        return added([self._ended, self._newest])
-
-
 def added(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The sums by name. Pure."""
     names = dict.fromkeys(name for one in counts for name in one)
     return {name: sum(one.get(name, 0) for one in counts) for name in names}
-
-
-@dataclass(frozen=True, slots=True)
-class GatewayRole:
-    """What the processes of a gateway have in common for who starts them."""
-
-    number: int
-    """Among the gateways of the run."""
-    keys: Mapping[str, str]
-    """Keys of the gateway and of its control, by environment variable."""
-    log_file: Path
-    """Receives their logs."""
-    resources: Resources | None = None
-    """What all gateways need, where machines are chosen for their engines; None: they are with the
-    orchestrator."""
-
-    @property
-    def name(self) -> str:
-        return f"gateway_{self.number}"
 
 
 @dataclass(slots=True)
@@ -125,10 +86,8 @@ class _Life:
     tasks: list[asyncio.Future[Any]] = field(default_factory=list)
     """That wait for its end, for the end of the call `serve`, and for its announcement."""
     has_answered: bool = False
-    reason: str = ""
+    fault: Exception | None = None
     """Why the policies cannot be served any more, by any process."""
-    refusal: JobError | None = None
-    """Of what the job asks for."""
 
     async def hear_last_words(self) -> None:
         """Wait for the last answer of a process that ends."""
@@ -143,10 +102,14 @@ class Gateway(Worker):
     """One gateway: its public address, and the process that serves there, one after another where they die.
 
     Args:
-        role: what its processes have in common for who starts them.
+        number: among the gateways of the run.
         setup: makes what one serves, from the version and from whether it is the first one.
         say: is given a line for each process that dies, and what they have to say.
         launcher: starts its processes.
+        keys: of the gateway and of its control, by environment variable.
+        log_file: receives their logs.
+        resources: what all gateways need, where machines are chosen for their engines; None: they are with
+            the orchestrator.
     """
 
     pauses_s = (0.0, 0.0)
@@ -156,18 +119,25 @@ class Gateway(Worker):
 
     def __init__(
         self,
-        role: GatewayRole,
+        number: int,
         listener: Listener,
         setup: Callable[[PolicyVersion, bool], GatewaySetup],
         say: Say,
         launcher: Launcher = LOCAL,
         *,
+        keys: Mapping[str, str],
+        log_file: Path,
+        resources: Resources | None = None,
         load_s: float = _LOAD_S,
     ) -> None:
         super().__init__()
-        self.name, self._role, self._setup = role.name, role, setup
         self._address, self._is_elsewhere = PublicAddress(listener), False
-        self._log_file, self._say, self._launcher, self.ready_s = role.log_file, say, launcher, load_s
+        self.name, self._log_file, self._setup = f"gateway_{number}", log_file, setup
+        self._say, self._launcher, self.ready_s = say, launcher, load_s
+        self._role = Role(
+            self.name, self._command, keys, log_file, replica=number, resources=resources,
+            descriptors=(self._address.socket.fileno(),),
+        )  # fmt: skip
         self.reporter: Reporter | None = None
         self.renew: Say | None = None  # starts the vLLM server of an address again
         # Has the learner hand the weights out to a server that is about to ask for them.
@@ -176,9 +146,11 @@ class Gateway(Worker):
         self._life: _Life | None = None
         self._last_words = ""
         self._in_vain = 0  # processes in a row that ended without an answer
-        self._totals = RunningTotals()
+        # Counts of processes that have ended, and of the one that runs, as they were last read.
+        self._ended: Mapping[str, float] = {}
+        self._newest: Mapping[str, float] = {}
         self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {role.keys[CONTROL_KEY]}"},
+            headers={"Authorization": f"Bearer {keys[CONTROL_KEY]}"},
             connector=aiohttp.TCPConnector(force_close=True),  # none outlives the process that it led to
             auto_decompress=False,  # no process of a run compresses, and a small reply might grow a lot
         )
@@ -204,17 +176,16 @@ class Gateway(Worker):
 
     def on_end(self, code: int, lasted_s: float, pause_s: float) -> None:
         assert self._life is not None, "it has ended"
-        self._totals.start_again()
-        if self._life.refusal is not None:
-            raise self._life.refusal
-        if self._life.reason:
-            raise _Hopeless(f"{self.name}: {self._life.reason}")
-        self._last_words = last_line(self._log_file)[:_SHOWN] or "(nothing)"
+        self._ended, self._newest = self.known_totals, {}
+        if self._life.fault is not None:
+            raise self._life.fault
+        words = last_line(self._log_file)[:_SHOWN] or "(nothing)"
+        self._last_words = f"; {self._log_file} ends with: {words}"
         self._in_vain = 0 if self._life.has_answered else self._in_vain + 1
         if self._in_vain == _MOST_IN_VAIN:
             raise _Hopeless(
                 f"{self.name} ended {_MOST_IN_VAIN} times without answering a request, with "
-                f"{name_exit(code)}; {self._log_file} ends with: {self._last_words}"
+                f"{name_exit(code)}{self._last_words}"
             )
         word = f"ended with {name_exit(code)}, and is started again"
         self._say(f"{self.name} {word}")
@@ -231,7 +202,6 @@ class Gateway(Worker):
                 before goes on serving.
             EngineTimeout: it did not answer in time.
         """
-        restarts = self.restarts
         if version.address is not None and not self.ready.is_set():
             # The process that starts cannot get the version before: the learner has it no more.
             self._version = version
@@ -239,33 +209,13 @@ class Gateway(Worker):
                 self._life.child.signal(signal.SIGKILL)
             await self.ready.wait()
             return
-        while True:
-            await self.ready.wait()
-            deaths = self.restarts - restarts
-            if deaths >= _MOST_IN_VAIN:
-                raise WeightsRefused(
-                    f"{self.name} ended {deaths} times while it loaded version {version.number}; "
-                    f"{self._log_file} ends with: {self._last_words}"
-                )
-            try:
-                await self._call("load", version, timeout_s=self.ready_s)
-            except (aiohttp.ClientError, OSError):
-                await asyncio.sleep(_LOOK_S)  # its end is about to be seen
-                continue
-            self._version = version
-            self._report("serving")
-            return
+        await self._ask_until_answered("load", version)
+        self._version = version
+        self._report("serving")
 
     async def verify(self) -> list[str]:
         """Check that its fixed policies are as they were loaded; return a line for each local one."""
-        while True:
-            await self.ready.wait()
-            try:
-                lines: list[str] = await self._call("verify", timeout_s=self.ready_s)
-            except (aiohttp.ClientError, OSError):
-                await asyncio.sleep(_LOOK_S)  # its end is about to be seen
-                continue
-            return [f"{self.name}: {line}" for line in lines]
+        return [f"{self.name}: {line}" for line in await self._ask_until_answered("verify")]
 
     async def move_server(self, url: str, new_url: str) -> None:
         """Have it take the new address of a vLLM server, now or once it serves."""
@@ -280,19 +230,18 @@ class Gateway(Worker):
         Raises:
             EngineTimeout: none are known, and it did not answer in time.
         """
-        if self.known_totals:
-            await self._read()
-        while not self.known_totals:
-            await self.ready.wait()
-            await self._read()
+        while True:
             if not self.known_totals:
-                await asyncio.sleep(_LOOK_S)
-        return self.known_totals
+                await self.ready.wait()
+            await self._read()
+            if self.known_totals:
+                return self.known_totals
+            await asyncio.sleep(_LOOK_S)
 
     @property
     def known_totals(self) -> dict[str, float]:
-        """The counts as they were when they were last read."""
-        return self._totals.sum
+        """The counts as they were last read, which never go back."""
+        return added([self._ended, self._newest])
 
     async def close(self) -> None:
         await self._session.close()
@@ -308,15 +257,23 @@ class Gateway(Worker):
                 return
             raise
         if life is self._life and self.ready.is_set():
-            self._totals.read(counts)
+            self._newest = counts
+
+    async def _ask_until_answered(self, name: str, *arguments: Any) -> Any:
+        """Make a call, again where its process dies of it. WeightsRefused: one after another has."""
+        restarts = self.restarts
+        while True:
+            await self.ready.wait()
+            deaths = self.restarts - restarts
+            if deaths >= _MOST_IN_VAIN:
+                raise WeightsRefused(f"{self.name} ended {deaths} times in {name!r}{self._last_words}")
+            try:
+                return await self._call(name, *arguments, timeout_s=self.ready_s)
+            except (aiohttp.ClientError, OSError):
+                await asyncio.sleep(_LOOK_S)  # its end is about to be seen
 
     async def start(self) -> Process:
-        return await self._launcher.start(
-            Role(
-                self.name, self._command, self._role.keys, self._log_file, replica=self._role.number,
-                resources=self._role.resources, descriptors=(self._address.socket.fileno(),),
-            )
-        )  # fmt: skip
+        return await self._launcher.start(self._role)
 
     async def serve(self, process: Process) -> bool:
         """Return once it answers requests; False also if a load has ended since its start.
@@ -369,13 +326,13 @@ class Gateway(Worker):
         """Have a process serve, as long as it does."""
         setup = self._setup(life.version, not self.restarts)
         try:
-            life.reason = await self._call("serve", setup, tell=lambda event: self._heed(life, event))
+            word = await self._call("serve", setup, tell=lambda event: self._heed(life, event))
+            life.fault = _Hopeless(f"{self.name}: {word}") if word else None
         except (aiohttp.ClientError, OSError):
             pass  # it has died
         except TrainerError as error:
-            if is_final(error):  # another start would be refused too
-                life.refusal = JobError(f"{self.name}: {error}")
-            life.reason = str(error)
+            # Where it is final, another start of the run would be refused too.
+            life.fault = (JobError if is_final(error) else _Hopeless)(f"{self.name}: {error}")
 
     def _heed(self, life: _Life, event: Event) -> None:
         """Do what a process asks for, or pass it on to the run's user."""

@@ -26,11 +26,10 @@ from trainer_backend.errors import InferenceError, JobError, NotPlaced
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.job.tables import InferenceTable, ModelTable, ServicesTable
 from trainer_backend.parts import InferenceServer, Learner, Reporter
-from trainer_backend.processes.gateway import Gateway, GatewayRole, Say, added, load_s
+from trainer_backend.processes.gateway import Gateway, Say, added, load_s
 from trainer_backend.processes.gateway_calls import CONTROL_KEY, GATEWAY_KEY, GatewaySetup
 from trainer_backend.processes.launching import Launcher, Resources
-from trainer_backend.processes.weight_broadcast import deliver_to_servers
-from trainer_backend.processes.weight_folders import WeightFolders
+from trainer_backend.processes.weight_delivery import WeightFolders, make_delivery
 from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.run.stopping import end_tasks, while_unbroken
 from trainer_backend.rundir.layout import RunDirectory
@@ -184,23 +183,20 @@ class GatewayProcesses:
     @asynccontextmanager
     async def serving(self, learner: Learner, fixed: None = None) -> AsyncIterator[Gateways]:
         """Serve all policies from the learner's first publish on, until the context is left."""
-        served, table = self._served, self._served.inference
-        if table.engine == "local":  # it needs no test, and reads adapters beside a model
-            weights = WeightFolders(learner, self._directory.weights)
-        else:
-            weights, table = await asyncio.to_thread(
-                deliver_to_servers, learner, table, self._directory, self._tell,
-                broadcasts=served.by_broadcast, has_adapters=served.has_adapters,
-                launcher=self._launcher, device=served.model.device,
-            )  # fmt: skip
+        served = self._served
+        weights, table = await asyncio.to_thread(
+            make_delivery, learner, served.inference, self._directory, self._tell,
+            broadcasts=served.by_broadcast, has_adapters=served.has_adapters,
+            launcher=self._launcher, device=served.model.device,
+        )  # fmt: skip
         keys = {GATEWAY_KEY: self._key.get_secret_value(), CONTROL_KEY: secrets.token_urlsafe(32)}
         resources = None  # without engines in them they stay beside the orchestrator
         if served.inference.engine == "local":
             resources = Resources("gateways", len(self._listeners), device=served.model.device)
         gateways = [
             Gateway(
-                GatewayRole(number, keys, self._directory.gateway_log(number), resources),
-                listener, partial(self._setup, table, weights, number), self._tell, self._launcher,
+                number, listener, partial(self._setup, table, weights, number), self._tell, self._launcher,
+                keys=keys, log_file=self._directory.gateway_log(number), resources=resources,
                 load_s=load_s(table),
             )
             for number, listener in enumerate(self._listeners)

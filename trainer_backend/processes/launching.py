@@ -1,19 +1,23 @@
-"""The protocol of launchers, and `local`, whose processes are children of this one.
+"""The protocol of launchers, and two: `local`, whose processes are children of this one, and `external`.
 
 A launcher starts the process of a role, and gives it back as a handle. What a role does when its process ends
-is up to the role: most start another one.
+is up to the role: most start another one. Under `external` others start the learner, as Slurm, Kubernetes or
+Compose do, and the launcher has its address alone.
 """
 
 import asyncio
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from service_kit.errors import SettingsError
+from service_kit.keys import key_from_environ
 from service_kit.process import PIPE, Child, Process, last_line, name_exit
+from trainer_backend.errors import JobError
 
 # The name of the learner's role.
 LEARNER = "learner"
@@ -87,9 +91,8 @@ class LocalLauncher:
     """Children of this process, on this machine."""
 
     async def start(self, role: Role) -> Child:
-        with ExitStack() as stack:
-            log = None if role.log_file is None else stack.enter_context(role.log_file.open("ab"))
-            own = {name: value for name, value in os.environ.items() if name not in role.withheld}
+        own = {name: value for name, value in os.environ.items() if name not in role.withheld}
+        with nullcontext() if role.log_file is None else role.log_file.open("ab") as log:
             return await Child.start(
                 role.command(Place()),
                 stdout=PIPE if role.has_ready_line else log,
@@ -104,6 +107,60 @@ class LocalLauncher:
 
 
 LOCAL = LocalLauncher()
+
+
+class Elsewhere:
+    """A process that somebody else starts, ends, and starts again; only its address is known."""
+
+    pid = 0
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    async def address(self) -> str:
+        return self._url
+
+    async def lines(self) -> AsyncIterator[str]:
+        no_lines: tuple[str, ...] = ()
+        for line in no_lines:
+            yield line
+
+    async def ended(self) -> int:
+        await asyncio.Event().wait()  # whoever calls it hears of its end first
+        raise AssertionError("nobody sets it")
+
+    def signal(self, number: int) -> None:
+        """Do nothing: it is not this run's to end."""
+
+    async def end(self, grace_s: float) -> bool:
+        return False
+
+    def kill_rest(self) -> None:
+        """Do nothing, either."""
+
+
+class ExternalLauncher:
+    """Addresses, by role, of processes that others start; the other roles are children of this process."""
+
+    def __init__(self, urls: Mapping[str, str]) -> None:
+        self._urls = urls
+
+    async def start(self, role: Role) -> Process:
+        url = self._urls.get(role.name)
+        return await LOCAL.start(role) if url is None else Elsewhere(url)
+
+    def key(self, variable: str) -> str:
+        """Return the key that both sides were given. A JobError says that there is none."""
+        try:
+            key = key_from_environ(os.environ, variable)
+        except SettingsError as error:
+            raise JobError(error.detail) from error
+        if key is None:
+            raise JobError(
+                f"cluster.launcher is 'external', and the environment has no key: set {variable}, or "
+                f"{variable}_FILE, here and where the process is started"
+            )
+        return key.get_secret_value()
 
 
 class NotReady(Exception):

@@ -34,14 +34,13 @@ from trainer_backend.learner.calls import (
     NUMBER_HEADER,
     SESSION_HEADER,
     About,
-    session_of,
 )
 from trainer_backend.parts import CreditedEpisode, Hardware, Progress, Reporter, WeightPart
-from trainer_backend.processes.external import Elsewhere
 from trainer_backend.processes.launching import (
     LEARNER,
     LOCAL,
     PACKAGE,
+    Elsewhere,
     Launcher,
     NotReady,
     Place,
@@ -318,7 +317,7 @@ class LearnerProcess:
         self._connection = LearnerConnection(
             await self._address(self._process), key, silence_s=table.timeout_s,
             log_file=None if isinstance(self._process, Elsewhere) else self._log_file,
-            session=session_of(self._directory.run_id, secrets.token_hex(8)),
+            session=f"{self._directory.run_id}/{secrets.token_hex(8)}",
             wait_for_exit=self._wait_for_exit,
         )  # fmt: skip
         self._watch = asyncio.ensure_future(self._tell_of_its_end(self._process))

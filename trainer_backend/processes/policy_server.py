@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import SecretStr
 
@@ -39,8 +39,7 @@ from trainer_backend.learner.memory import serving_plan
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.models.sources import in_folder
 from trainer_backend.parts import Reporter
-from trainer_backend.processes.weight_broadcast import deliver_to_servers
-from trainer_backend.processes.weight_folders import WeightCopies, WeightFolders
+from trainer_backend.processes.weight_delivery import WeightCopies, WeightFolders, make_delivery
 from trainer_backend.run.fixed_policies import FixedPolicies
 from trainer_backend.run.stopping import end_tasks, while_unbroken
 from trainer_backend.rundir.layout import RunDirectory
@@ -49,14 +48,6 @@ Result = TypeVar("Result")
 # Differences of log-probs that arithmetic explains, by the precision that serves.
 _CANARY_LIMIT_FLOAT32, _CANARY_LIMIT_BFLOAT16 = 1e-4, 0.05
 NOBODY: Mapping[str, ServedPolicy] = MappingProxyType({})
-
-
-class WeightRoute(NamedTuple):
-    """How new weights reach an engine that is not this process's."""
-
-    directory: RunDirectory
-    broadcasts: bool
-    """The learner sends them, instead of writing them there."""
 
 
 class ActorServer:
@@ -105,8 +96,9 @@ class PolicyServer:
         job_name: policies are called after it: `{job}/actor`.
         table: [inference], with the threads of one engine.
         key: what callers must know; None: a fresh one; "none": this machine asks without one.
-        weights: where versions are written for an engine that loads them, or who sends them; None: an engine
-            of this process copies them.
+        directory: where versions are written for an engine that loads them; None: an engine of this process
+            copies them.
+        broadcasts: the learner sends versions, instead of writing them there.
         tell: is given a line for each vLLM server that is lost or serves again.
     """
 
@@ -117,11 +109,13 @@ class PolicyServer:
         table: InferenceTable,
         *,
         key: SecretStr | Literal["none"] | None = None,
-        weights: WeightRoute | None = None,
+        directory: RunDirectory | None = None,
+        broadcasts: bool = False,
         tell: Callable[[str], None] = print,
         gateway_limits: GatewayLimits | None = None,
     ) -> None:
-        self._weights, self._tell, self._gateway_limits = weights, tell, gateway_limits
+        self._directory, self._broadcasts, self._tell = directory, broadcasts, tell
+        self._gateway_limits = gateway_limits
         self._job_name, self._listener, self.table = job_name, listener, table
         fresh = SecretStr(secrets.token_urlsafe(32))
         self._key = None if key == "none" else key or fresh
@@ -165,26 +159,25 @@ class PolicyServer:
         """The servers that sample for the actor, or an engine of this process; and how versions get there."""
         has_adapters = learner.config.lora is not None
         if self.table.engine == "vllm":
-            assert self._weights is not None, "they are given folders, or are sent the weights"
-            weights, table = deliver_to_servers(
-                learner, self.table, self._weights.directory, self._tell,
-                broadcasts=self._weights.broadcasts, has_adapters=has_adapters,
+            assert self._directory is not None, "they are given folders, or are sent the weights"
+            weights, table = make_delivery(
+                learner, self.table, self._directory, self._tell,
+                broadcasts=self._broadcasts, has_adapters=has_adapters,
             )  # fmt: skip
-            return make_servers(
-                table, learner.facts(), self._tell, weights.renew, weights.serve_again
-            ), weights
+            engine = make_servers(table, learner.facts(), self._tell, weights.renew, weights.serve_again)
+            return engine, weights
 
         def read(version: PolicyVersion) -> WeightSource:
-            if self._weights is None:
+            if self._directory is None:
                 return learner.weights()
             # The engine copies the learner's model, with the adapters apart from the base in any precision.
             return read_adapter(version.folder / FOLDER) if has_adapters else version.folder
 
         stop_ids = learner.facts().stop_ids
-        engine = LocalEngine(learner.copy_to_serve(), stop_ids=stop_ids, keys=self.table, read=read)
-        if self._weights is None:
-            return engine, WeightCopies(learner)
-        return engine, WeightFolders(learner, self._weights.directory.weights)
+        local = LocalEngine(learner.copy_to_serve(), stop_ids=stop_ids, keys=self.table, read=read)
+        if self._directory is None:
+            return local, WeightCopies(learner)
+        return local, WeightFolders(learner, self._directory.weights)
 
 
 class FolderPolicy:

@@ -16,7 +16,7 @@ from service_kit.process import Child, name_exit
 from service_kit.rpc import Caller, Unanswered
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import ContextLengthExceeded, EngineStopped, EngineTimeout
-from trainer_backend.inference.actor import NO_EXTRAS, Extras, Generation
+from trainer_backend.inference.actor import NO_EXTRAS, Engine, Extras, Generation
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.inference.worker import EngineCounters
@@ -34,8 +34,9 @@ class EngineLost(Exception):
     """The process of an engine has ended by itself; another one may serve."""
 
 
-class ProcessEngine:
-    """The `LocalEngine` of a child of this process. It belongs to one event loop."""
+class ProcessEngine(Engine):
+    """The `LocalEngine` of a child of this process. It belongs to one event loop. `begin` starts it, and its
+    memory is in the plan of the run."""
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup, self._version = setup, setup.version.number
@@ -128,17 +129,8 @@ class ProcessEngine:
     async def probe(self) -> None:
         self.counters = await self._call("probe", timeout_s=LocalEngine.order_timeout_s)
 
-    async def release(self) -> None:
-        """Do nothing: the plan of the run counts its memory and the learner's."""
-
     def totals(self) -> dict[str, float]:
         return asdict(self.counters)
-
-    def watch(self, report: Callable[..., None]) -> None:
-        """Its process is one with its gateway's."""
-
-    def start(self) -> None:
-        """Do nothing: `begin` has started it."""
 
     def stop(self) -> None:
         """Let go of the process, which ends then; unfinished requests get an EngineStopped."""

@@ -18,7 +18,8 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,7 +38,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from service_kit.process import PIPE, Child, Process, address_in
+from service_kit.process import Child, Process, address_in
 from trainer_backend.errors import JobError, NotPlaced
 from trainer_backend.processes.launching import LOCAL, PACKAGE, Place, Resources, Role
 
@@ -78,34 +79,19 @@ class Host:
             port = holder.getsockname()[1]
         return Node(host, port, sys.executable, str(_PACKAGE_FOLDER), version())
 
-    async def start(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        withheld: frozenset[str],
-        log_file: Path,
-        has_ready_line: bool,
-        is_ours: bool,
-    ) -> int:
+    async def start(self, role: Role) -> int:
         """Start a process in place of one that may still run; return its number.
 
         OSError: it cannot be run or its log written; NotADirectoryError: its log's folder is not here.
         """
         await self.end(_STOP_S)
-        if not log_file.parent.is_dir():
-            raise NotADirectoryError(f"does not see {log_file.parent}")
-        own = {name: value for name, value in os.environ.items() if name not in withheld}
+        if role.log_file is not None and not role.log_file.parent.is_dir():
+            raise NotADirectoryError(f"does not see {role.log_file.parent}")
         try:
-            with log_file.open("ab") as log:
-                self._child = await Child.start(
-                    command,
-                    stdout=PIPE if has_ready_line else log,
-                    stderr=log,
-                    env={**own, **environment},
-                    is_ours=is_ours,
-                )
+            self._child = await LOCAL.start(role)
         except OSError as error:  # Ray's event loop and pickle leave its file out
-            raise OSError(f"{error.filename or command[0]}: {error.strerror or error}") from error
+            program, *_ = role.command(Place())
+            raise OSError(f"{error.filename or program}: {error.strerror or error}") from error
         return self._child.pid
 
     async def line(self) -> str | None:
@@ -380,14 +366,14 @@ class RayLauncher:
         pids = []
         for rank, (host, node) in enumerate(zip(hosts, nodes, strict=True)):
             command = role.command(Place(node.host, rank, meeting, node.port))
-            words = [on_node(word, node) for word in command]
-            environment = {name: on_node(value, node) for name, value in role.environment.items()}
             log = log_file if rank == 0 else log_file.with_suffix(f".{rank}.log")
-            pid = host.start.remote(
-                words, environment, role.withheld, log.absolute(), role.has_ready_line, role.is_ours
-            )
+            words = [on_node(word, node) for word in command]
+            own = replace(
+                role, command=partial(_given, words), log_file=log.absolute(), descriptors=(),
+                environment={name: on_node(value, node) for name, value in role.environment.items()},
+            )  # fmt: skip
             try:
-                pids.append(await answer(pid, _ANSWER_S))
+                pids.append(await answer(host.start.remote(own), _ANSWER_S))
             except RayTaskError as error:
                 raise _no_start(role, node, error) from error
         return RayProcess(hosts, pids[0])
@@ -481,6 +467,10 @@ def refuse_other_release(nodes: Sequence[Node]) -> None:
                 f"the node {node.host} has {PACKAGE} {node.release}, and this machine has {own}",
                 hint="Install the same release on all machines of a run.",
             )
+
+
+def _given(words: Sequence[str], place: Place) -> Sequence[str]:
+    return words
 
 
 async def answer(reference: Any, within_s: float | None = None) -> Any:

@@ -14,7 +14,6 @@ import time
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from math import prod
@@ -129,10 +128,6 @@ async def check_environment(table: InferenceTable) -> str:
 Moved = Callable[[str, str], Awaitable[None]]
 
 
-async def _ignore_move(url: str, new_url: str) -> None:
-    """For servers that are started again where they were."""
-
-
 class VllmServer(Worker):
     """One server of a run.
 
@@ -159,7 +154,7 @@ class VllmServer(Worker):
             replica=number, resources=resources, has_ready_line=False, is_ours=False,
         )  # fmt: skip
         self.fitness = ""  # a line about it once it has been ready
-        self.moved: Moved = _ignore_move
+        self.moved: Moved | None = None
 
     @property
     def url(self) -> str:
@@ -168,7 +163,7 @@ class VllmServer(Worker):
     async def start(self) -> Process:
         url = self.url
         process = await self._launcher.start(self._role)
-        if self.url != url and self.fitness:
+        if self.url != url and self.fitness and self.moved is not None:
             await self.moved(url, self.url)
         return process
 
@@ -209,37 +204,41 @@ class VllmServer(Worker):
 
 
 class VllmServers:
-    """The vLLM servers of a run.
+    """The vLLM servers that a run starts itself, with a model whose weights are replaced before they serve.
 
     Args:
-        folder: of the model that a server starts with, whose weights are replaced before it serves.
-        log_files: of each server.
         hardware: the learner's.
         tell: is given a line for each server that is ready or has ended.
+        device: that of [model].
+        broadcasts: the learner sends them its weights.
     """
 
     def __init__(
-        self,
-        table: InferenceTable,
-        folder: Path,
-        log_files: Sequence[Path],
-        *,
-        hardware: Hardware,
-        tell: Callable[[str], None],
-        launcher: Launcher = LOCAL,
-        device: str = "auto",
-    ) -> None:
-        self._folder, self._tell = folder, tell
+        self, table: InferenceTable, hardware: Hardware, directory: RunDirectory,
+        tell: Callable[[str], None], *, launcher: Launcher = LOCAL, device: str = "auto",
+        broadcasts: bool = False,
+    ) -> None:  # fmt: skip
+        self._folder, self._tell = directory.weights / "start", tell
+        replicas = table.replicas
+        if broadcasts:
+            table = table.model_copy(update={"vllm": TRANSFER | table.vllm})
         # The accelerators of one server, by vLLM's parallel sizes.
         sizes = {key.replace("-", "_"): value for key, value in table.vllm.items()}
         of_one = prod(size for key in _PARALLEL if isinstance(size := sizes.get(key), int))
-        each = visible_devices(hardware.devices, len(log_files), of_one)
-        own = {"model": folder.absolute(), "max_model_len": table.max_model_len, "dtype": hardware.dtype}
+        # Where the launcher chooses machines, it chooses their accelerators too.
+        devices = hardware.devices if launcher is LOCAL else ()
+        own = {
+            "model": self._folder.absolute(),
+            "max_model_len": table.max_model_len,
+            "dtype": hardware.dtype,
+        }
         make = partial(
             VllmServer, table=table, own=own | CONTRACT, launcher=launcher, tell=tell,
-            resources=Resources("vllm", len(log_files), of_one, device),
+            resources=Resources("vllm", replicas, of_one, device),
         )  # fmt: skip
-        self._servers = list(map(make, count(), _free_ports(len(log_files)), log_files, each))
+        log_files = map(directory.vllm_log, range(replicas))
+        each = visible_devices(devices, replicas, of_one)
+        self._servers = list(map(make, count(), _free_ports(replicas), log_files, each))
         self._keepers: list[asyncio.Task[NoReturn]] = []
 
     @property
@@ -258,7 +257,7 @@ class VllmServers:
         await asyncio.to_thread(_copy, version, self._folder)
         self._tell(f"{len(self._servers)} vLLM servers are started, which takes minutes")
         self._keepers = [asyncio.ensure_future(server.run_forever()) for server in self._servers]
-        ready = asyncio.ensure_future(_all_ready(self._servers))
+        ready: asyncio.Future[Any] = asyncio.gather(*(server.ready.wait() for server in self._servers))
         try:
             await asyncio.wait((ready, *self._keepers), return_when=asyncio.FIRST_COMPLETED)
             for keeper in self._keepers:
@@ -287,44 +286,6 @@ class VllmServers:
     async def stop(self) -> None:
         """End all servers."""
         await end_tasks(*self._keepers)
-
-
-async def _all_ready(servers: Sequence[VllmServer]) -> None:
-    for server in servers:
-        await server.ready.wait()
-
-
-def own_servers(
-    table: InferenceTable,
-    hardware: Hardware,
-    directory: RunDirectory,
-    tell: Callable[[str], None],
-    *,
-    launcher: Launcher = LOCAL,
-    device: str = "auto",
-    broadcasts: bool = False,
-) -> VllmServers | None:
-    """The servers that the run starts itself; None where it was given addresses.
-
-    Args:
-        device: that of [model].
-        broadcasts: the learner sends them its weights.
-    """
-    if table.urls:
-        return None
-    if launcher is not LOCAL:  # where it chooses machines, it chooses their accelerators too
-        hardware = replace(hardware, devices=())
-    if broadcasts:
-        table = table.model_copy(update={"vllm": TRANSFER | table.vllm})
-    return VllmServers(
-        table,
-        directory.weights / "start",
-        [directory.vllm_log(number) for number in range(table.replicas)],
-        hardware=hardware,
-        tell=tell,
-        launcher=launcher,
-        device=device,
-    )
 
 
 def _copy(version: Path, folder: Path) -> None:

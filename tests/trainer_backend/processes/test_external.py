@@ -18,8 +18,7 @@ from trainer_backend.learner.calls import LEARNER_KEY, About
 from trainer_backend.learner.process import Calls, create_app
 from trainer_backend.learner.ranks import ALONE
 from trainer_backend.learner.relay import Relay
-from trainer_backend.processes.external import ExternalLauncher
-from trainer_backend.processes.launching import LEARNER
+from trainer_backend.processes.launching import LEARNER, ExternalLauncher
 from trainer_backend.processes.learner_process import LearnerProcess
 from trainer_backend.rundir.layout import RunDirectory
 

@@ -50,16 +50,20 @@ async def answered(engine: FrozenEngine, decode: Decode) -> list[Any]:
     return [plain, others, told]
 
 
+def engine_at(folder: Path, version: int = 0) -> ProcessEngine:
+    table, first = ModelTable(path=folder, device="cpu"), PolicyVersion(number=version, folder=folder)
+    return ProcessEngine(EngineSetup(model=table, keys=KEYS, version=first))
+
+
 def test_it_samples_what_an_engine_of_this_process_samples(model_folders: dict[str, Path]) -> None:
     folder = model_folders["qwen3"]
     table = ModelTable(path=folder, device="cpu")
     local, tokenizer = engine_of_folder(table, folder, KEYS, version=3)
     local.start()
     decode = ChatRenderer(tokenizer).decode
-    setup = EngineSetup(model=table, keys=KEYS, version=PolicyVersion(number=3, folder=folder))
 
     async def both() -> tuple[list[Any], list[Any]]:
-        engine = ProcessEngine(setup)
+        engine = engine_at(folder, 3)
         with pytest.raises(EngineStopped, match="was not started"):
             await engine.generate([1], Sampling(max_tokens=1), request_id="0")
         await engine.begin()
@@ -107,10 +111,7 @@ def test_it_samples_what_an_engine_of_this_process_samples(model_folders: dict[s
 
 
 async def test_a_folder_that_cannot_be_served_is_refused_by_the_error_of_its_class(tmp_path: Path) -> None:
-    version = PolicyVersion(number=0, folder=tmp_path)
-    engine = ProcessEngine(
-        EngineSetup(model=ModelTable(path=tmp_path, device="cpu"), keys=KEYS, version=version)
-    )
+    engine = engine_at(tmp_path)
     try:
         with pytest.raises(ModelFolderError, match=f"{tmp_path}: "):
             await engine.begin()
@@ -122,10 +123,7 @@ async def test_a_process_that_ends_before_it_serves_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer_backend.processes.process_engine._MODULE", "this")  # a poem
-    version = PolicyVersion(number=0, folder=tmp_path)
-    engine = ProcessEngine(
-        EngineSetup(model=ModelTable(path=tmp_path, device="cpu"), keys=KEYS, version=version)
-    )
+    engine = engine_at(tmp_path)
     with pytest.raises(EngineLost, match="the engine's process ended with exit code 0"):
         await engine.begin()
     await engine.close()

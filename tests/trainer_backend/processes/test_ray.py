@@ -21,6 +21,7 @@ from trainer_backend.parts import Hardware
 from trainer_backend.processes.launching import Place, Resources, Role
 from trainer_backend.processes.ray import Node, RayLauncher, never_fits, on_node, refuse_other_release
 from trainer_backend.processes.vllm_servers import VllmServers
+from trainer_backend.rundir.layout import RunDirectory
 
 
 def test_what_no_node_could_ever_hold_is_told_with_what_there_is():
@@ -124,10 +125,10 @@ async def test_a_vllm_server_on_a_node_announces_its_address_and_the_next_one_wh
     lines: list[str] = []
     launcher = RayLauncher("vllm", 60.0, lines.append)
     await launcher.open(address)
+    run = RunDirectory(tmp_path, "run")
     servers = VllmServers(
-        table(python), tmp_path / "start", [tmp_path / "log"],
-        hardware=Hardware("float32"), tell=lines.append, launcher=launcher, device="cpu",
-    )  # fmt: skip
+        table(python), Hardware("float32"), run, lines.append, launcher=launcher, device="cpu"
+    )
     moves: list[tuple[str, str]] = []
 
     async def moved(url: str, new_url: str) -> None:
@@ -147,7 +148,7 @@ async def test_a_vllm_server_on_a_node_announces_its_address_and_the_next_one_wh
         while not moves:
             await asyncio.sleep(0.05)
         assert moves == [(url, *servers.urls)] and url not in servers.urls
-        assert f"--model {tmp_path / 'start'} " in await command(servers.urls[0])
+        assert f"--model {run.weights / 'start'} " in await command(servers.urls[0])
     finally:
         await servers.stop()
         await launcher.close()
@@ -171,13 +172,23 @@ asyncio.run(work(*sys.argv[1:]))
 """
 
 
+async def orchestrator_at(*words: object) -> tuple[asyncio.subprocess.Process, tuple[str, str]]:
+    command = (sys.executable, "-c", ORCHESTRATOR, *map(str, words))
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    return process, await next_start(process)
+
+
+async def next_start(orchestrator: asyncio.subprocess.Process) -> tuple[str, str]:
+    """Number and address of the process that it starts next."""
+    assert orchestrator.stdout is not None
+    pid, _, place = (await orchestrator.stdout.readline()).decode().strip().partition(" ")
+    return pid, place
+
+
 async def test_after_a_killed_orchestrator_the_next_one_has_its_places_and_nothing_of_it_runs(
     address: str, tmp_path: Path
 ):
-    words = (sys.executable, "-c", ORCHESTRATOR, address, str(tmp_path), "killed", "30")
-    orchestrator = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
-    assert orchestrator.stdout is not None
-    pid, _, place = (await orchestrator.stdout.readline()).decode().strip().partition(" ")
+    orchestrator, (pid, place) = await orchestrator_at(address, tmp_path, "killed", "30")
     orchestrator.kill()
     await orchestrator.communicate()
     launcher = RayLauncher("killed", 60.0, print)
@@ -194,10 +205,7 @@ async def test_after_a_killed_orchestrator_the_next_one_has_its_places_and_nothi
 async def test_an_orchestrator_that_was_paused_for_longer_than_its_lease_is_given_places_again(
     address: str, tmp_path: Path
 ):
-    words = (sys.executable, "-c", ORCHESTRATOR, address, str(tmp_path), "paused", "2")
-    orchestrator = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
-    assert orchestrator.stdout is not None
-    pid, _, _ = (await orchestrator.stdout.readline()).decode().partition(" ")
+    orchestrator, (pid, _) = await orchestrator_at(address, tmp_path, "paused", "2")
     launcher = RayLauncher("witness", 60.0, print)
     await launcher.open(address)
     try:
@@ -207,7 +215,7 @@ async def test_an_orchestrator_that_was_paused_for_longer_than_its_lease_is_give
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid), 0)
         orchestrator.send_signal(signal.SIGCONT)
-        again, _, place = (await orchestrator.stdout.readline()).decode().partition(" ")
+        again, place = await next_start(orchestrator)
         assert again != pid and place.startswith("http://")
     finally:
         orchestrator.kill()

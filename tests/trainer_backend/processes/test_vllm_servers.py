@@ -25,6 +25,7 @@ from trainer_backend.processes.vllm_servers import (
     check_environment,
     visible_devices,
 )
+from trainer_backend.rundir.layout import RunDirectory
 
 SERVER = "vllm/entrypoints/openai/api_server.py"
 
@@ -114,10 +115,8 @@ async def started(
     version = folder / "version_0"
     version.mkdir()
     (version / "config.json").write_text("{}")
-    servers = VllmServers(
-        table(python, **keys), folder / "start", [folder / "log"],
-        hardware=Hardware("float32"), tell=lines.append, launcher=launcher,
-    )  # fmt: skip
+    run = RunDirectory(folder, "run")
+    servers = VllmServers(table(python, **keys), Hardware("float32"), run, lines.append, launcher=launcher)
     try:
         await servers.start(version)
         yield servers, servers.urls[0]
@@ -129,9 +128,10 @@ async def test_a_server_that_dies_or_is_renewed_starts_anew_from_a_copy_that_sta
     lines: list[str] = []
     async with started(tmp_path, lines, vllm={"seed": 3}) as (servers, url):
         (tmp_path / "version_0" / "config.json").unlink()
-        assert (tmp_path / "start" / "config.json").read_text() == "{}"
+        start = RunDirectory(tmp_path, "run").weights / "start"
+        assert (start / "config.json").read_text() == "{}"
         words = await command(url)
-        assert f"--model {tmp_path / 'start'} " in words and words.endswith(" --seed 3")
+        assert f"--model {start} " in words and words.endswith(" --seed 3")
         assert "--max-model-len 64 --dtype float32 " in words
         process = process_at(url)
         os.kill(process, signal.SIGKILL)
@@ -151,43 +151,31 @@ async def test_a_server_that_dies_or_is_renewed_starts_anew_from_a_copy_that_sta
     ]
 
 
-async def test_a_server_that_cannot_be_started_for_a_while_is_tried_again(tmp_path):
-    lines: list[str] = []
-    async with started(tmp_path, lines) as (servers, url):
-        python = servers._servers[0]._table.vllm_python
-        python.rename(tmp_path / "gone")
-        servers.renew(url)
-        while "cannot be started, and is tried again: " not in lines[-1]:
-            await asyncio.sleep(0.05)
-        servers.renew(url)  # there is none to kill
-        assert "cannot be started" in lines[-1]
-        (tmp_path / "gone").rename(python)
-        assert await command(url)
+class OnceFaulty:
+    """A launcher whose second start fails."""
 
-
-class OnceFull:
-    """A launcher that has no room for the second start."""
-
-    def __init__(self) -> None:
-        self.starts = 0
+    def __init__(self, error: Exception) -> None:
+        self.starts, self.error = 0, error
 
     async def start(self, role: Role) -> Process:
         self.starts += 1
         if self.starts == 2:
-            raise NotPlaced("no node has room")
+            raise self.error
         return await LOCAL.start(role)
 
     def key(self, variable: str) -> str:
         return LOCAL.key(variable)
 
 
-async def test_a_server_that_has_no_place_for_a_while_is_placed_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [NotPlaced("no node has room"), OSError("no room in memory")])
+async def test_a_server_that_cannot_be_started_for_a_while_is_tried_again(error, tmp_path, monkeypatch):
     monkeypatch.setattr(VllmServer, "pauses_s", (0.01, 60.0))
     lines: list[str] = []
-    async with started(tmp_path, lines, OnceFull()) as (servers, url):
+    async with started(tmp_path, lines, OnceFaulty(error)) as (servers, url):
         servers.renew(url)
-        while not lines[-1].endswith("cannot be started, and is tried again: no node has room"):
+        while not lines[-1].endswith(f"cannot be started, and is tried again: {error}"):
             await asyncio.sleep(0.01)
+        servers.renew(url)  # there may be none to kill
         assert await command(url)
 
 
@@ -215,22 +203,20 @@ async def command(url: str) -> str:
 async def test_a_server_that_does_not_start_is_told_with_its_last_line(tmp_path):
     wrong = table(fake_environment(tmp_path / "vllm"), vllm={"no_such_argument": 1})
     (tmp_path / "version_0").mkdir()
-    servers = VllmServers(
-        wrong, tmp_path / "start", [tmp_path / "log"], hardware=Hardware("float32"), tell=lambda line: None
-    )
+    servers = VllmServers(wrong, Hardware("float32"), RunDirectory(tmp_path, "run"), lambda line: None)
     with pytest.raises(JobError, match=r"exit code 2 before it was ready: .*arguments: --no-such-argument 1"):
         await servers.start(tmp_path / "version_0")
     await servers.stop()
 
 
 def process_at(url: str) -> int | None:
-    """The process that was started for a port, by its command line."""
+    """The process that was started for a port, by its command line; not its guard."""
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = file.read_text().split("\0")
         except OSError:
             continue
-        if "turnwise_serve" in words and url.rpartition(":")[2] in words:
+        if words[1:3] == ["-m", "turnwise_serve"] and url.rpartition(":")[2] in words:
             return int(file.parent.name)
     return None
 

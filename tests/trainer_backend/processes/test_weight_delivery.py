@@ -14,7 +14,7 @@ from trainer_backend.errors import LearnerLost
 from trainer_backend.inference.servers import Servers
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.processes.policy_server import make_servers
-from trainer_backend.processes.weight_broadcast import WeightBroadcast
+from trainer_backend.processes.weight_delivery import WeightBroadcast
 
 
 @pytest.fixture
