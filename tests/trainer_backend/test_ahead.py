@@ -259,7 +259,7 @@ def test_a_resumed_run_uses_what_saved_weights_have_played_and_asks_for_the_rest
     second.version, second.start = saved, 2
     learner, reporter = Noting(second), ListReporter()
     again = run_of(tmp_path / "run", second, learner, **keys)
-    again.directory.go_back_to(saved, reporter.say, max_staleness=1, policy_version=saved)
+    again.directory.go_back_to(saved, reporter.say, policy_version=saved)
     in_virtual_time(train(again, Progress(saved, saved, saved), asyncio.Event()))
     plans = [sorted(plan_id(item.rollout_id) for item in run.planner.training(k)) for k in range(1, 10)]
     assert learner.learned == plans[saved:]

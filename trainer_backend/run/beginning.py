@@ -188,13 +188,8 @@ class Beginning:
         return _spool_stored(path, spool, parts, requests if is_known else [])
 
     def _go_on(self, progress: Progress, checkpoint: Path) -> None:
-        staleness = self._planner.table.max_staleness
-        self._directory.go_back_to(
-            progress.iteration,
-            self._reporter.say,
-            max_staleness=staleness,
-            policy_version=progress.policy_version if staleness else None,
-        )
+        version = progress.policy_version if self._planner.table.max_staleness else None
+        self._directory.go_back_to(progress.iteration, self._reporter.say, policy_version=version)
         self._leave_spools(*_FILES)
         self._reporter.say(f"resumed from {checkpoint}")
         advantage, critic = self._planner.algorithm.advantage, self._planner.table.critic

@@ -169,21 +169,14 @@ class RunDirectory:
         )
 
     def go_back_to(
-        self,
-        iteration: int,
-        tell: Callable[[str], None],
-        *,
-        max_staleness: int = 0,
-        policy_version: int | None = None,
+        self, iteration: int, tell: Callable[[str], None], *, policy_version: int | None = None
     ) -> None:
         """Undo everything after an iteration, so that a resumed run can repeat it; -1: undo all iterations.
 
-        The other arguments are those of `tidy_spools`.
+        `policy_version` is that of `tidy_spools`.
         """
         self.forget_after(iteration)
-        tidy_spools(
-            self.rollouts, iteration, tell, max_staleness=max_staleness, policy_version=policy_version
-        )
+        tidy_spools(self.rollouts, iteration, tell, policy_version=policy_version)
 
     def forget_after(self, iteration: int) -> None:
         """Drop the rows of later iterations from metrics and ledger, and of a stage that ended the run."""

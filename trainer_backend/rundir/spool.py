@@ -214,30 +214,26 @@ def request_digests(requests: Iterable[RolloutRequest], gateway_urls: Sequence[s
 
 
 def tidy_spools(
-    folder: Path,
-    iteration: int,
-    tell: Callable[[str], None],
-    *,
-    max_staleness: int = 0,
-    policy_version: int | None = None,
+    folder: Path, iteration: int, tell: Callable[[str], None], *, policy_version: int | None = None
 ) -> None:
     """Remove spools that cannot be used when a run continues from the end of an iteration.
 
-    Only that iteration's evaluation and the next iteration match the weights of the checkpoint, and with
-    `max_staleness` so many iterations beyond it, as far as their tokens are not of later weights than the
-    checkpoint's `policy_version` (None: no token can be). With iteration -1 the run begins again.
+    That iteration's evaluation and the next iteration match the weights of the checkpoint. Of it and later
+    ones what no later weights have sampled than the checkpoint's `policy_version` may be of use: they were
+    collected ahead, or the updates between have taken no step. None: later iterations have nothing of use.
+    With iteration -1 the run begins again.
     """
     for path in sorted(folder.glob(f"*_*{SPOOL_ENDING}")):
         stage, number = stage_of(path)
         first = {"iteration": iteration + 1, "evaluation": iteration}.get(stage)
         if first is None:
             continue
-        last = first + (max_staleness if stage == "iteration" else 0)
-        if first <= number <= last and iteration >= 0:
+        has_versions = stage == "iteration" and policy_version is not None
+        if (number == first or (number > first and has_versions)) and iteration >= 0:
             if policy_version is not None:
                 _drop_later_versions(path, policy_version, tell)
             continue
-        if number > last or iteration < 0:
+        if number > first or iteration < 0:
             set_aside(path, tell, why="of weights that no checkpoint holds")
         else:  # its Parquet file exists, and the process was killed before it deleted the spool
             with write_errors(path):
