@@ -8,7 +8,7 @@ import pytest
 
 from service_kit.process import can_guard
 from tests.processes import running, service, wait_until
-from tests.task_app.counting import rollout
+from tests.task_app.counting import KEY, rollout
 
 # An agent, an MCP server and a reward function that start a process in a session of its own, and hang.
 PLUGINS = """
@@ -50,9 +50,10 @@ def test_nothing_is_left_of(part, tmp_path):
         json.dumps({"mcpServers": {"child": {"command": sys.executable, "args": [str(plugins)]}}})
     )
     words, environ = ("--port", "0", "--plugins", str(plugins)), {"TURNWISE_MCP_SERVERS": str(servers)}
+    environ["ENVIRONMENT_API_KEY"] = KEY
     with service("task_app", *words, environ=environ) as (_, url):
         request = rollout("r", policy={"policy_name": "random"}, **PARTS[part])
-        answer = httpx.post(f"{url}/rollouts", json={"rollouts": [request]})
+        answer = httpx.post(f"{url}/rollouts", json={"rollouts": [request]}, headers={"X-API-Key": KEY})
         assert answer.status_code == 202, answer.text
         wait_until(lambda: running(f"asleep {plugins}"), within_s=60)
     # It was killed, as it is at the end of every test.
