@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import pytest
 
@@ -104,8 +105,9 @@ def process_hears(
 ) -> None:
     command = [*before, sys.executable, "-c", SLEEPER]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
+    ) as process:  # fmt: skip
         assert process.stdin is not None and process.stdout is not None
         assert process.stdout.readline().strip() == "ready"
         for number in first:
