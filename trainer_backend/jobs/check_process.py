@@ -199,10 +199,10 @@ def _answer(connection: Connection, request: bytes) -> None:
 
 
 def main(*plugins: str) -> None:
+    kill_with_parent()  # before the slow imports
     import trainer_backend.jobs.posted  # noqa: F401  # for all forks
     from trainer_backend.operator_plugins import load_packages, load_plugins
 
-    kill_with_parent()
     connection = Connection(os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # for plug-ins that read stdin
     with suppress(TrainerError):  # the job that is checked will tell it

@@ -51,9 +51,8 @@ from trainer_backend.rundir.state import is_final
 Say = Callable[[str], None]
 
 _MODULE = "trainer_backend.processes.gateway_process"
-_STOP_S = 10.0
 _TOTALS_S = 30.0
-# Of reading a model, beside the wait for servers.
+# For reading a model; the wait for servers is added.
 _LOAD_S = 600.0
 # A process that has ended so often in a row without an answer will not give one, nor load what it died of.
 _MOST_IN_VAIN = 3

@@ -127,7 +127,7 @@ class Elsewhere:
 
     async def ended(self) -> int:
         await asyncio.Event().wait()  # whoever calls it hears of its end first
-        raise AssertionError("nobody sets it")
+        raise AssertionError("the event is never set")
 
     def signal(self, number: int) -> None:
         """Do nothing: it is not this run's to end."""

@@ -145,7 +145,7 @@ class VllmServer(Worker):
         super().__init__()
         self._port, self._log_file, self._table, self._own = port, log_file, table, own
         self._launcher, self._tell = launcher, tell
-        self._place = Place()  # beside this process until it is placed
+        self._place = Place()  # on this machine until it is placed
         environment = _QUIET | {"PYTHONPATH": str(_WORKER), "VLLM_SERVER_DEV_MODE": "1"}
         if devices is not None:
             environment[VISIBLE_DEVICES] = devices
