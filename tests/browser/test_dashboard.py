@@ -333,7 +333,10 @@ def test_lost_rollouts_are_shown_alone_and_others_by_their_length(browser, servi
     page.locator(".losses", has_text="1 of 5").wait_for()
     page.locator(".empty", has_text="No rollout is like that").wait_for()
     assert "lost=1" in page.url
-    page.locator("input[name=lost]").uncheck()
+    held = []  # an answer that is slow: what is chosen after its question counts
+    page.route("**/rollouts?*", lambda route: held.append(route) if not held else route.continue_())
+    with page.expect_request("**/rollouts?*"):
+        page.locator("input[name=lost]").uncheck()
     page.locator("input[name=min_decisions]").fill("3")
     page.locator("select[name=sort]").select_option("decisions")
     page.locator("caption", has_text="of 1 rollouts, by decisions, highest first").wait_for()

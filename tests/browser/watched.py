@@ -11,7 +11,8 @@ FITS = "document.documentElement.scrollWidth <= window.innerWidth"
 class Watched:
     """A page of a browser, and what it complained of or asked of others.
 
-    An answer that is an error is a line of the console too; `refused` says which of those are meant.
+    An answer that is an error is a line of the console too; `refused` says which of those are meant. So is a question
+    that a newer one replaced.
     """
 
     def __init__(self, browser, base: str, *, refused: tuple[int, ...] = (), **options) -> None:
@@ -26,6 +27,7 @@ class Watched:
 
     def _heard(self, line) -> None:
         meant = any(f"status of {status}" in line.text for status in self._refused)
+        meant = meant or line.text.startswith(("htmx:afterRequest", "htmx:sendAbort"))
         if line.type in ("error", "warning") and not meant:
             self.complaints.append(line.text)
 
