@@ -11,8 +11,8 @@ FITS = "document.documentElement.scrollWidth <= window.innerWidth"
 class Watched:
     """A page of a browser, and what it complained of or asked of others.
 
-    An answer that is an error is a line of the console too; `refused` says which of those are meant. So is a question
-    that a newer one replaced.
+    An answer that is an error is a line of the console too; `refused` says which of those are meant. So is a
+    question that a newer one replaced.
     """
 
     def __init__(self, browser, base: str, *, refused: tuple[int, ...] = (), **options) -> None:
