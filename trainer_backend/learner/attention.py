@@ -67,7 +67,7 @@ class BlockMask:
 
     def arranged(self, packed: Packed, device: torch.device, dtype: torch.dtype) -> Arranged:
         packed = packed.to(device)
-        mask_B1LL = block_mask(packed.segment_ids_BL)
+        mask_B1LL = block_mask(packed).to(device)
         # As numbers to add: torch would make these of the booleans in every layer, and keep them all.
         added_B1LL = torch.zeros_like(mask_B1LL, dtype=dtype).masked_fill_(~mask_B1LL, float("-inf"))
         return packed, {"attention_mask": added_B1LL}

@@ -90,7 +90,7 @@ class Groups:
 
 def groups_of(bounds: SegmentBounds) -> Groups:
     """Segments by length, longest first, in groups of similar length."""
-    return _side_by_side([torch.tensor(group).T for group in _alike(_longest_first(bounds))])
+    return _side_by_side([torch.tensor(group).T for group in alike(_longest_first(bounds))])
 
 
 def _longest_first(bounds: SegmentBounds) -> list[tuple[int, int]]:
@@ -140,7 +140,7 @@ def reads_of(bounds: SegmentBounds, position_N: Tensor, dtype: torch.dtype) -> R
     queries'.
     """
     groups, masks = [], []
-    for group in _alike(_longest_first(bounds)):
+    for group in alike(_longest_first(bounds)):
         ends_2G = torch.tensor(group).T.contiguous()
         first_G, end_G = torch.searchsorted(position_N, ends_2G)
         queries, keys = int((end_G - first_G).max()), group[0][1] - group[0][0]
@@ -225,7 +225,7 @@ def causal_attention(q_BHLD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, *, scale: f
     )
 
 
-def _alike(segments: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
+def alike(segments: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
     """Cut segments, longest first, where they become too short for the first of a group."""
     start = 0
     for index, (first, end) in enumerate(segments):

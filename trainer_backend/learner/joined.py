@@ -1,0 +1,303 @@
+"""Attention over one row of tries, in parts that are joined: what segments begin with is read once, by all of them.
+
+A trie is cut into *runs*, straight stretches between its branches. A token sees its run up to itself, and each
+run above it whole. In depth-first order all tokens below a run lie behind it, without a gap, so each part is a
+product of two slices:
+
+    own      each run by itself, causal; runs of similar length side by side
+    shared   the tokens below a run, with all keys of that run
+
+Parts are joined by the logarithms of their sums of exponentials, l_i of part i with the output o_i:
+
+    l = log sum_i exp(l_i)      o = sum_i exp(l_i - l) o_i
+
+In the backward pass a part that is given o and l in place of its own has the gradient of the whole, exactly.
+
+Source: Dao, FlashAttention-2, arXiv:2307.08691 (forward and backward by blocks); Liu et al., Ring Attention,
+arXiv:2310.01889 (blocks by themselves, joined).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainer_backend.learner.by_length import alike
+
+# Up to so many keys plain products are faster on a CPU than torch's kernel, which works in blocks.
+_SHORT = 128
+# Queries of a few tokens alone are worth a mask up to this share of a run's keys: causal attention of all its
+# queries computes half of its scores.
+_MOST_QUERIES = 0.5
+
+
+class Shared(NamedTuple):
+    """A run from `start` to `end` and the end of the tokens below it, which lie behind it."""
+
+    start: int
+    end: int
+    until: int
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The runs of a row: where each begins (and, last, how many tokens there are), and those with tokens below."""
+
+    starts_R: NDArray[np.int64]
+    shared: Sequence[Shared]
+
+    @classmethod
+    def of(cls, position_L: NDArray[np.int64]) -> Runs:
+        """By the positions of a row of tries in depth-first order, without padding."""
+        length = len(position_L)
+        begins = np.flatnonzero(np.diff(position_L, prepend=-2) != 1).tolist()
+        path: list[tuple[int, int]] = []  # stretches of the present path: place and position of their first
+        cuts = set(begins)
+        for begin in begins:
+            depth = int(position_L[begin])
+            while path and path[-1][1] >= depth:
+                path.pop()
+            if path:  # behind its parent, the run ends
+                place, position = path[-1]
+                cuts.add(place + depth - position)
+            path.append((begin, depth))
+        starts = [*sorted(cuts), length]
+        shared: list[Shared] = []
+        open_: list[tuple[int, int]] = []  # runs of the present path: place and end
+        for begin, end in zip(starts, [*starts[1:], length], strict=True):
+            depth = int(position_L[begin]) if begin < length else 0
+            while open_ and int(position_L[open_[-1][0]]) >= depth:
+                first, last = open_.pop()
+                if begin > last:
+                    shared.append(Shared(first, last, begin))
+            open_.append((begin, end))
+        return cls(np.array(starts), sorted(shared))
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """Runs of similar length side by side.
+
+    query_GQ: which query stands at each place; behind the last one of a run it stands again.
+    is_query_GQ: whether it is no such repetition.
+    key_GK: which token's key stands at each place, likewise.
+    hidden_GQK: keys that a query does not see; None: of as many keys as queries, the later ones.
+    """
+
+    query_GQ: Tensor
+    is_query_GQ: Tensor
+    key_GK: Tensor
+    hidden_GQK: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is computed for the queries of a row: of all tokens, or of some.
+
+    own: groups of runs; shared: of each run with tokens below it, its keys and the slice of the queries.
+    """
+
+    own: Sequence[_Side]
+    shared: Sequence[tuple[slice, slice]]
+
+    @classmethod
+    def of_all(cls, runs: Runs) -> Plan:
+        own = []
+        for first_G, end_G in _side_by_side(runs):
+            place_GK, is_real_GK = _places(first_G, end_G)
+            own.append(_Side(place_GK, is_real_GK, place_GK, None))
+        return cls(own, [(slice(run.start, run.end), slice(run.end, run.until)) for run in runs.shared])
+
+    @classmethod
+    def of_some(cls, runs: Runs, position_N: Tensor) -> Plan | None:
+        """Of the queries of some tokens, [N] int64 places in ascending order; None where all cost no more."""
+        own, scores, of_all = [], 0, 0
+        for first_G, end_G in _side_by_side(runs):
+            reads_2G = torch.searchsorted(position_N, torch.stack((first_G, end_G)))
+            is_read_G = reads_2G[0] < reads_2G[1]
+            of_all += len(first_G) * int((end_G - first_G).max()) ** 2
+            if not is_read_G.any():
+                continue
+            first_G, end_G, reads_2G = first_G[is_read_G], end_G[is_read_G], reads_2G[:, is_read_G]
+            key_GK, _ = _places(first_G, end_G)
+            query_GQ, is_query_GQ = _places(reads_2G[0], reads_2G[1])
+            hidden_GQK = key_GK[:, None] > position_N[query_GQ][:, :, None]
+            hidden_GQK |= (torch.arange(key_GK.shape[1]) >= (end_G - first_G)[:, None])[:, None]
+            scores += hidden_GQK.numel()
+            own.append(_Side(query_GQ, is_query_GQ, key_GK, hidden_GQK))
+        if scores > _MOST_QUERIES * of_all:
+            return None
+        shared = []
+        for run in runs.shared:
+            begin, end = torch.searchsorted(position_N, torch.tensor([run.end, run.until])).tolist()
+            if begin < end:
+                shared.append((slice(run.start, run.end), slice(begin, end)))
+        return cls(own, shared)
+
+
+def attend(plan: Plan, q_NHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float) -> Tensor:
+    """[N, H, D] of the plan's queries; keys and values, of all tokens, may have fewer heads."""
+    attended: Tensor = _Joined.apply(plan, q_NHD, k_LHD, v_LHD, scale)  # type: ignore[no-untyped-call]
+    return attended
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
+        for side in plan.own:
+            heads = q.shape[1] // k.shape[1]
+            part, part_lse = _attended(
+                _beside(q, side.query_GQ),
+                *(_beside(tensor, side.key_GK, heads) for tensor in (k, v)),
+                side.hidden_GQK, True, scale,
+            )  # fmt: skip
+            places = side.query_GQ[side.is_query_GQ]
+            out[places] = part.transpose(1, 2)[side.is_query_GQ]
+            lse[places] = part_lse.transpose(1, 2)[side.is_query_GQ]
+        for keys, queries in plan.shared:
+            part, part_lse = _attended(
+                _folded(q[queries], k.shape[1]), _heads_first(k[keys]), _heads_first(v[keys]),
+                None, False, scale,
+            )  # fmt: skip
+            _join(out[queries], lse[queries], _unfolded(part, q.shape[1]), _unfolded(part_lse[..., None], q.shape[1])[..., 0])
+        ctx.plan, ctx.scale = plan, scale
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor, Tensor, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        plan, scale, grad = ctx.plan, ctx.scale, gradients[0].contiguous()
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for side in plan.own:
+            heads = q.shape[1] // k.shape[1]
+            # A repetition is no query: nothing comes from it.
+            grad_side = _beside(grad, side.query_GQ) * side.is_query_GQ[:, None, :, None]
+            parts = _gradients(
+                grad_side,
+                _beside(q, side.query_GQ),
+                *(_beside(tensor, side.key_GK, heads) for tensor in (k, v)),
+                _beside(out, side.query_GQ),
+                _beside(lse[..., None], side.query_GQ)[..., 0],
+                side.hidden_GQK, True, scale,
+            )  # fmt: skip
+            places = side.query_GQ[side.is_query_GQ]
+            dq[places] = parts[0].transpose(1, 2)[side.is_query_GQ]
+            for whole, part in zip((dk, dv), parts[1:], strict=True):
+                summed = part.unflatten(1, (-1, heads)).sum(2).transpose(1, 2).flatten(0, 1)
+                whole.index_add_(0, side.key_GK.flatten(), summed)
+        for keys, queries in plan.shared:
+            kept = (grad, q, out, lse[..., None])
+            grad_part, q_part, out_part, lse_part = (_folded(part[queries], k.shape[1]) for part in kept)
+            parts = _gradients(
+                grad_part, q_part, _heads_first(k[keys]), _heads_first(v[keys]), out_part, lse_part[..., 0],
+                None, False, scale,
+            )  # fmt: skip
+            dq[queries] += _unfolded(parts[0], q.shape[1])
+            dk[keys] += parts[1][0].transpose(0, 1)
+            dv[keys] += parts[2][0].transpose(0, 1)
+        return None, dq, dk, dv, None
+
+
+def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Join a part to `out` [n, H, D] and `lse` [n, H], in place."""
+    whole = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - whole).exp_()[..., None]).add_(part * (part_lse - whole).exp_()[..., None])
+    lse.copy_(whole)
+
+
+# [G, H, P, D] of tokens [L, H, D], by the places that they stand at; each head `times` times.
+def _beside(tokens: Tensor, places_GP: Tensor, times: int = 1) -> Tensor:
+    side = tokens.index_select(0, places_GP.flatten()).unflatten(0, places_GP.shape).transpose(1, 2)
+    return side.repeat_interleave(times, dim=1) if times > 1 else side.contiguous()
+
+
+def _heads_first(tokens: Tensor) -> Tensor:
+    """[1, H, n, D] of tokens [n, H, D]."""
+    return tokens.transpose(0, 1)[None]
+
+
+def _folded(tokens: Tensor, kv_heads: int) -> Tensor:
+    """[1, H_kv, n * times, D] of tokens [n, H, D]: heads that share keys are more queries of these."""
+    times = tokens.shape[1] // kv_heads
+    if times == 1:
+        return _heads_first(tokens)
+    return tokens.unflatten(1, (kv_heads, times)).permute(1, 0, 2, 3).flatten(1, 2)[None]
+
+
+def _unfolded(part: Tensor, heads: int) -> Tensor:
+    """[n, H, D] of what `_folded` gave."""
+    times = heads // part.shape[1]
+    return part[0].unflatten(1, (-1, times)).permute(1, 0, 2, 3).flatten(1, 2)
+
+
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """[B, H, n, D] and the logarithm of the sum of exponentials, [B, H, n], of one part."""
+    if hidden is None and k.shape[2] > _SHORT:
+        out, lse = _FORWARD(q, k, v, 0.0, causal, scale=scale)
+        return out, lse if _lse_is_by_head() else lse.transpose(1, 2)
+    scores = _scores(q, k, hidden, causal, scale)
+    lse = scores.logsumexp(-1)
+    return scores.sub_(lse[..., None]).exp_() @ v, lse
+
+
+def _gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    hidden: Tensor | None, causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of queries, keys and values of a part, whose `out` and `lse` are those of all parts."""
+    if hidden is None and k.shape[2] > _SHORT:
+        lse = lse if _lse_is_by_head() else lse.transpose(1, 2)
+        dq, dk, dv = _BACKWARD(
+            grad.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), 0.0, causal, scale=scale
+        )
+        return dq, dk, dv
+    shares = _scores(q, k, hidden, causal, scale).sub_(lse[..., None]).exp_()
+    d_scores = (grad @ v.transpose(-1, -2)).sub_((grad * out).sum(-1, keepdim=True)).mul_(shares)
+    d_scores.mul_(scale)
+    return d_scores @ k, d_scores.transpose(-1, -2) @ q, shares.transpose(-1, -2) @ grad
+
+
+def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, causal: bool, scale: float) -> Tensor:
+    scores = (q * scale) @ k.transpose(-1, -2)
+    if hidden is not None:
+        return scores.masked_fill_(hidden[:, None], float("-inf"))
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1)
+        return scores.masked_fill_(later, float("-inf"))
+    return scores
+
+
+_FORWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@cache
+def _lse_is_by_head() -> bool:
+    """Whether the kernel gives [B, H, n], and not [B, n, H]."""
+    some = torch.zeros(1, 1, 2, 8)
+    return tuple(_FORWARD(some, some, some)[1].shape) == (1, 1, 2)
+
+
+def _side_by_side(runs: Runs) -> Iterator[tuple[Tensor, Tensor]]:
+    """Groups of runs of similar length: their first tokens, and the ones after their last."""
+    bounds = zip(runs.starts_R.tolist(), runs.starts_R.tolist()[1:], strict=False)
+    for group in alike(sorted(bounds, key=lambda run: run[0] - run[1])):
+        first_G, end_G = torch.tensor(group).T.contiguous()
+        yield first_G, end_G
+
+
+def _places(first_G: Tensor, end_G: Tensor) -> tuple[Tensor, Tensor]:
+    """[G, P] the places from first to end, the last one again behind it; and which are no repetition."""
+    wanted_GP = first_G[:, None] + torch.arange(int((end_G - first_G).max()))
+    return torch.minimum(wanted_GP, end_G[:, None] - 1), wanted_GP < end_G[:, None]
