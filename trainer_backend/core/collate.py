@@ -1,13 +1,13 @@
 """Segments to tensors: packed rows for the model, flat columns for the loss.
 
 Convention: what is about sampled tokens is flat, [N], one segment after the other, in the order of rows.
-`predict_row_N` and `predict_position_N` say where the model predicts a token: where the token before it in its
+`predict_row_N` and `predict_position_N` say where the model predicts a token: where the one before it in its
 segment lies. So the head runs on N hidden states, never on B * L of them:
 
     hidden_ND = hidden_BLD[packed.predict_row_N, packed.predict_position_N]
 
-A row holds whole segments one after the other, or a *trie* of segments: what several begin with lies there once,
-in depth-first order. Then one place may predict tokens of several segments. The parent of a token at position p
+A row holds whole segments one after the other, or *tries* of segments in depth-first order: what several
+begin with lies there once, and one place may predict tokens of several. The parent of a token at position p
 is the last token at p - 1 before it in its row, so the positions tell the whole trie (`subtree_ends`).
 """
 
@@ -226,7 +226,7 @@ def _in_tries(segments: Sequence[Segment], row_tokens: int, share_from: int) -> 
 
 
 def subtree_ends(position_L: Numbers) -> Numbers:
-    """[L] for each token of a row, the place after the last token that sees it, by the row's positions alone."""
+    """[L] the place after the last token that sees each token of a row, by the row's positions alone."""
     ends_L = np.full(len(position_L), len(position_L))
     path: list[int] = []  # places of the tokens from position 0 to the present one
     for place_, position in enumerate(position_L.tolist()):
@@ -289,7 +289,7 @@ class _Cells:
         )
 
     def places(self, segment_N: Numbers, position_N: Numbers) -> Numbers:
-        """[N] the token at a position of a segment: its own, or that of the last one before it that has it."""
+        """[N] the token at a position of a segment: its own, or of the last one before it that has it."""
         segment_N = segment_N.copy()
         while len(others := np.flatnonzero(position_N < self.shared_S[segment_N])):
             segment_N[others] -= 1
@@ -317,6 +317,7 @@ def collate(
     units: Sequence[Row],
     policies: Sequence[int],
     row_tokens: int,
+    share_from: int | None = None,
     critic: Mapping[str, CriticTargets] | None = None,
     reference: Sequence[Row] | None = None,
 ) -> Batch:
@@ -331,6 +332,7 @@ def collate(
         units: for each segment, [N] as `core.aggregation.units_of` gives them.
         policies: for each segment, the number of who sampled it.
         row_tokens: most tokens in a row.
+        share_from: as in `pack_segments`.
         critic: rollout id -> what its values were and are to become; None: no critic.
         reference: for each segment, [N] log-probs (nats) as `by_segment` gives them; None: no KL term.
 
@@ -340,7 +342,7 @@ def collate(
 
     Source: DESIGN.md 4.8, 4.9, 4.13.
     """
-    packed = pack_segments(segments, row_tokens=row_tokens)
+    packed = pack_segments(segments, row_tokens=row_tokens, share_from=share_from)
     order = list(dict.fromkeys(packed.segment_N.tolist()))
     return Batch(
         packed=packed,
@@ -386,17 +388,17 @@ def cut_batch(batch: Batch, max_rows: int) -> Iterator[Batch]:
         yield batch.each(cut, itemgetter(tokens))
 
 
-def block_mask(packed: Packed) -> Tensor:
+def block_mask(position_ids_BL: Tensor) -> Tensor:
     """Who may attend to whom: [B, 1, L, L] bool, True where query i may look at key j.
 
     Causal, and along a path of the row's tries only; a segment that shares nothing is one path. Padding sees
     itself: a query that may look at nothing has a softmax of NaNs, whose gradient would be NaN everywhere.
-    `packed` is on the CPU.
+    The positions, those of `Packed`, are on the CPU.
 
-    For `attn_implementation="sdpa"`, with `position_ids_BL` beside it. Eager attention would *add* the
+    For `attn_implementation="sdpa"`, with the positions. Eager attention would *add* the
     booleans to its scores without a word; `learner.support` therefore sets sdpa.
     """
-    ends_BL = torch.from_numpy(np.stack([subtree_ends(row) for row in packed.position_ids_BL.numpy()]))
+    ends_BL = torch.from_numpy(np.stack([subtree_ends(row) for row in position_ids_BL.numpy()]))
     query_L = torch.arange(ends_BL.shape[1])
     return ((query_L[:, None] >= query_L) & (query_L[:, None] < ends_BL[:, None, :])).unsqueeze(1)
 

@@ -54,6 +54,9 @@ class LoopKeys(Table):
     micro_batch_tokens: int = Field(default=4096, ge=64)
     """tokens per forward and backward pass; gradients are accumulated over a step; small values fit a CPU's
     cache"""
+    share_prefixes: bool = True
+    """compute what several segments begin with once: rules and tools of a prompt, a sibling's prompt, a
+    conversation so far; not with lora.dropout, which would be shared too"""
     logits_chunk_tokens: int | None = Field(default=None, ge=1)
     """tokens whose logits exist at a time; absent: a share of the device's memory"""
     gradient_checkpointing: bool = False

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -30,11 +30,14 @@ from trainer_backend.learner.by_length import (
     reads_of,
 )
 from trainer_backend.learner.device import Placement
+from trainer_backend.learner.joined import Plan, Runs, attend
 
 # How transformers knows our attention function.
 ONE_ROW = "turnwise_one_row"
 # Of FlashAttention, which takes multiples of 8 (OpenLLaMA's 100, say, is none).
 _WIDEST_HEAD = 256
+# A branch of a trie costs about as much as so many tokens (bench/shared_prefix.py).
+SHARE_FROM = 32
 _NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
 # (q [L, H, D], k and v [L, H_kv, D], bounds, scale) -> [L, H, D]: causal, each query in its own segment.
 Kernel = Callable[[Tensor, Tensor, Tensor, SegmentBounds, float], Tensor]
@@ -51,11 +54,17 @@ class PackedAttention(Protocol):
     def implementation(self) -> str:
         """The name under which transformers knows the attention function."""
 
+    takes_tries: ClassVar[bool]
+    """Whether it takes rows of tries (`core.collate`)."""
+    rows_are_joined: ClassVar[bool]
+    """Whether rows are laid end to end, so that the length of one costs nothing."""
+
     def arranged(self, packed: Packed, device: torch.device, dtype: torch.dtype) -> Arranged:
         """The rows on the device, and their keywords.
 
         Of one row they hold `turnwise_attend`, and where it is cheaper for the tokens that are read
-        `turnwise_attend_read`: see `learner.packed_decoder`. `dtype` is that of the queries.
+        `turnwise_attend_read`: see `learner.packed_decoder`. Of tries these are `turnwise_reads`, each once.
+        `dtype` is that of the queries.
         """
 
 
@@ -64,10 +73,12 @@ class BlockMask:
     """Rows as they are, under `core.collate.block_mask`."""
 
     implementation: str = "sdpa"
+    takes_tries: ClassVar[bool] = True
+    rows_are_joined: ClassVar[bool] = False
 
     def arranged(self, packed: Packed, device: torch.device, dtype: torch.dtype) -> Arranged:
+        mask_B1LL = block_mask(packed.position_ids_BL).to(device)
         packed = packed.to(device)
-        mask_B1LL = block_mask(packed).to(device)
         # As numbers to add: torch would make these of the booleans in every layer, and keep them all.
         added_B1LL = torch.zeros_like(mask_B1LL, dtype=dtype).masked_fill_(~mask_B1LL, float("-inf"))
         return packed, {"attention_mask": added_B1LL}
@@ -79,6 +90,8 @@ class OneRow:
 
     kernel: Kernel
     implementation: str = ONE_ROW
+    takes_tries: ClassVar[bool] = False
+    rows_are_joined: ClassVar[bool] = True
 
     def arranged(self, packed: Packed, device: torch.device, dtype: torch.dtype) -> Arranged:
         row, bounds = one_row(packed)
@@ -92,12 +105,24 @@ class OneRow:
 
 @dataclass(frozen=True, slots=True)
 class ByLength:
-    """One row of all tokens, as `OneRow`; see `learner.by_length`."""
+    """One row of all tokens, as `OneRow`; see `learner.by_length`, and of tries `learner.joined`."""
 
     implementation: str = ONE_ROW
+    takes_tries: ClassVar[bool] = True
+    rows_are_joined: ClassVar[bool] = True
 
     def arranged(self, packed: Packed, device: torch.device, dtype: torch.dtype) -> Arranged:
         row, bounds = one_row(packed)
+        runs = Runs.of(row.position_ids_BL[0].numpy())
+        if runs.shared:
+            read_N, place_N = row.predict_position_N.unique(return_inverse=True)
+            of_reads = Plan.of_some(runs, read_N)
+            return row.to(device), {
+                "attention_mask": None,
+                "turnwise_attend": partial(attend, Plan.of_all(runs)),
+                "turnwise_attend_read": of_reads and partial(attend, of_reads),
+                "turnwise_reads": (read_N, place_N),
+            }
         groups = groups_of(bounds).to(device)
         reads = reads_of(bounds, row.predict_position_N, dtype)
         return row.to(device), {

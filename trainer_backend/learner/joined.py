@@ -1,8 +1,8 @@
-"""Attention over one row of tries, in parts that are joined: what segments begin with is read once, by all of them.
+"""Attention over one row of tries, in parts that are joined: what segments share is read once, by all of them.
 
-A trie is cut into *runs*, straight stretches between its branches. A token sees its run up to itself, and each
-run above it whole. In depth-first order all tokens below a run lie behind it, without a gap, so each part is a
-product of two slices:
+A trie is cut into *runs*, straight stretches between its branches. A token sees its run up to itself, and
+each run above it whole. In depth-first order all tokens below a run lie behind it, without a gap, so each
+part is a product of two slices:
 
     own      each run by itself, causal; runs of similar length side by side
     shared   the tokens below a run, with all keys of that run
@@ -48,7 +48,7 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The runs of a row: where each begins (and, last, how many tokens there are), and those with tokens below."""
+    """The runs of a row: where each begins and, last, the number of tokens; those with tokens below them."""
 
     starts_R: NDArray[np.int64]
     shared: Sequence[Shared]
@@ -167,7 +167,12 @@ class _Joined(torch.autograd.Function):
                 _folded(q[queries], k.shape[1]), _heads_first(k[keys]), _heads_first(v[keys]),
                 None, False, scale,
             )  # fmt: skip
-            _join(out[queries], lse[queries], _unfolded(part, q.shape[1]), _unfolded(part_lse[..., None], q.shape[1])[..., 0])
+            _join(
+                out[queries],
+                lse[queries],
+                _unfolded(part, q.shape[1]),
+                _unfolded(part_lse[..., None], q.shape[1])[..., 0],
+            )
         ctx.plan, ctx.scale = plan, scale
         ctx.save_for_backward(q, k, v, out, lse)
         return out

@@ -28,7 +28,7 @@ from trainer_backend.errors import JobError, UpdateStopped
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.served_policy import PolicyFacts
 from trainer_backend.learner.adapter_folder import FOLDER, read_adapter, refuse_adapters, take_out
-from trainer_backend.learner.attention import attention_for, head_dim_of
+from trainer_backend.learner.attention import SHARE_FROM, attention_for, head_dim_of
 from trainer_backend.learner.broadcast import WeightSender, checkpoint_tensors, own_address
 from trainer_backend.learner.checkpoints import restore_progress, save_checkpoint, save_weights
 from trainer_backend.learner.config import LearnerConfig
@@ -102,7 +102,11 @@ class LocalLearner:
         self._sample = sample_of(model, tokenizer) if ranks.are_several else 0
         if ranks.are_several:
             shard(model, ranks, config.ranks, placement.device)
-        self.scorer = scorer_of(model, placement, training.logits_chunk_tokens, ranks)
+        # What segments share would share the dropout of the adapters, too.
+        is_shared = training.share_prefixes and (config.lora is None or config.lora.dropout == 0)
+        self.scorer = scorer_of(
+            model, placement, training.logits_chunk_tokens, ranks, share_prefixes=is_shared
+        )
         self._reference = None if started_from is None else self._started(started_from)
         self._optimizer = adamw_of(
             model, training.learning_rate, training.weight_decay, offload=training.optimizer_offload
@@ -239,7 +243,7 @@ class LocalLearner:
                     self.scorer.states,
                     lambda states: (head.scored(states), states.logprobs_N),
                     self.config.training,
-                    self._ranks,
+                    self.scorer,
                 )
                 self._proximal |= _by_episode(episodes, logprobs)
                 head.settle(self._ranks)
@@ -266,7 +270,7 @@ class LocalLearner:
             return {}
         segments = [segment for parts in episodes.values() for segment in parts]
         refuse_unknown_ids(segments, embedding_rows(self.model))
-        return _by_episode(episodes, score_by(policy, segments, self.config.training, self._ranks))
+        return _by_episode(episodes, score_by(policy, segments, self.config.training, self.scorer))
 
     def update(
         self, episodes: Sequence[CreditedEpisode], *, iteration: int, policy_version: int | None = None
@@ -481,7 +485,12 @@ def _tokens(episodes: Sequence[CreditedEpisode]) -> int:
 
 
 def scorer_of(
-    model: PreTrainedModel, placement: Placement, logits_chunk: int | None = None, ranks: Ranks = ALONE
+    model: PreTrainedModel,
+    placement: Placement,
+    logits_chunk: int | None = None,
+    ranks: Ranks = ALONE,
+    *,
+    share_prefixes: bool = False,
 ) -> Scorer:
     """The model as the job computes with it: attention and the size of a chunk of logits chosen."""
     attention = attention_for(placement, head_dim=head_dim_of(model.config.get_text_config()))
@@ -489,7 +498,8 @@ def scorer_of(
     model.set_attn_implementation(attention.implementation)
     fits = chunk_within(placement.logits_bytes(), embedding_rows(model))
     operators = operators_for(placement, model.config)
-    return Scorer(model, placement, attention, logits_chunk or fits, ranks, operators)
+    share_from = SHARE_FROM if share_prefixes and attention.takes_tries else None
+    return Scorer(model, placement, attention, logits_chunk or fits, ranks, operators, share_from)
 
 
 def held_scorer(scorer: Scorer, model: PreTrainedModel) -> Scorer:

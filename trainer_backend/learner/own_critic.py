@@ -59,7 +59,11 @@ class OwnCritic:
         """
         refuse_unknown_ids(segments, embedding_rows(self._scorer.model))
         (values,) = read_pieces(
-            segments, self._scorer.hidden, lambda states: (self._head.scored(states),), self._table, ALONE
+            segments,
+            self._scorer.hidden,
+            lambda states: (self._head.scored(states),),
+            self._table,
+            self._scorer,
         )
         self._head.settle(ALONE)
         return values
@@ -95,7 +99,7 @@ class OwnCritic:
 
     def gradient(self, segments: Sequence[Segment], targets: Mapping[str, CriticTargets]) -> float:
         """The gradient of a step, left on layers and head, and its loss."""
-        packed, pieces = cut_pieces(segments, self._table, ALONE)
+        packed, pieces = cut_pieces(segments, self._table, self._scorer)
         columns = critic_columns(segments, targets, list(dict.fromkeys(packed.segment_N.tolist())))
         self._optimizer.zero_grad(set_to_none=True)
         self._head.zero_grad()

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trainer_backend.core.collate import Packed, by_segment, cut_packed, pack_segments
+from trainer_backend.core.collate import Packed, by_segment, cut_packed, distinct_tokens, pack_segments
 from trainer_backend.core.logprobs import chunked_logprobs
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import SegmentError, place
@@ -56,6 +56,8 @@ class Scorer:
     """The ranks that share the work."""
     operators: Operators = BY_TORCH
     """What a layer computes between its products."""
+    share_from: int | None = None
+    """Beginnings of segments of at least so many tokens are computed once; None: each segment by itself."""
 
     def states(self, packed: Packed) -> States:
         """The last hidden states where sampled tokens are predicted, and the tokens' log-probs and entropies.
@@ -97,7 +99,8 @@ class Scorer:
         attend, attend_read = (arguments.get(f"turnwise_{name}") for name in ("attend", "attend_read"))
         with self.placement.autocast():
             if attend is not None and is_known(model):
-                return read_states(model, rows, tokens, attend, attend_read, self.operators)
+                reads = arguments.get("turnwise_reads")
+                return read_states(model, rows, tokens, attend, attend_read, self.operators, reads)
             hidden_BLD: Tensor = model.model(
                 **tokens, position_ids=rows.position_ids_BL, use_cache=False, **arguments
             ).last_hidden_state
@@ -110,14 +113,25 @@ class Scorer:
     def score(self, segments: Sequence[Segment], keys: LoopKeys) -> list[NDArray[Any]]:
         """For each segment, the log-prob of each of its sampled tokens (nats), without gradient."""
         refuse_unknown_ids(segments, embedding_rows(self.model))
-        return score_by(self.logprobs, segments, keys, self.ranks)
+        return score_by(self.logprobs, segments, keys, self)
+
+    def row_tokens(self, segments: Sequence[Segment], keys: LoopKeys) -> int:
+        """Width of a packed row: `row_tokens`, or the longest segment where that does not fit.
+
+        A trie shares most in a row as long as a piece, of which each rank gets one.
+        """
+        width = keys.row_tokens
+        if self.share_from is not None and self.attention.rows_are_joined:
+            share = -(-distinct_tokens(segments, self.share_from) // self.ranks.count)
+            width = min(keys.micro_batch_tokens, max(width, share))
+        return max(width, max(len(segment) for segment in segments))
 
 
-def cut_pieces(segments: Sequence[Segment], keys: LoopKeys, ranks: Ranks) -> tuple[Packed, list[Packed]]:
+def cut_pieces(segments: Sequence[Segment], keys: LoopKeys, scorer: Scorer) -> tuple[Packed, list[Packed]]:
     """Segments in packed rows, and these rows in pieces of one forward pass."""
-    width = row_width(segments, keys.row_tokens)
-    packed = pack_segments(segments, row_tokens=width)
-    rows = ranks.rows_of_a_piece(len(packed.token_ids_BL), keys.micro_batch_tokens // width)
+    width = scorer.row_tokens(segments, keys)
+    packed = pack_segments(segments, row_tokens=width, share_from=scorer.share_from)
+    rows = scorer.ranks.rows_of_a_piece(len(packed.token_ids_BL), keys.micro_batch_tokens // width)
     return packed, list(cut_packed(packed, rows))
 
 
@@ -127,14 +141,15 @@ def read_pieces(
     forward: Callable[[Packed], Piece],
     columns: Callable[[Piece], tuple[Tensor, ...]],
     keys: LoopKeys,
-    ranks: Ranks,
+    scorer: Scorer,
 ) -> list[list[NDArray[Any]]]:
     """For each [N] column of the pieces: for each segment, the numbers of its sampled tokens.
 
     All ranks make the `forward` pass of a piece at a time; `columns` reads the numbers, on the rank that
-    gives them.
+    gives them. Segments are packed as `scorer`'s are.
     """
-    packed, pieces = cut_pieces(segments, keys, ranks)
+    ranks = scorer.ranks
+    packed, pieces = cut_pieces(segments, keys, scorer)
     passes = ((forward(piece), counts) for piece, counts in ranks.own_pieces(pieces))
     own = [columns(found) for found, counts in passes if counts]
     if ranks.are_several:
@@ -143,10 +158,10 @@ def read_pieces(
 
 
 def score_by(
-    policy: Callable[[Packed], Tensor], segments: Sequence[Segment], keys: LoopKeys, ranks: Ranks
+    policy: Callable[[Packed], Tensor], segments: Sequence[Segment], keys: LoopKeys, scorer: Scorer
 ) -> list[NDArray[Any]]:
     """For each segment, the [N] log-probs (nats) that `policy` gives its sampled tokens."""
-    return read_pieces(segments, policy, lambda logprobs_N: (logprobs_N,), keys, ranks)[0]
+    return read_pieces(segments, policy, lambda logprobs_N: (logprobs_N,), keys, scorer)[0]
 
 
 def refuse_unknown_ids(segments: Sequence[Segment], rows: int) -> None:
@@ -167,8 +182,3 @@ def refuse_unknown_ids(segments: Sequence[Segment], rows: int) -> None:
     )
     error.rollout_ids = tuple(dict.fromkeys(segment.rollout_id for segment in unknown))
     raise error
-
-
-def row_width(segments: Sequence[Segment], row_tokens: int) -> int:
-    """Width of a packed row: `row_tokens`, or the longest segment where that does not fit."""
-    return max(row_tokens, max(len(segment) for segment in segments))

@@ -84,12 +84,12 @@ def _refuse_neighbours(model: PreTrainedModel) -> None:
     second_BL = first_BL.flip(1)[:, : first_BL.shape[1] // 2 + 1]
     parts = [first_BL, second_BL]
     alone_BLV = torch.cat([_logits(model, part) for part in parts], dim=1)
-    numbers_BL = torch.cat([torch.full_like(part, number) for number, part in enumerate(parts)], dim=1)
-    mask_B1LL = block_mask(numbers_BL)
+    positions_BL = torch.cat([torch.arange(part.shape[1]) for part in parts])[None]
+    mask_B1LL = block_mask(positions_BL).to(model.device)
     together_BLV = _logits(
         model,
         torch.cat(parts, dim=1),
-        position_ids=torch.cat([torch.arange(part.shape[1], device=part.device) for part in parts])[None],
+        position_ids=positions_BL.to(model.device),
         attention_mask=torch.zeros_like(mask_B1LL, dtype=model.dtype).masked_fill_(~mask_B1LL, -torch.inf),
     )
     apart = _apart(alone_BLV, together_BLV)

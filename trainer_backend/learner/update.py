@@ -24,7 +24,7 @@ from trainer_backend.learner.behaviour import FirstStep, Scores, Weighed, mismat
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.memory import less_memory
 from trainer_backend.learner.policy_terms import DRIFT, PolicyTerms, StepSums
-from trainer_backend.learner.scoring import Scorer, refuse_unknown_ids, row_width, score_by
+from trainer_backend.learner.scoring import Scorer, refuse_unknown_ids, score_by
 from trainer_backend.learner.sharding import clip_gradient
 from trainer_backend.learner.stepping import Scored, in_steps, memory_watched, stepping, together
 from trainer_backend.learner.value_head import ValueHead
@@ -210,7 +210,7 @@ class PolicyUpdate:
         if all(episode.rollout_id in cached for episode in episodes):
             return list(chain.from_iterable(cached[episode.rollout_id] for episode in episodes))
         segments = [segment for episode in episodes for segment in episode.segments]
-        return [*score_by(policy, segments, self._table, self._ranks)]
+        return [*score_by(policy, segments, self._table, self._scorer)]
 
     @property
     def _drops(self) -> bool:
@@ -250,7 +250,7 @@ class PolicyUpdate:
         `episodes` are by rollout id. The pass is cut into `steps`, and `is_first` says whether the weights
         are those that gave the proximal log-probs.
         """
-        width = row_width([item.segment for item in step], self._table.row_tokens)
+        width = self._scorer.row_tokens([item.segment for item in step], self._table)
         batch = self._terms.trusted(self._batch(step, episodes, self._token_weights(step, steps), width))
         sums, ranks, model = self._terms.sums(batch), self._ranks, self._scorer.model
         self._zero_grad()
@@ -332,6 +332,7 @@ class PolicyUpdate:
             units=units_of(segments, [levels[item.policy] for item in step]),
             policies=[numbers[item.policy] for item in step],
             row_tokens=width,
+            share_from=self._scorer.share_from,
             critic=critic or None,
             reference=[item.reference for item in step if item.reference is not None] or None,
         )

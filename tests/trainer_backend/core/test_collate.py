@@ -110,7 +110,7 @@ def test_scores_find_back_to_their_segments():
 
 def test_attention_is_causal_and_stays_in_its_segment():
     packed = pack_segments(SEGMENTS, row_tokens=6)
-    assert block_mask(packed)[1, 0].int().tolist() == [
+    assert block_mask(packed.position_ids_BL)[1, 0].int().tolist() == [
         [1, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0],
         [1, 1, 1, 0, 0, 0],
@@ -118,7 +118,10 @@ def test_attention_is_causal_and_stays_in_its_segment():
         [0, 0, 0, 0, 1, 0],
         [0, 0, 0, 0, 0, 1],
     ]
-    assert block_mask(packed)[0, 0, 4:].int().tolist() == [[0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 1, 1]]
+    assert block_mask(packed.position_ids_BL)[0, 0, 4:].int().tolist() == [
+        [0, 0, 0, 0, 1, 0],
+        [0, 0, 0, 0, 1, 1],
+    ]
 
 
 def test_a_row_holds_what_segments_begin_with_once():
@@ -136,7 +139,7 @@ def test_a_row_holds_what_segments_begin_with_once():
     assert packed.segment_N.tolist() == [0, 4, 1, 1, 3, 2]
     assert packed.target_N.tolist() == [4, 4, 5, 6, 7, 9]
     assert packed.predict_position_N.tolist() == [2, 2, 2, 4, 1, 7]
-    assert block_mask(packed)[0, 0, 5:7].int().tolist() == [
+    assert block_mask(packed.position_ids_BL)[0, 0, 5:7].int().tolist() == [
         [1, 1, 1, 0, 1, 1, 0, 0, 0],
         [1, 1, 0, 0, 0, 0, 1, 0, 0],
     ]
@@ -188,7 +191,7 @@ def test_packing_loses_and_invents_nothing(segments, row_tokens):
 @given(many_segments(), st.integers(12, 40), st.integers(1, 4))
 def test_of_tries_each_sampled_token_is_predicted_behind_its_own_prompt(segments, row_tokens, share_from):
     packed = pack_segments(segments, row_tokens=row_tokens, share_from=share_from)
-    seen_BLL = block_mask(packed)[:, 0]
+    seen_BLL = block_mask(packed.position_ids_BL)[:, 0]
     for index, part in enumerate(segments):
         mine_N = packed.segment_N == index
         assert packed.target_N[mine_N].tolist() == part.token_ids[part.sampled_positions].tolist()
