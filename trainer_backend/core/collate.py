@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import chain
+from itertools import chain, pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -149,10 +149,9 @@ def pack_segments(segments: Sequence[Segment], *, row_tokens: int, share_from: i
                 f"a segment of {len(segment)} tokens, but row_tokens is {row_tokens}",
                 where=place(segment.rollout_id),
             )
-    if share_from is None:
+    rows = [] if share_from is None else _in_tries(segments, row_tokens, share_from)
+    if not any(any(row.shared) for row in rows):
         rows = [Beginnings(members) for members in pack([len(segment) for segment in segments], row_tokens)]
-    else:
-        rows = _in_tries(segments, row_tokens, share_from)
     order = list(chain.from_iterable(row.members for row in rows))
     packed = [segments[index] for index in order]
     cells = _Cells.of([len(segment) for segment in packed], rows)
@@ -205,24 +204,36 @@ def _in_tries(segments: Sequence[Segment], row_tokens: int, share_from: int) -> 
     """
     # Bytes in this order compare as the ids do.
     keys = [segment.token_ids.astype(">u4").tobytes() for segment in segments]
+    order = sorted(range(len(segments)), key=keys.__getitem__)
     rows: list[Beginnings] = []
-    used, branches, last = row_tokens, [0], np.empty(0, np.int64)
-    for index in sorted(range(len(segments)), key=keys.__getitem__):
-        ids = segments[index].token_ids
-        common = min(len(ids), len(last))
-        apart = np.flatnonzero(ids[:common] != last[:common])
-        alike = int(apart[0]) if len(apart) else common
+    used, branches = row_tokens, [0]
+    for index, alike in zip(order, _alike([segments[index].token_ids for index in order]), strict=True):
         branches = branches[: bisect_right(branches, alike)]
         shared = alike if alike - branches[-1] >= share_from else branches[-1]
-        if used + len(ids) - shared > row_tokens:
+        if used + len(segments[index]) - shared > row_tokens:
             rows.append(Beginnings([]))
             used, branches, shared = 0, [0], 0
         if shared > branches[-1]:
             branches.append(shared)
         rows[-1].members.append(index)
         rows[-1].shared.append(shared)
-        used, last = used + len(ids) - shared, ids
+        used += len(segments[index]) - shared
     return rows
+
+
+def _alike(rows: Sequence[NDArray[Any]]) -> list[int]:
+    """How many first ids each row has in common with the one before it; 0 of the first."""
+    shortest_S = np.array([0, *map(min, pairwise(map(len, rows)))])
+    first_S = shortest_S.cumsum() - shortest_S
+    ones, others = (
+        np.concatenate([row[:count] for row, count in zip(side, shortest_S[1:].tolist(), strict=True)] or [[]])
+        for side in (rows[1:], rows[:-1])
+    )
+    # The first place of each row, from its own on, where they differ; behind all of them the next row's.
+    apart = np.append(np.flatnonzero(ones != others), len(ones))
+    found_S = apart[np.searchsorted(apart, first_S)] - first_S
+    alike: list[int] = np.minimum(found_S, shortest_S).tolist()
+    return alike
 
 
 def subtree_ends(position_L: Numbers) -> Numbers:

@@ -37,7 +37,7 @@ ONE_ROW = "turnwise_one_row"
 # Of FlashAttention, which takes multiples of 8 (OpenLLaMA's 100, say, is none).
 _WIDEST_HEAD = 256
 # A branch of a trie costs about as much as so many tokens (bench/shared_prefix.py).
-SHARE_FROM = 32
+SHARE_FROM = 16
 _NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
 # (q [L, H, D], k and v [L, H_kv, D], bounds, scale) -> [L, H, D]: causal, each query in its own segment.
 Kernel = Callable[[Tensor, Tensor, Tensor, SegmentBounds, float], Tensor]

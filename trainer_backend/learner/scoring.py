@@ -122,7 +122,9 @@ class Scorer:
         """
         width = keys.row_tokens
         if self.share_from is not None and self.attention.rows_are_joined:
-            share = -(-distinct_tokens(segments, self.share_from) // self.ranks.count)
+            share = keys.micro_batch_tokens
+            if self.ranks.are_several:
+                share = -(-distinct_tokens(segments, self.share_from) // self.ranks.count)
             width = min(keys.micro_batch_tokens, max(width, share))
         return max(width, max(len(segment) for segment in segments))
 
