@@ -6,8 +6,8 @@
     dialogues    8 questions of 200 tokens, 8 siblings each with answers of 150, hand-made
     demo         an iteration of the demo's job
 
-by `tiny-0.8m`, and the full text by a shape of 12M parameters too; float32, one thread. Timed is an update (no
-scores before it, one step, AdamW), sides in turn; the ratio is of the least CPU times. The gradient is that of
+by `tiny-0.8m`, and the full text by a shape of 12M parameters too; float32, one thread. Timed is an update
+(one step of AdamW), sides in turn; the ratio is of the least CPU times. The gradient is that of
 a weighted sum of log-probs. Exit code 1 where a ratio is below its limit or the two ways differ by more than
 1e-5 (log-probs, nats) or 1e-6 (gradient, of its norm). --quick: the full text by tiny-0.8m alone.
 """
@@ -40,7 +40,10 @@ LOGPROBS, GRADIENT = 1e-5, 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Tokens of the segments over distinct ones, CPU seconds of an update over those with sharing, differences."""
+    """The way without sharing beside the one with it.
+
+    tokens, cpu: those of the first over those of the second, of an update; logprobs, gradient: differences.
+    """
 
     tokens: float
     cpu: float
@@ -77,8 +80,8 @@ def learner_of(model: PreTrainedModel, longest: int, *, share: bool) -> LocalLea
         "model": {"preset": "tiny-0.8m", "device": "cpu"},
         "inference": {"max_model_len": max(256, longest)},
         "training": {
-            "update_passes": 1, "batch_decisions": 10**6, "threads": 1, "entropy_coef": 0.0, "learning_rate": 1e-9,
-            "mismatch_limit": 1e9, "share_prefixes": share,
+            "update_passes": 1, "batch_decisions": 10**6, "threads": 1, "entropy_coef": 0.0,
+            "learning_rate": 1e-9, "mismatch_limit": 1e9, "share_prefixes": share,
         },
     }  # fmt: skip
     tokenizer = train_tokenizer(["wood stone tree"], 512)
@@ -91,7 +94,8 @@ def model_of(shape: str, vocabulary: int) -> PreTrainedModel:
     if shape == "12m":
         config = Qwen3Config(
             vocab_size=vocabulary, hidden_size=320, intermediate_size=960, num_hidden_layers=8, head_dim=64,
-            num_attention_heads=5, num_key_value_heads=5, max_position_embeddings=4096, tie_word_embeddings=True,
+            num_attention_heads=5, num_key_value_heads=5, max_position_embeddings=4096,
+            tie_word_embeddings=True,
         )  # fmt: skip
         return Qwen3ForCausalLM(config).eval()
     model = build_preset(shape, train_tokenizer(["wood stone tree"], 512))

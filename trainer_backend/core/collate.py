@@ -226,7 +226,9 @@ def _alike(rows: Sequence[NDArray[Any]]) -> list[int]:
     shortest_S = np.array([0, *map(min, pairwise(map(len, rows)))])
     first_S = shortest_S.cumsum() - shortest_S
     ones, others = (
-        np.concatenate([row[:count] for row, count in zip(side, shortest_S[1:].tolist(), strict=True)] or [[]])
+        np.concatenate(
+            [row[:count] for row, count in zip(side, shortest_S[1:].tolist(), strict=True)] or [[]]
+        )
         for side in (rows[1:], rows[:-1])
     )
     # The first place of each row, from its own on, where they differ; behind all of them the next row's.

@@ -30,7 +30,16 @@ from trainer_backend.learner.by_length import (
     reads_of,
 )
 from trainer_backend.learner.device import Placement
-from trainer_backend.learner.joined import Plan, Runs, attend
+from trainer_backend.learner.joined import (
+    Flash,
+    LevelKernel,
+    Plan,
+    Runs,
+    attend,
+    attend_levels,
+    flash_is_here,
+    levels_of,
+)
 
 # How transformers knows our attention function.
 ONE_ROW = "turnwise_one_row"
@@ -54,8 +63,10 @@ class PackedAttention(Protocol):
     def implementation(self) -> str:
         """The name under which transformers knows the attention function."""
 
-    takes_tries: ClassVar[bool]
-    """Whether it takes rows of tries (`core.collate`)."""
+    @property
+    def takes_tries(self) -> bool:
+        """Whether it takes rows of tries (`core.collate`)."""
+
     rows_are_joined: ClassVar[bool]
     """Whether rows are laid end to end, so that the length of one costs nothing."""
 
@@ -86,15 +97,27 @@ class BlockMask:
 
 @dataclass(frozen=True, slots=True)
 class OneRow:
-    """One row of all tokens; `kernel` gets the places of its segments."""
+    """One row of all tokens; `kernel` gets the places of its segments, `joined` the levels of its tries."""
 
     kernel: Kernel
+    joined: LevelKernel | None = None
     implementation: str = ONE_ROW
-    takes_tries: ClassVar[bool] = False
     rows_are_joined: ClassVar[bool] = True
+
+    @property
+    def takes_tries(self) -> bool:
+        return self.joined is not None
 
     def arranged(self, packed: Packed, device: torch.device, dtype: torch.dtype) -> Arranged:
         row, bounds = one_row(packed)
+        runs = Runs.of(row.position_ids_BL[0].numpy())
+        if self.joined is not None and runs.shared:
+            levels = [level.to(device) for level in levels_of(runs)]
+            return row.to(device), {
+                "attention_mask": None,
+                "turnwise_attend": partial(attend_levels, levels, self.joined),
+                "turnwise_reads": reads_once(row, device),
+            }
         bounds = bounds.to(device)
 
         def attend(q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float) -> Tensor:
@@ -115,13 +138,13 @@ class ByLength:
         row, bounds = one_row(packed)
         runs = Runs.of(row.position_ids_BL[0].numpy())
         if runs.shared:
-            read_N, place_N = row.predict_position_N.unique(return_inverse=True)
-            of_reads = Plan.of_some(runs, read_N)
+            reads = reads_once(row, device)
+            of_reads = Plan.of_some(runs, reads[0])
             return row.to(device), {
                 "attention_mask": None,
                 "turnwise_attend": partial(attend, Plan.of_all(runs)),
                 "turnwise_attend_read": of_reads and partial(attend, of_reads),
-                "turnwise_reads": (read_N, place_N),
+                "turnwise_reads": reads,
             }
         groups = groups_of(bounds).to(device)
         reads = reads_of(bounds, row.predict_position_N, dtype)
@@ -132,11 +155,19 @@ class ByLength:
         }
 
 
+def reads_once(row: Packed, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where a row's tokens are predicted, each place once and in order, and which one is each token's."""
+    read_N, which_N = row.predict_position_N.unique(return_inverse=True)
+    return read_N.to(device), which_N.to(device)
+
+
 def attention_for(placement: Placement, *, head_dim: int) -> PackedAttention:
     """OneRow where its kernel runs, ByLength on a CPU, BlockMask elsewhere."""
     if placement.device.type == "cpu":
         return ByLength()
-    return OneRow(varlen_kernel) if why_masked(placement, head_dim=head_dim) is None else BlockMask()
+    if why_masked(placement, head_dim=head_dim) is not None:
+        return BlockMask()
+    return OneRow(varlen_kernel, Flash() if flash_is_here() else None)
 
 
 def why_masked(placement: Placement, *, head_dim: int) -> str | None:

@@ -1,4 +1,4 @@
-"""Attention over one row of tries, in parts that are joined: what segments share is read once, by all of them.
+"""Attention over one row of tries, in parts that are joined: what segments share is read once, by all.
 
 A trie is cut into *runs*, straight stretches between its branches. A token sees its run up to itself, and
 each run above it whole. In depth-first order all tokens below a run lie behind it, without a gap, so each
@@ -22,7 +22,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -210,6 +211,183 @@ class _Joined(torch.autograd.Function):
             dk[keys] += parts[1][0].transpose(0, 1)
             dv[keys] += parts[2][0].transpose(0, 1)
         return None, dq, dk, dv, None
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Runs at one depth of the tries, or by themselves, as a kernel of variable length takes them.
+
+    query_N, key_N: int64, which tokens' queries and keys, one run after the other.
+    queries_S, keys_S: int32, [S + 1] where those of each run begin, then their number.
+    longest: the most queries and the most keys of a run.
+    causal: whether a query sees the keys up to its own alone.
+    """
+
+    query_N: Tensor
+    key_N: Tensor
+    queries_S: Tensor
+    keys_S: Tensor
+    longest: tuple[int, int]
+    causal: bool
+
+    @classmethod
+    def of(
+        cls, queries: Sequence[tuple[int, int]], keys: Sequence[tuple[int, int]], *, causal: bool
+    ) -> Level:
+        """Of ranges of tokens, on the CPU."""
+        counts = [[end - begin for begin, end in ranges] for ranges in (queries, keys)]
+        tokens = [torch.cat([torch.arange(*bounds) for bounds in ranges]) for ranges in (queries, keys)]
+        starts = [torch.tensor([0, *accumulate(count)], dtype=torch.int32) for count in counts]
+        return cls(*tokens, *starts, (max(counts[0]), max(counts[1])), causal)
+
+    def to(self, device: torch.device) -> Level:
+        columns = (self.query_N, self.key_N, self.queries_S, self.keys_S)
+        return Level(*(column.to(device, non_blocking=True) for column in columns), self.longest, self.causal)
+
+
+def levels_of(runs: Runs) -> list[Level]:
+    """All runs by themselves, then those with tokens below them, by their depth: there no token is twice."""
+    own = list(pairwise(runs.starts_R.tolist()))
+    depths: list[list[Shared]] = []
+    path: list[Shared] = []
+    for run in runs.shared:
+        while path and path[-1].until <= run.start:
+            path.pop()
+        if len(path) == len(depths):
+            depths.append([])
+        depths[len(path)].append(run)
+        path.append(run)
+    return [
+        Level.of(own, own, causal=True),
+        *(
+            Level.of(
+                [(run.end, run.until) for run in level], [(run.start, run.end) for run in level], causal=False
+            )
+            for level in depths
+        ),
+    ]
+
+
+class LevelKernel(Protocol):
+    """Attention of a level by a kernel of variable length, forward and backward."""
+
+    dtype: ClassVar[torch.dtype | None] = None
+    """What it takes; None: whatever comes."""
+
+    def forward(
+        self, q_NHD: Tensor, k_MHD: Tensor, v_MHD: Tensor, level: Level, scale: float
+    ) -> tuple[Tensor, Tensor, Any]:
+        """[N, H, D], the logarithm of the sum of exponentials [N, H], and what `backward` needs."""
+
+    def backward(
+        self,
+        grad_NHD: Tensor,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        out_NHD: Tensor,
+        lse_NH: Tensor,
+        level: Level,
+        scale: float,
+        kept: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of q, k and v where `out` and `lse` are those of all levels."""
+
+
+class Flash(LevelKernel):
+    """Torch's FlashAttention on CUDA."""
+
+    dtype = torch.bfloat16
+
+    def forward(
+        self, q_NHD: Tensor, k_MHD: Tensor, v_MHD: Tensor, level: Level, scale: float
+    ) -> tuple[Tensor, Tensor, Any]:
+        out, lse_HN, *kept = torch.ops.aten._flash_attention_forward(
+            q_NHD, k_MHD, v_MHD, level.queries_S, level.keys_S, *level.longest, 0.0, level.causal, False,
+            scale=scale,
+        )  # fmt: skip
+        return out, lse_HN.T, kept[:2]
+
+    def backward(
+        self,
+        grad_NHD: Tensor,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        out_NHD: Tensor,
+        lse_NH: Tensor,
+        level: Level,
+        scale: float,
+        kept: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+            grad_NHD, *tensors, out_NHD, lse_NH.T.contiguous(), level.queries_S, level.keys_S, *level.longest,
+            0.0, level.causal, *kept, scale=scale,
+        )  # fmt: skip
+        return found
+
+
+def flash_is_here() -> bool:
+    """Whether this torch's private operators have the form that `Flash` knows."""
+    names = {
+        "_flash_attention_forward": "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal "
+        "return_debug_mask scale",
+        "_flash_attention_backward": "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k "
+        "dropout_p is_causal rng_state unused scale",
+    }
+    for name, wanted in names.items():
+        operator = getattr(torch.ops.aten, name, None)
+        known = [] if operator is None else [argument.name for argument in operator.default._schema.arguments]
+        if known[: len(wanted.split())] != wanted.split():
+            return False
+    return True
+
+
+def attend_levels(
+    levels: Sequence[Level], kernel: LevelKernel, q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float
+) -> Tensor:
+    """[L, H, D] of a row by its levels."""
+    tensors = [tensor.to(kernel.dtype or tensor.dtype) for tensor in (q_LHD, k_LHD, v_LHD)]
+    attended: Tensor = _Levels.apply(levels, kernel, *tensors, scale)  # type: ignore[no-untyped-call]
+    return attended
+
+
+class _Levels(torch.autograd.Function):
+    """What several levels add to an output or to a gradient is summed in float32 at least."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, levels: Sequence[Level], kernel: LevelKernel, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        whole, lse = q.new_zeros(q.shape, dtype=wide), q.new_full(q.shape[:2], -torch.inf, dtype=wide)
+        kept = []
+        for level in levels:
+            part, part_lse, needed = kernel.forward(
+                q[level.query_N], k[level.key_N], v[level.key_N], level, scale
+            )
+            own, own_lse = whole[level.query_N], lse[level.query_N]
+            _join(own, own_lse, part.to(wide), part_lse.to(wide))
+            whole[level.query_N], lse[level.query_N] = own, own_lse
+            kept.append(needed)
+        out = whole.to(q.dtype)
+        ctx.given = levels, kernel, scale, kept
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        levels, kernel, scale, kept = ctx.given
+        sums = [torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (q, k, v)]
+        for level, needed in zip(levels, kept, strict=True):
+            parts = kernel.backward(
+                gradients[0][level.query_N],
+                (q[level.query_N], k[level.key_N], v[level.key_N]),
+                out[level.query_N], lse[level.query_N], level, scale, needed,
+            )  # fmt: skip
+            for total, part, places in zip(
+                sums, parts, (level.query_N, level.key_N, level.key_N), strict=True
+            ):
+                total.index_add_(0, places, part.to(total.dtype))
+        dq, dk, dv = (total.to(q.dtype) for total in sums)
+        return None, None, dq, dk, dv, None
 
 
 def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
