@@ -83,18 +83,52 @@ class Runs:
 
 
 @dataclass(frozen=True, slots=True)
+class _Places:
+    """Which token stands where; in the padding behind a run its last token stands again.
+
+    token_GP: int64, the token at each place.
+    real_N, real_token_N: int64, the places without padding, counted over all, and their tokens.
+    """
+
+    token_GP: Tensor
+    real_N: Tensor
+    real_token_N: Tensor
+
+    @classmethod
+    def of(cls, first_G: Tensor, end_G: Tensor) -> _Places:
+        wanted_GP = first_G[:, None] + torch.arange(int((end_G - first_G).max()))
+        token_GP = torch.minimum(wanted_GP, end_G[:, None] - 1)
+        real_N = (wanted_GP < end_G[:, None]).flatten().nonzero()[:, 0]
+        return cls(token_GP, real_N, token_GP.flatten()[real_N])
+
+    def spread(self, tokens: Tensor, times: int = 1) -> Tensor:
+        """[G, H, P, D] of tokens [L, H, D], each head `times` times."""
+        side = tokens.index_select(0, self.token_GP.flatten()).unflatten(0, self.token_GP.shape)
+        side = side.transpose(1, 2)
+        return side.repeat_interleave(times, dim=1) if times > 1 else side.contiguous()
+
+    def spread_once(self, tokens: Tensor) -> Tensor:
+        """As `spread`, 0 in padding."""
+        side = tokens.new_zeros((self.token_GP.numel(), *tokens.shape[1:]))
+        side.index_copy_(0, self.real_N, tokens.index_select(0, self.real_token_N))
+        return side.unflatten(0, self.token_GP.shape).transpose(1, 2).contiguous()
+
+    def gather(self, side: Tensor, tokens: Tensor) -> None:
+        """Write what stands side by side, [G, H, P, D], back to tokens [L, H, D]."""
+        flat = side.transpose(1, 2).flatten(0, 1).index_select(0, self.real_N)
+        tokens.index_copy_(0, self.real_token_N, flat)
+
+
+@dataclass(frozen=True, slots=True)
 class _Side:
     """Runs of similar length side by side.
 
-    query_GQ: which query stands at each place; behind the last one of a run it stands again.
-    is_query_GQ: whether it is no such repetition.
-    key_GK: which token's key stands at each place, likewise.
+    queries, keys: where they stand.
     hidden_GQK: keys that a query does not see; None: of as many keys as queries, the later ones.
     """
 
-    query_GQ: Tensor
-    is_query_GQ: Tensor
-    key_GK: Tensor
+    queries: _Places
+    keys: _Places
     hidden_GQK: Tensor | None
 
 
@@ -112,8 +146,8 @@ class Plan:
     def of_all(cls, runs: Runs) -> Plan:
         own = []
         for first_G, end_G in _side_by_side(runs):
-            place_GK, is_real_GK = _places(first_G, end_G)
-            own.append(_Side(place_GK, is_real_GK, place_GK, None))
+            places = _Places.of(first_G, end_G)
+            own.append(_Side(places, places, None))
         return cls(own, [(slice(run.start, run.end), slice(run.end, run.until)) for run in runs.shared])
 
     @classmethod
@@ -127,12 +161,11 @@ class Plan:
             if not is_read_G.any():
                 continue
             first_G, end_G, reads_2G = first_G[is_read_G], end_G[is_read_G], reads_2G[:, is_read_G]
-            key_GK, _ = _places(first_G, end_G)
-            query_GQ, is_query_GQ = _places(reads_2G[0], reads_2G[1])
-            hidden_GQK = key_GK[:, None] > position_N[query_GQ][:, :, None]
-            hidden_GQK |= (torch.arange(key_GK.shape[1]) >= (end_G - first_G)[:, None])[:, None]
+            keys, queries = _Places.of(first_G, end_G), _Places.of(*reads_2G)
+            key_GK = first_G[:, None] + torch.arange(keys.token_GP.shape[1])  # in padding, behind the run
+            hidden_GQK = key_GK[:, None] > position_N[queries.token_GP][:, :, None]
             scores += hidden_GQK.numel()
-            own.append(_Side(query_GQ, is_query_GQ, key_GK, hidden_GQK))
+            own.append(_Side(queries, keys, hidden_GQK))
         if scores > _MOST_QUERIES * of_all:
             return None
         shared = []
@@ -152,17 +185,15 @@ def attend(plan: Plan, q_NHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float
 class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
+        out, lse, heads = torch.empty_like(q), q.new_empty((*q.shape[:2], 1)), q.shape[1] // k.shape[1]
         for side in plan.own:
-            heads = q.shape[1] // k.shape[1]
             part, part_lse = _attended(
-                _beside(q, side.query_GQ),
-                *(_beside(tensor, side.key_GK, heads) for tensor in (k, v)),
+                side.queries.spread(q), side.keys.spread(k, heads), side.keys.spread(v, heads),
                 side.hidden_GQK, True, scale,
             )  # fmt: skip
-            places = side.query_GQ[side.is_query_GQ]
-            out[places] = part.transpose(1, 2)[side.is_query_GQ]
-            lse[places] = part_lse.transpose(1, 2)[side.is_query_GQ]
+            side.queries.gather(part, out)
+            side.queries.gather(part_lse[..., None], lse)
+        lse = lse[..., 0]
         for keys, queries in plan.shared:
             part, part_lse = _attended(
                 _folded(q[queries], k.shape[1]), _heads_first(k[keys]), _heads_first(v[keys]),
@@ -183,23 +214,17 @@ class _Joined(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         plan, scale, grad = ctx.plan, ctx.scale, gradients[0].contiguous()
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        heads = q.shape[1] // k.shape[1]
         for side in plan.own:
-            heads = q.shape[1] // k.shape[1]
-            # A repetition is no query: nothing comes from it.
-            grad_side = _beside(grad, side.query_GQ) * side.is_query_GQ[:, None, :, None]
             parts = _gradients(
-                grad_side,
-                _beside(q, side.query_GQ),
-                *(_beside(tensor, side.key_GK, heads) for tensor in (k, v)),
-                _beside(out, side.query_GQ),
-                _beside(lse[..., None], side.query_GQ)[..., 0],
+                side.queries.spread_once(grad),  # nothing comes from what stands in padding
+                side.queries.spread(q), side.keys.spread(k, heads), side.keys.spread(v, heads),
+                side.queries.spread(out), side.queries.spread(lse[..., None])[..., 0],
                 side.hidden_GQK, True, scale,
             )  # fmt: skip
-            places = side.query_GQ[side.is_query_GQ]
-            dq[places] = parts[0].transpose(1, 2)[side.is_query_GQ]
+            side.queries.gather(parts[0], dq)
             for whole, part in zip((dk, dv), parts[1:], strict=True):
-                summed = part.unflatten(1, (-1, heads)).sum(2).transpose(1, 2).flatten(0, 1)
-                whole.index_add_(0, side.key_GK.flatten(), summed)
+                side.keys.gather(part.unflatten(1, (-1, heads)).sum(2) if heads > 1 else part, whole)
         for keys, queries in plan.shared:
             kept = (grad, q, out, lse[..., None])
             grad_part, q_part, out_part, lse_part = (_folded(part[queries], k.shape[1]) for part in kept)
@@ -397,12 +422,6 @@ def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     lse.copy_(whole)
 
 
-# [G, H, P, D] of tokens [L, H, D], by the places that they stand at; each head `times` times.
-def _beside(tokens: Tensor, places_GP: Tensor, times: int = 1) -> Tensor:
-    side = tokens.index_select(0, places_GP.flatten()).unflatten(0, places_GP.shape).transpose(1, 2)
-    return side.repeat_interleave(times, dim=1) if times > 1 else side.contiguous()
-
-
 def _heads_first(tokens: Tensor) -> Tensor:
     """[1, H, n, D] of tokens [n, H, D]."""
     return tokens.transpose(0, 1)[None]
@@ -478,9 +497,3 @@ def _side_by_side(runs: Runs) -> Iterator[tuple[Tensor, Tensor]]:
     for group in alike(sorted(bounds, key=lambda run: run[0] - run[1])):
         first_G, end_G = torch.tensor(group).T.contiguous()
         yield first_G, end_G
-
-
-def _places(first_G: Tensor, end_G: Tensor) -> tuple[Tensor, Tensor]:
-    """[G, P] the places from first to end, the last one again behind it; and which are no repetition."""
-    wanted_GP = first_G[:, None] + torch.arange(int((end_G - first_G).max()))
-    return torch.minimum(wanted_GP, end_G[:, None] - 1), wanted_GP < end_G[:, None]
