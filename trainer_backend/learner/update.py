@@ -80,6 +80,7 @@ class PolicyUpdate:
         self._aggregation_keys = config.training.read(self._aggregation.keys, name)
         # Of the pieces of all steps so far, by rank.
         self._tokens_by_rank = np.zeros(scorer.ranks.count)
+        self._tokens, self._computed = 0, 0  # of the steps' segments; less what these share
         of_products = MISMATCH_LIMIT_FLOAT32 if scorer.placement.low is None else MISMATCH_LIMIT_LOW
         self._mismatch_limit = config.training.mismatch_limit or of_products
 
@@ -140,17 +141,18 @@ class PolicyUpdate:
             "optim/steps_skipped": float(len(steps) - len(parts)),
             "optim/lr": self._rate(),
             DRIFT: moved,
-            **self._spread_of_ranks(),
+            **self._counted_tokens(),
             **mixture_metrics(self._terms.objectives, scores.samples, metrics),
         }
 
-    def _spread_of_ranks(self) -> dict[str, float]:
-        """How evenly the pieces of the steps were dealt out."""
+    def _counted_tokens(self) -> dict[str, float]:
+        """Tokens of the steps, and how evenly they were dealt out to ranks."""
+        counts = {"learner/tokens": float(self._tokens), "learner/tokens_computed": float(self._computed)}
         if not self._ranks.are_several:
-            return {}
+            return counts
         tokens = self._tokens_by_rank
         imbalance = float(tokens.max() / tokens.mean())
-        return {"learner/ranks": float(len(tokens)), "learner/tokens_imbalance": imbalance}
+        return counts | {"learner/ranks": float(len(tokens)), "learner/tokens_imbalance": imbalance}
 
     def weighed(self, episodes: Sequence[CreditedEpisode], cache: LogprobCache = EMPTY) -> Weighed:
         """Stop 8: score each segment before the first step, without dropout, and weigh its tokens."""
@@ -253,6 +255,8 @@ class PolicyUpdate:
         width = self._scorer.row_tokens([item.segment for item in step], self._table)
         batch = self._terms.trusted(self._batch(step, episodes, self._token_weights(step, steps), width))
         sums, ranks, model = self._terms.sums(batch), self._ranks, self._scorer.model
+        self._tokens += sum(len(item.segment) for item in step)
+        self._computed += int(batch.packed.segment_ids_BL.count_nonzero())
         self._zero_grad()
         parts, moved = [], 0.0
         rows = ranks.rows_of_a_piece(len(batch.packed.token_ids_BL), self._table.micro_batch_tokens // width)

@@ -48,6 +48,9 @@ def runs(group: Group, played, tmp_path_factory: pytest.TempPathFactory) -> tupl
     assert [found.pop("learner/ranks") for found in of_updates] == [2.0, 2.0]
     assert all(1.0 <= found.pop("learner/tokens_imbalance") < 2.0 for found in of_updates)
     for was, found in zip(expected, results, strict=True):
+        for row in (was, found):
+            if isinstance(row, dict):  # rows of two ranks are shorter, and share less
+                row.pop("learner/tokens_computed", None)
         assert_close(found, was)
     return one, two
 
