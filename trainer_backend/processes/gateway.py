@@ -34,14 +34,11 @@ from trainer_backend.parts import Reporter
 from trainer_backend.processes.gateway_calls import (
     CONTROL_KEY,
     GATEWAY_CALLS,
-    Answered,
     Event,
     GatewaySetup,
+    Line,
     ProcessChanged,
-    Said,
-    ServerAsks,
-    ServerAway,
-    Serving,
+    Sign,
 )
 from trainer_backend.processes.launching import LOCAL, Launcher, Place, Resources, Role
 from trainer_backend.processes.public_address import PublicAddress
@@ -336,16 +333,16 @@ class Gateway(Worker):
     def _heed(self, life: _Life, event: Event) -> None:
         """Do what a process asks for, or pass it on to the run's user."""
         match event:
-            case Serving():
-                life.public_url = event.url
+            case Line(kind="serving"):
+                life.public_url = event.text
                 life.announced.set()
-            case Answered():
-                life.has_answered = True
-            case Said():
+            case Line(kind="say"):
                 self._say(f"{self.name}: {event.text}")
-            case ServerAway() if self.renew is not None:
-                self.renew(event.url)
-            case ServerAsks() if self.serve_again is not None:
+            case Line(kind="server_away") if self.renew is not None:
+                self.renew(event.text)
+            case Sign(kind="answered"):
+                life.has_answered = True
+            case Sign(kind="server_asks") if self.serve_again is not None:
                 self.serve_again()
             case ProcessChanged() if self.reporter is not None:
                 self.reporter.process(**event.model_dump(exclude={"kind"}))

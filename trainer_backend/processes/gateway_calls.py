@@ -38,37 +38,19 @@ class GatewaySetup(Body):
     from being started again."""
 
 
-class Serving(Body):
-    """It answers requests."""
+class Line(Body):
+    """Text for the run: the address where requests are answered from now on; that of a vLLM server which does
+    not come back, and is to be started again; or a line for the run's user."""
 
-    kind: Literal["serving"] = "serving"
-    url: str
-
-
-class Answered(Body):
-    """It has answered its first request, so its process has been of use."""
-
-    kind: Literal["answered"] = "answered"
-
-
-class Said(Body):
-    """A line for the run's user."""
-
-    kind: Literal["said"] = "said"
+    kind: Literal["serving", "server_away", "say"]
     text: str
 
 
-class ServerAway(Body):
-    """A vLLM server of the run does not come back, and is to be started again."""
+class Sign(Body):
+    """The first request is answered, so the process has been of use; or a vLLM server is about to ask the
+    learner for the weights."""
 
-    kind: Literal["server_away"] = "server_away"
-    url: str
-
-
-class ServerAsks(Body):
-    """A vLLM server is about to ask the learner for the weights."""
-
-    kind: Literal["server_asks"] = "server_asks"
+    kind: Literal["answered", "server_asks"]
 
 
 class ProcessChanged(Body):
@@ -82,9 +64,7 @@ class ProcessChanged(Body):
     word: str = ""
 
 
-Event = Annotated[
-    Serving | Answered | Said | ServerAway | ServerAsks | ProcessChanged, Field(discriminator="kind")
-]
+Event = Annotated[Line | Sign | ProcessChanged, Field(discriminator="kind")]
 
 GATEWAY_CALLS = Table(
     {

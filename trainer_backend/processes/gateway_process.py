@@ -46,13 +46,10 @@ from trainer_backend.processes.gateway_calls import (
     CONTROL_KEY,
     GATEWAY_CALLS,
     GATEWAY_KEY,
-    Answered,
     GatewaySetup,
+    Line,
     ProcessChanged,
-    Said,
-    ServerAsks,
-    ServerAway,
-    Serving,
+    Sign,
 )
 from trainer_backend.processes.policy_server import engine_of_folder, first_breakdown, make_servers
 from trainer_backend.processes.process_engine import EngineLost, ProcessEngine
@@ -134,7 +131,7 @@ class GatewayHost:
             create_gateway(served, key=self._key),
             CONNECTIONS,
             respond=error_response,
-            ready=lambda: tell(Serving(url=self._listener.url)),
+            ready=lambda: tell(Line(kind="serving", text=self._listener.url)),
         )
         for one in served.values():
             one.engine.start()
@@ -170,9 +167,9 @@ async def make_engine(setup: GatewaySetup, tell: Tell) -> tuple[Engine, Tokenize
         )
     facts = await asyncio.to_thread(PolicyFacts.of_folder, setup.model, version.model)
     if table.engine == "vllm":
-        renew = None if table.vllm_python is None else lambda url: tell(ServerAway(url=url))
+        renew = None if table.vllm_python is None else lambda url: tell(Line(kind="server_away", text=url))
         say = partial(_say, tell)
-        return make_servers(table, facts, say, renew, lambda: tell(ServerAsks())), facts.tokenizer
+        return make_servers(table, facts, say, renew, lambda: tell(Sign(kind="server_asks"))), facts.tokenizer
     engine = ProcessEngine(EngineSetup(model=setup.model, keys=keys, version=version))
     try:
         await engine.begin()
@@ -204,11 +201,11 @@ async def tell_of_the_first(engine: Engine, tell: Tell) -> None:
     """Tell once the actor has answered a request: from then on this process has been of use."""
     while not engine.totals()["requests"]:
         await asyncio.sleep(_LOOK_S)
-    tell(Answered())
+    tell(Sign(kind="answered"))
 
 
 def _say(tell: Tell, line: str) -> None:
-    tell(Said(text=" ".join(line.split())))
+    tell(Line(kind="say", text=" ".join(line.split())))
 
 
 def _die(word: str, error: Exception | None = None) -> NoReturn:
