@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from asyncio.subprocess import PIPE as PIPE
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
@@ -276,12 +276,16 @@ class Guarded(subprocess.Popen[bytes]):
     Popen. OSError: it cannot be run.
     """
 
-    def __init__(self, command: Sequence[str], **options: Any) -> None:
+    def __init__(
+        self, command: Sequence[str], *, env: Mapping[str, str] = os.environ, **options: Any
+    ) -> None:
+        # In its own session, so that Ctrl-C reaches only this process, which ends its children in order.
+        options |= {"env": utf8_output(env), "start_new_session": True}
         if not (has_guard := can_guard()):
-            super().__init__(command, start_new_session=True, **options)
+            super().__init__(command, **options)
         else:
             with _under_guard(command) as (guarded, report, let_go):
-                super().__init__(guarded, start_new_session=True, pass_fds=(let_go.fileno(),), **options)
+                super().__init__(guarded, pass_fds=(let_go.fileno(),), **options)
                 let_go.close()
                 try:
                     _read_report(report.read(), command)
@@ -465,6 +469,11 @@ def last_lines(log: Path, start: int = 0) -> list[str]:
 def without_keys(ours: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, str]:
     """Of a service's environment variables those that a child may have: without keys, or listed by name."""
     return {name: ours[name] for name in (*_WITHOUT_KEYS, *more) if name in ours}
+
+
+def without(names: Collection[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment variables without some of them."""
+    return {name: value for name, value in environ.items() if name not in names}
 
 
 def begin_imports() -> None:

@@ -17,18 +17,9 @@ from pydantic import SecretStr
 
 from service_kit.errors import BodyTooLarge, ServiceError
 from service_kit.keys import Keys
-from service_kit.rpc import (
-    Call,
-    Caller,
-    ErrorBody,
-    Reply,
-    Table,
-    Unanswered,
-    calls_app,
-    reply_lines,
-    serve_calls,
-)
+from service_kit.rpc import Call, ErrorBody, Reply, Table, calls_app, reply_lines
 from service_kit.server import Listener, ServerThread
+from service_kit.socket_calls import Caller, Unanswered, serve_calls
 
 
 class KitError(ServiceError, code="kit_error"):

@@ -1,4 +1,4 @@
-"""The calls of a gateway to its engine's process, over a pair of connected sockets (`service_kit.rpc`)."""
+"""The calls of a gateway to its engine's process, over connected sockets (`service_kit.socket_calls`)."""
 
 from dataclasses import dataclass
 

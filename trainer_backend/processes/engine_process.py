@@ -21,8 +21,9 @@ from collections.abc import Sequence
 from itertools import count
 
 from service_kit.logs import configure_logs_from
-from service_kit.rpc import Tell, serve_calls
+from service_kit.rpc import Tell
 from service_kit.server import run
+from service_kit.socket_calls import serve_calls
 from trainer_backend.errors import EngineStopped
 from trainer_backend.inference.actor import Extras, Generation
 from trainer_backend.inference.engine import LocalEngine

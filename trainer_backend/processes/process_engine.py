@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from service_kit.process import Child, name_exit
-from service_kit.rpc import Caller, Unanswered
+from service_kit.socket_calls import Caller, Unanswered
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import ContextLengthExceeded, EngineStopped, EngineTimeout
 from trainer_backend.inference.actor import NO_EXTRAS, Engine, Extras, Generation
