@@ -5,6 +5,7 @@ RUN/learner.log.
 """
 
 import asyncio
+import inspect
 import secrets
 import sys
 import threading
@@ -23,9 +24,6 @@ from service_kit.replies import ReplyTooLarge, bounded
 from service_kit.rpc import MOST_REFUSAL_BYTES, PATH, Reply
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.core.critic import OfEpisode
-from trainer_backend.core.kl_reward import ScoredTokens
-from trainer_backend.core.prompt_lengths import LongPrompt
-from trainer_backend.core.segments import Segment
 from trainer_backend.errors import JobError, LearnerFailed, LearnerLost, TrainerError
 from trainer_backend.job.tables import RANKS_JOIN_S, LearnerTable
 from trainer_backend.learner.calls import (
@@ -35,7 +33,7 @@ from trainer_backend.learner.calls import (
     SESSION_HEADER,
     About,
 )
-from trainer_backend.parts import CreditedEpisode, Hardware, Progress, Reporter, WeightPart
+from trainer_backend.parts import CreditedEpisode, Learner, Progress, Reporter
 from trainer_backend.processes.launching import (
     LEARNER,
     LOCAL,
@@ -207,46 +205,39 @@ def _last_words(log_file: Path | None) -> str:
     return f"; the last line of its log, {log_file}: {last_line(log_file)!r}"
 
 
-class RemoteLearner:
-    """Implements `protocols.Learner` at a learner's process."""
+def remote_learner(ask: Callable[..., Any]) -> Learner:
+    """The learner of a process; `ask` is that of `LearnerConnection`."""
+    return cast(Learner, _Remote(ask))
+
+
+class _Remote:
+    """The methods of `protocols.Learner`, each as the call of its name in the table."""
 
     def __init__(self, ask: Callable[..., Any]) -> None:
-        self._ask = ask  # as `LearnerConnection.ask`
+        self._ask = ask
 
-    def warm_up(self, episodes: Sequence[Trajectory], tell: Tell) -> dict[str, float]:
-        return cast(dict[str, float], self._ask("warm_up", list(episodes), tell=tell))
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name not in CALLS:
+            raise AttributeError(name)
+        signature = inspect.signature(getattr(Learner, name))
 
-    def values(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, OfEpisode]:
-        return cast(dict[str, OfEpisode], self._ask("values", dict(episodes)))
+        def call(*arguments: Any, **named: Any) -> Any:
+            bound = signature.bind(self, *arguments, **named)
+            bound.apply_defaults()
+            _, *values = (_plain(value) for key, value in bound.arguments.items() if key != "tell")
+            return self._ask(name, *values, tell=bound.arguments.get("tell"))
 
-    def score(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, ScoredTokens]:
-        return cast(dict[str, ScoredTokens], self._ask("score", dict(episodes)))
+        return call
 
-    def update(
-        self, episodes: Sequence[CreditedEpisode], *, iteration: int, policy_version: int | None = None
-    ) -> dict[str, float]:
-        return cast(dict[str, float], self._ask("update", list(episodes), iteration, policy_version))
 
-    def save(self, folder: Path, progress: Progress) -> None:
-        self._ask("save", folder, progress)
-
-    def publish(self, folder: Path, part: WeightPart = "whole") -> None:
-        self._ask("publish", folder, part)
-
-    def offer(self, peer: str) -> tuple[str, int]:
-        return cast(tuple[str, int], self._ask("offer", peer))
-
-    def broadcast(self, expected: int, wait_s: float, tell: Tell) -> int:
-        return cast(int, self._ask("broadcast", expected, wait_s, tell=tell))
-
-    def find_long(self, conversations: Sequence[Sequence[Mapping[str, Any]]], most: int) -> list[LongPrompt]:
-        return cast(list[LongPrompt], self._ask("find_long", [list(item) for item in conversations], most))
-
-    def logprobs_of(self, ids: Sequence[int]) -> list[float]:
-        return cast(list[float], self._ask("logprobs_of", list(ids)))
-
-    def hardware(self) -> Hardware:
-        return cast(Hardware, self._ask("hardware"))
+def _plain(value: Any) -> Any:
+    """The same with lists and dicts, which the types of the table are."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    match value:
+        case [*items]:  # no text
+            return [_plain(item) for item in items]
+    return value
 
 
 class LearnerProcess:
@@ -339,7 +330,7 @@ class LearnerProcess:
         ranks = f"--nproc-per-node={table.nproc_per_node}"
         return (sys.executable, "-m", "trainer_backend.learner.group", *meeting, ranks, "--", *own)
 
-    async def _meet(self, connection: "LearnerConnection") -> None:
+    async def _meet(self, connection: LearnerConnection) -> None:
         """Wait until a learner that runs elsewhere answers; refuse one of another release."""
         is_elsewhere, limit_s, last_fault = isinstance(self._process, Elsewhere), self._wait_s, ""
         deadline = time.monotonic() + limit_s
@@ -382,12 +373,12 @@ class LearnerProcess:
     def plan_memory(self, checkpoint: Path | None, fixed: Sequence[Path]) -> str:
         return cast(str, self._ask("plan_memory", checkpoint, list(fixed)))
 
-    def fresh(self, prompts: Sequence[Trajectory], tokenizer_of: Path | None) -> RemoteLearner:
+    def fresh(self, prompts: Sequence[Trajectory], tokenizer_of: Path | None) -> Learner:
         self._ask("fresh", list(prompts), tokenizer_of)
-        return RemoteLearner(self._ask)
+        return remote_learner(self._ask)
 
-    def resumed(self, checkpoint: Path) -> tuple[RemoteLearner, Progress]:
-        return RemoteLearner(self._ask), cast(Progress, self._ask("resumed", checkpoint))
+    def resumed(self, checkpoint: Path) -> tuple[Learner, Progress]:
+        return remote_learner(self._ask), cast(Progress, self._ask("resumed", checkpoint))
 
     def gradient_cosines(
         self,
