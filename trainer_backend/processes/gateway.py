@@ -20,6 +20,7 @@ from service_kit.process import Process, Worker, last_line, name_exit
 from service_kit.replies import ReplyTooLarge, read_bounded
 from service_kit.rpc import MOST_REFUSAL_BYTES, PATH, Reply, Tell
 from service_kit.server import Listener
+from service_kit.tasks import end_tasks
 from trainer_backend.errors import (
     EngineStopped,
     EngineTimeout,
@@ -42,7 +43,6 @@ from trainer_backend.processes.gateway_calls import (
 )
 from trainer_backend.processes.launching import LOCAL, Launcher, Place, Resources, Role
 from trainer_backend.processes.public_address import PublicAddress
-from trainer_backend.run.stopping import end_tasks
 from trainer_backend.rundir.state import is_final
 
 Say = Callable[[str], None]

@@ -32,6 +32,7 @@ from service_kit.logs import configure_logs_from
 from service_kit.rpc import Tell, calls_app, reply_lines
 from service_kit.server import Listener, Server, run
 from service_kit.settings import ConnectionSettings
+from service_kit.tasks import end_tasks, racing
 from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.errors import InferenceError
 from trainer_backend.inference.actor import Engine
@@ -143,13 +144,11 @@ class GatewayHost:
         try:
             if setup.version.prompt is not None:  # the servers have other weights, or of an earlier start
                 await engine.load(setup.version)
-            serving = asyncio.ensure_future(server.serve([self._listener.socket]))
-            await asyncio.wait((serving, broken), return_when=asyncio.FIRST_COMPLETED)
-            server.should_exit = True
-            await serving
+            async with racing(server.serve([self._listener.socket]), broken) as (serving, _):
+                server.should_exit = True
+                await serving
         finally:
-            for task in (*watches, broken):
-                task.cancel()
+            await end_tasks(*watches, broken)
             for one in served.values():
                 one.engine.stop()
         return broken.result() if broken.done() and not broken.cancelled() else ""
@@ -224,11 +223,9 @@ async def answer_calls(host: GatewayHost, address: str, key: SecretStr) -> None:
     with Listener(address, 0) as listener:
         app = calls_app(GATEWAY_CALLS, begin, Keys([key], variable=CONTROL_KEY))
         server = Server(app, ConnectionSettings(), ready=lambda: print(f"{READY}{listener.url}", flush=True))
-        serving = asyncio.ensure_future(server.serve([listener.socket]))
-        ended = asyncio.ensure_future(host.ended.wait())
-        await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
-        server.should_exit = True
-        await serving
+        async with racing(server.serve([listener.socket]), host.ended.wait()) as (serving, _):
+            server.should_exit = True
+            await serving
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,6 +19,7 @@ from pydantic import SecretStr
 
 from service_kit.boundary import describe_error
 from service_kit.server import Listener
+from service_kit.tasks import end_tasks
 from shared_schemas.urls import is_wildcard
 from trainer_backend.collect.plan import Inference
 from trainer_backend.core.policies import ACTOR, model_of
@@ -31,7 +32,7 @@ from trainer_backend.processes.gateway_calls import CONTROL_KEY, GATEWAY_KEY, Ga
 from trainer_backend.processes.launching import Launcher, Resources
 from trainer_backend.processes.weight_delivery import WeightFolders, make_delivery
 from trainer_backend.run.fixed_setup import FixedSetup
-from trainer_backend.run.stopping import end_tasks, while_unbroken
+from trainer_backend.run.stopping import while_unbroken
 from trainer_backend.rundir.layout import RunDirectory
 
 Result = TypeVar("Result")

@@ -22,6 +22,7 @@ from service_kit.process import Process, last_line, name_exit
 from service_kit.release import version
 from service_kit.replies import ReplyTooLarge, bounded
 from service_kit.rpc import MOST_REFUSAL_BYTES, PATH, Reply
+from service_kit.tasks import end_tasks
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.core.critic import OfEpisode
 from trainer_backend.errors import JobError, LearnerFailed, LearnerLost, TrainerError
@@ -46,7 +47,6 @@ from trainer_backend.processes.launching import (
     Role,
     address_of,
 )
-from trainer_backend.run.stopping import end_tasks
 from trainer_backend.rundir.layout import RunDirectory
 
 Tell = Callable[[int, int], None]

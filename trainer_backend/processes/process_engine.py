@@ -14,6 +14,7 @@ from typing import Any
 
 from service_kit.process import Child, name_exit
 from service_kit.socket_calls import Caller, Unanswered
+from service_kit.tasks import racing
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import ContextLengthExceeded, EngineStopped, EngineTimeout
 from trainer_backend.inference.actor import NO_EXTRAS, Engine, Extras, Generation
@@ -78,12 +79,12 @@ class ProcessEngine(Engine):
         await self._caller.connect(ours)
         ready = asyncio.Event()
         self._serving = asyncio.ensure_future(self._caller.call("serve", self._setup, tell=ready.set))
-        waiting = asyncio.ensure_future(ready.wait())
-        await asyncio.wait({waiting, self._serving}, timeout=_BEGIN_S, return_when=asyncio.FIRST_COMPLETED)
-        if not waiting.done():
-            waiting.cancel()
-            if not self._serving.done():
-                raise EngineTimeout(f"the engine's process did not serve within {_BEGIN_S:g} s")
+        try:
+            async with asyncio.timeout(_BEGIN_S), racing(ready.wait(), self._serving):
+                pass
+        except TimeoutError as error:
+            raise EngineTimeout(f"the engine's process did not serve within {_BEGIN_S:g} s") from error
+        if not ready.is_set():
             await self.look_after()
 
     async def look_after(self) -> None:

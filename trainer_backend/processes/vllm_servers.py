@@ -22,13 +22,13 @@ from typing import Any, NoReturn
 
 from service_kit.keys import TASK_APP_KEY, TRAINER_KEY
 from service_kit.process import PIPE, Child, Process, Worker, last_line, name_exit, without
+from service_kit.tasks import end_tasks, racing
 from trainer_backend.errors import EngineBusy, JobError, RemoteRefused, RemoteUnavailable, TrainerError
 from trainer_backend.inference.keys import CONTRACT
 from trainer_backend.inference.vllm_engine import VllmEngine, refuse_release
 from trainer_backend.job.tables import InferenceTable
 from trainer_backend.parts import VISIBLE_DEVICES, Hardware
 from trainer_backend.processes.launching import LOCAL, Launcher, Place, Resources, Role
-from trainer_backend.run.stopping import end_tasks
 from trainer_backend.rundir.layout import RunDirectory
 
 _WORKER = Path(__file__).parents[1] / "inference" / "vllm_worker"
@@ -170,14 +170,10 @@ class VllmServer(Worker):
         if self.fitness:
             return True
         check = ready_server(self.url, self._table, f"the run's own server {self.url}")
-        ready, end = asyncio.ensure_future(check), asyncio.ensure_future(process.ended())
-        try:
-            await asyncio.wait((ready, end), return_when=asyncio.FIRST_COMPLETED)
+        async with racing(check, process.ended()) as (ready, _):
             if ready.done():
                 self.fitness = ready.result()
             return bool(self.fitness)
-        finally:
-            await end_tasks(ready, end)
 
     def on_end(self, code: int, lasted_s: float, pause_s: float) -> None:
         if not self.fitness:
