@@ -26,7 +26,7 @@ import psutil
 
 from bench import kit
 from bench.rank_judge import episodes, job_of, tiny_model
-from service_kit.process import READY
+from service_kit.own_process import READY
 from trainer_backend.errors import LearnerLost, OutOfMemory, TrainerError
 from trainer_backend.job.load import dump_job
 from trainer_backend.job.schema import JobConfig

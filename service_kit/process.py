@@ -1,19 +1,16 @@
 """Child processes of a service: they are started, found ready, watched, started again, and end with it.
 
 A child's standard input is a pipe whose other end only the parent holds, so it closes however the parent
-ends: our own programs end then (`end_with_parent`). A command that is not ours runs under a guard
+ends: our own programs end then (`service_kit/own_process.py`). A command that is not ours runs under a guard
 (`service_kit/guard.py`), which ends all that it starts. `Worker` keeps the process of a role running.
 """
 
 import asyncio
-import ctypes
 import errno
-import gc
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from asyncio.subprocess import PIPE as PIPE
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
@@ -26,6 +23,7 @@ import structlog
 
 from service_kit.console import utf8_output
 from service_kit.output import Output
+from service_kit.own_process import READY
 
 log = structlog.get_logger("service_kit")
 
@@ -35,16 +33,12 @@ _WITHOUT_KEYS = (
     "SSL_CERT_FILE", "SSL_CERT_DIR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY",
     "GOMP_SPINCOUNT", "HF_HOME",
 )  # fmt: skip
-# A service prints this with its address to stdout when it is ready.
-READY = "listening on "
 _GUARD = Path(__file__).parent / "guard.py"
 # For a guard to kill what it guards; it takes milliseconds.
 _GUARD_S = 10.0
 # For the pipes of a process without a guard, which one in another session may hold for ever.
 _PIPES_S = 5.0
 _PROBE_EVERY_S = 10.0
-_ORPHANED = 1
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _TAIL_BYTES = 65_536
 
 
@@ -474,40 +468,3 @@ def without_keys(ours: Mapping[str, str], more: Sequence[str] = ()) -> dict[str,
 def without(names: Collection[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment variables without some of them."""
     return {name: value for name, value in environ.items() if name not in names}
-
-
-def begin_imports() -> None:
-    """Stop the garbage collector, which looks through all imports so far: a sixth of their time."""
-    gc.disable()
-
-
-def end_imports() -> None:
-    """Let it collect again, but never look through what was imported."""
-    gc.freeze()
-    gc.enable()
-
-
-def end_with_parent() -> None:
-    """End this process without saving when its parent ends; all files are valid at any time."""
-    when_parent_ends(lambda: os._exit(_ORPHANED))
-
-
-def kill_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends, even if this one is stopped.
-
-    Linux alone has that; elsewhere nothing happens, and `end_with_parent` ends a process that still runs.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def when_parent_ends(call: Callable[[], object]) -> None:
-    """Call the function on a thread when standard input closes."""
-
-    def watch() -> None:
-        # Read the descriptor, because a thread inside sys.stdin holds its lock when the interpreter ends.
-        while os.read(sys.stdin.fileno(), 65_536):
-            pass
-        call()
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

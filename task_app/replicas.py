@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 
 import structlog
 
-from service_kit.process import PIPE, Child, Process, Worker, when_parent_ends
+from service_kit.own_process import when_parent_ends
+from service_kit.process import PIPE, Child, Process, Worker
 from service_kit.tasks import racing
 from task_app.settings import Settings
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from service_kit.process import READY
+from service_kit.own_process import READY
 
 ROOT = Path(__file__).parents[1]
 

@@ -22,7 +22,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import psutil
 
-from service_kit.process import Guarded, kill_with_parent, name_exit
+from service_kit.own_process import kill_with_parent
+from service_kit.process import Guarded, name_exit
 from trainer_backend.errors import CheckEnded, TooManyChecks, TrainerError
 from trainer_backend.jobs.processes import without_secrets
 

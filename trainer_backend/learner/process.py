@@ -13,12 +13,11 @@ import gc
 import os
 import sys
 
-from service_kit.process import READY, begin_imports, end_imports, end_with_parent, kill_with_parent
+from service_kit.own_process import announce, begin_imports, end_imports, end_with_parent, kill_with_parent
 
 if __name__ == "__main__":
     begin_imports()
-    # Before the slow imports: if the orchestrator is killed meanwhile, this process must not survive it. One
-    # with a port that others were told is somebody else's to start and end.
+    # One with a port that others were told is theirs to start and end.
     if not any(word.startswith("--port") for word in sys.argv):
         end_with_parent()
     if "WORLD_SIZE" in os.environ:  # of torchrun, whose own parent alone has the standard input
@@ -325,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     server = Server(
         create_app(Calls(relay), keys),
         ConnectionSettings(),
-        ready=lambda: print(f"{READY}{listener.url}", flush=True),
+        ready=lambda: announce(listener.url),
     )
     server.run_on(listener)
     return 0

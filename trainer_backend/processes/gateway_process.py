@@ -8,11 +8,10 @@ Exit codes: 0 stopped, 1 something that another process may not meet; otherwise 
 policies cannot be served, and the last line of stderr does too.
 """
 
-from service_kit.process import READY, begin_imports, end_imports, end_with_parent
+from service_kit.own_process import announce, begin_imports, end_imports, end_with_parent
 
 if __name__ == "__main__":
     begin_imports()
-    # Before the slow imports: if the orchestrator is killed meanwhile, this process must not survive it.
     end_with_parent()
 
 import argparse
@@ -222,7 +221,7 @@ async def answer_calls(host: GatewayHost, address: str, key: SecretStr) -> None:
 
     with Listener(address, 0) as listener:
         app = calls_app(GATEWAY_CALLS, begin, Keys([key], variable=CONTROL_KEY))
-        server = Server(app, ConnectionSettings(), ready=lambda: print(f"{READY}{listener.url}", flush=True))
+        server = Server(app, ConnectionSettings(), ready=lambda: announce(listener.url))
         async with racing(server.serve([listener.socket]), host.ended.wait()) as (serving, _):
             server.should_exit = True
             await serving

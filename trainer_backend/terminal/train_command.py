@@ -14,7 +14,8 @@ from typing import NamedTuple
 from rich.console import Console
 
 from service_kit.errors import ServiceError
-from service_kit.process import READY, Guarded
+from service_kit.own_process import READY
+from service_kit.process import Guarded
 from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.job.code_files import digests_in, with_files_of_now
 from trainer_backend.job.load import LoadedJob, dump_job
