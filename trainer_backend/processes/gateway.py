@@ -6,7 +6,6 @@ first. No torch here.
 
 import asyncio
 import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -40,6 +39,7 @@ from trainer_backend.processes.gateway_calls import (
     Line,
     ProcessChanged,
     Sign,
+    gateway_command,
 )
 from trainer_backend.processes.launching import LOCAL, Launcher, Place, Resources, Role
 from trainer_backend.processes.public_address import PublicAddress
@@ -47,7 +47,6 @@ from trainer_backend.rundir.state import is_final
 
 Say = Callable[[str], None]
 
-_MODULE = "trainer_backend.processes.gateway_process"
 _TOTALS_S = 30.0
 # For reading a model; the wait for servers is added.
 _LOAD_S = 600.0
@@ -361,9 +360,7 @@ class Gateway(Worker):
 
     def _command(self, place: Place) -> tuple[str, ...]:
         self._is_elsewhere = place.host is not None
-        socket = ("--socket", str(self._address.socket.fileno()))
-        where = socket if place.host is None else ("--host", place.host)
-        return (sys.executable, "-m", _MODULE, self.name, *where)
+        return gateway_command(self.name, self._address.socket.fileno(), place)
 
     async def _call(
         self, name: str, *arguments: Any, timeout_s: float | None = None, tell: Tell | None = None

@@ -1,9 +1,10 @@
-"""The calls of a run to a gateway that is a process of its own (`service_kit.rpc`). No torch here.
+"""The role of a gateway that is a process of its own: command, needs and calls. No torch here.
 
 The process answers at the address of its ready line, under a key of their own. `serve` comes first and lasts
 as long as the gateway serves: its progress is what the run hears of it.
 """
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,11 +15,23 @@ from shared_schemas.base import Body
 from trainer_backend.errors import InferenceError, TrainerError
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.job.tables import InferenceTable, ModelTable
+from trainer_backend.processes.launching import Place, Resources
 from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.rundir.state import ProcessRole
 
 # Environment variables with the keys of a gateway, and of the calls to it.
 GATEWAY_KEY, CONTROL_KEY = "TURNWISE_GATEWAY_KEY", "TURNWISE_CONTROL_KEY"
+
+
+def gateway_command(name: str, socket: int, place: Place) -> tuple[str, ...]:
+    """On this machine it inherits the socket of its public address."""
+    where = ("--socket", str(socket)) if place.host is None else ("--host", place.host)
+    return (sys.executable, "-m", "trainer_backend.processes.gateway_process", name, *where)
+
+
+def gateway_resources(engine: str, count: int, device: str) -> Resources | None:
+    """What all gateways need; None: without engines in them they stay with the orchestrator."""
+    return Resources("gateways", count, device=device) if engine == "local" else None
 
 
 class GatewaySetup(Body):

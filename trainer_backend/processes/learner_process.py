@@ -7,7 +7,6 @@ RUN/learner.log.
 import asyncio
 import inspect
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,18 +32,15 @@ from trainer_backend.learner.calls import (
     NUMBER_HEADER,
     SESSION_HEADER,
     About,
+    learner_role,
 )
 from trainer_backend.parts import CreditedEpisode, Learner, Progress, Reporter
 from trainer_backend.processes.launching import (
-    LEARNER,
     LOCAL,
     PACKAGE,
     Elsewhere,
     Launcher,
     NotReady,
-    Place,
-    Resources,
-    Role,
     address_of,
 )
 from trainer_backend.rundir.layout import RunDirectory
@@ -54,8 +50,6 @@ Tell = Callable[[int, int], None]
 # A file in the run's directory that the learner's machine must see.
 _MARK, _LOOK_S = ".seen_by_the_learner", 1.0
 
-# Somebody's torchrun may have started this process; the learner's ranks have their numbers of their own.
-_OF_RANKS = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"})
 # Ranks are ready once all have joined; one alone has its imports.
 _START_S, _RANKS_START_S = 300.0, RANKS_JOIN_S + 60.0
 _STOP_S = 10.0
@@ -298,13 +292,7 @@ class LearnerProcess:
     async def _start(self) -> None:
         key = self._launcher.key(LEARNER_KEY)
         table = self._table
-        resources = Resources(LEARNER, table.nnodes, processes=table.nproc_per_node, device=self._device)
-        self._process = await self._launcher.start(
-            Role(
-                LEARNER, self._command, {LEARNER_KEY: key}, self._log_file,
-                withheld=_OF_RANKS, resources=resources,
-            )
-        )  # fmt: skip
+        self._process = await self._launcher.start(learner_role(table, self._device, key, self._log_file))
         self._connection = LearnerConnection(
             await self._address(self._process), key, silence_s=table.timeout_s,
             log_file=None if isinstance(self._process, Elsewhere) else self._log_file,
@@ -316,19 +304,6 @@ class LearnerProcess:
         await asyncio.to_thread(self._ask, "open", self._job)
         if self._launcher is not LOCAL:
             await self._refuse_other_disk()
-
-    def _command(self, place: Place) -> tuple[str, ...]:
-        own, table = () if place.host is None else ("--host", place.host), self._table
-        if table.ranks == 1:
-            return (sys.executable, "-m", "trainer_backend.learner.process", *own)
-        meeting: tuple[str, ...] = ("--standalone",)
-        if table.nnodes > 1:
-            meeting = (
-                f"--nnodes={table.nnodes}", f"--node-rank={place.rank}",
-                f"--master-addr={place.meeting[0]}", f"--master-port={place.meeting[1]}",
-            )  # fmt: skip
-        ranks = f"--nproc-per-node={table.nproc_per_node}"
-        return (sys.executable, "-m", "trainer_backend.learner.group", *meeting, ranks, "--", *own)
 
     async def _meet(self, connection: LearnerConnection) -> None:
         """Wait until a learner that runs elsewhere answers; refuse one of another release."""

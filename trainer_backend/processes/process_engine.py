@@ -6,7 +6,6 @@ global lock while the gateway parses and renders.
 
 import asyncio
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -21,10 +20,9 @@ from trainer_backend.inference.actor import NO_EXTRAS, Engine, Extras, Generatio
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.inference.worker import EngineCounters
-from trainer_backend.processes.engine_calls import ENGINE_CALLS, EngineCall, EngineSetup
-from trainer_backend.processes.launching import LOCAL, Role
+from trainer_backend.processes.engine_calls import ENGINE_CALLS, EngineCall, EngineSetup, engine_role
+from trainer_backend.processes.launching import LOCAL
 
-_MODULE = "trainer_backend.processes.engine_process"
 _STOP_S = 10.0
 _BEGIN_S = 600.0
 # Beyond the engine's own limit of a request, which its process keeps while it works at all.
@@ -72,9 +70,7 @@ class ProcessEngine(Engine):
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            command = (sys.executable, "-m", _MODULE, "--socket", str(theirs.fileno()))
-            role = Role("engine", lambda place: command, descriptors=(theirs.fileno(),))
-            self._child = await LOCAL.start(role)
+            self._child = await LOCAL.start(engine_role(theirs.fileno()))
         self._end = asyncio.ensure_future(self._child.ended())  # it reads what libraries print, too
         await self._caller.connect(ours)
         ready = asyncio.Event()
