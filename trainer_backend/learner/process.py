@@ -51,14 +51,7 @@ from shared_schemas.trajectory import Trajectory
 from trainer_backend import learner_parts
 from trainer_backend.errors import LearnerBusy, LearnerFailed, LearnerLost, TrainerError
 from trainer_backend.job.load import parse_job
-from trainer_backend.learner.calls import (
-    CALLS,
-    LEARNER_KEY,
-    NUMBER_HEADER,
-    SESSION_HEADER,
-    About,
-    run_of,
-)
+from trainer_backend.learner.calls import CALLS, LEARNER_KEY, NUMBER_HEADER, SESSION_HEADER, About, run_of
 from trainer_backend.learner.device import place
 from trainer_backend.learner.factory import LocalFactory
 from trainer_backend.learner.learner import LocalLearner
@@ -322,9 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     keys = Keys([] if key is None else [key], variable=LEARNER_KEY)
     listener = Listener(options.host, options.port)
     server = Server(
-        create_app(Calls(relay), keys),
-        ConnectionSettings(),
-        ready=lambda: announce(listener.url),
+        create_app(Calls(relay), keys), ConnectionSettings(), ready=lambda: announce(listener.url)
     )
     server.run_on(listener)
     return 0

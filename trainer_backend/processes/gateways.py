@@ -46,12 +46,7 @@ class Gateways:
     They share the vLLM servers that the run starts itself.
     """
 
-    def __init__(
-        self,
-        inference: Inference,
-        gateways: Sequence[Gateway],
-        weights: WeightFolders,
-    ) -> None:
+    def __init__(self, inference: Inference, gateways: Sequence[Gateway], weights: WeightFolders) -> None:
         self.inference, self.gateways, self._weights = inference, gateways, weights
         for gateway in gateways:
             gateway.renew, gateway.serve_again = weights.renew, weights.serve_again

@@ -35,14 +35,7 @@ from trainer_backend.learner.calls import (
     learner_role,
 )
 from trainer_backend.parts import CreditedEpisode, Learner, Progress, Reporter
-from trainer_backend.processes.launching import (
-    LOCAL,
-    PACKAGE,
-    Elsewhere,
-    Launcher,
-    NotReady,
-    address_of,
-)
+from trainer_backend.processes.launching import LOCAL, PACKAGE, Elsewhere, Launcher, NotReady, address_of
 from trainer_backend.rundir.layout import RunDirectory
 
 Tell = Callable[[int, int], None]
