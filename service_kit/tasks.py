@@ -18,7 +18,7 @@ async def racing(
     *work: Coroutine[Any, Any, Any] | asyncio.Future[Any],
 ) -> AsyncIterator[list[asyncio.Future[Any]]]:
     """The tasks of all work, once the first is done; those of coroutines end with the context."""
-    tasks = [asyncio.ensure_future(item) for item in work]
+    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(item) for item in work]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         yield tasks

@@ -14,10 +14,12 @@ from trainer_backend.inference.worker import EngineCounters
 from trainer_backend.job.tables import ModelTable
 from trainer_backend.processes.launching import Role
 
+_MODULE = "trainer_backend.processes.engine_process"
+
 
 def engine_role(socket: int) -> Role:
     """It inherits the socket of its calls."""
-    command = (sys.executable, "-m", "trainer_backend.processes.engine_process", "--socket", str(socket))
+    command = (sys.executable, "-m", _MODULE, "--socket", str(socket))
     return Role("engine", lambda place: command, descriptors=(socket,))
 
 

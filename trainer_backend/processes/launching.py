@@ -109,7 +109,7 @@ LOCAL = LocalLauncher()
 
 
 class Elsewhere(Process):
-    """A process that others start, end, and start again; only its address is known. Signals do nothing."""
+    """A process that others start, end, and start again; only its address is known."""
 
     pid = 0
 
@@ -127,6 +127,9 @@ class Elsewhere(Process):
     async def ended(self) -> int:
         await asyncio.Event().wait()  # whoever calls it hears of its end first
         raise AssertionError("the event is never set")
+
+    def signal(self, number: int) -> None:
+        """Do nothing: it is not this run's to end."""
 
     async def end(self, grace_s: float) -> bool:
         return False
