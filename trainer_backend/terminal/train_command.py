@@ -151,8 +151,8 @@ def dashboard_beside(
     """
     words = [word for root in roots for word in ("--allow-root", str(root))]
     words += ["--port", "0", "--data-dir", str(data_dir), "--exit-with-parent"]
-    pipes = {"stdin": PIPE, "stdout": PIPE, "stderr": STDOUT}
-    with Guarded([*command, "trainer", "--no-jobs", *words], **pipes) as child:
+    words = [*command, "trainer", "--no-jobs", *words]
+    with Guarded(words, stdin=PIPE, stdout=PIPE, stderr=STDOUT) as child:
         listener = Thread(target=_listen, args=(child, say), daemon=True)
         listener.start()
 
