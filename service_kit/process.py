@@ -51,7 +51,10 @@ class Process(Protocol):
 
     async def address(self) -> str | None:
         """Return the address that it prints when it is ready; None if it ends before."""
-        return await address_in(self.lines())
+        async for line in self.lines():
+            if line.startswith(READY):
+                return line.removeprefix(READY)
+        return None
 
     def lines(self) -> AsyncIterator[str]:
         """Yield the further lines of its stdout, until it closes; a long one is cut, and says so."""
@@ -67,7 +70,7 @@ class Process(Protocol):
 
     def kill_rest(self) -> None:
         """Kill the processes that it has left behind, right after its end; later calls do nothing."""
-        return None  # as where they are not this process's to kill
+        return None  # where something else does so
 
 
 class Child(Process):
@@ -407,14 +410,6 @@ class Worker:
                     self.on_silence(f"has given no sign of life for {self.silence_s:g} s, and is killed")
                     process.signal(signal.SIGKILL)
                     return
-
-
-async def address_in(lines: AsyncIterator[str]) -> str | None:
-    """The address in the ready line of a service's stdout; None if that closes before."""
-    async for line in lines:
-        if line.startswith(READY):
-            return line.removeprefix(READY)
-    return None
 
 
 async def _line(stream: asyncio.StreamReader) -> bytes:
