@@ -22,9 +22,10 @@ from pydantic import ConfigDict, SecretStr, TypeAdapter
 
 from bench import kit
 from service_kit.keys import Keys
-from service_kit.rpc import PATH, Caller, Reply, Tell, calls_app, reply_lines, serve_calls
+from service_kit.rpc import PATH, Reply, Tell, calls_app, reply_lines
 from service_kit.server import Listener, Server, run
 from service_kit.settings import ConnectionSettings
+from service_kit.socket_calls import Caller, serve_calls
 from shared_schemas.trajectory import Sampling
 from trainer_backend.inference.actor import Generation, SampledToken
 from trainer_backend.inference.worker import EngineCounters

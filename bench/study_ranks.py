@@ -26,14 +26,14 @@ import psutil
 
 from bench import kit
 from bench.rank_judge import episodes, job_of, tiny_model
-from service_kit.process import READY
+from service_kit.own_process import READY
 from trainer_backend.errors import LearnerLost, OutOfMemory, TrainerError
 from trainer_backend.job.load import dump_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.calls import LEARNER_KEY
 from trainer_backend.models.folder import save_model_folder
-from trainer_backend.parts import Progress
-from trainer_backend.processes.learner_process import LearnerConnection, RemoteLearner
+from trainer_backend.parts import Learner, Progress
+from trainer_backend.processes.learner_process import LearnerConnection, remote_learner
 
 LIMITS = {
     "gradient": 1e-6, "metrics": 1e-9, "cosines": 1e-6, "cosines_of_copies": 1e-6, "update": 1e-5,
@@ -64,13 +64,13 @@ class Group:
         url = next(line for line in self.process.stdout if line.startswith(READY)).removeprefix(READY).strip()
         self.connection = LearnerConnection(url, "key", silence_s=120, log_file=self.log, session="study/1")
         self.connection.ask("open", dump_job(job))
-        self.learner = RemoteLearner(self.connection.ask)
+        self.learner = remote_learner(self.connection.ask)
 
-    def fresh(self, prompts: Any, tokenizer_of: Path | None) -> RemoteLearner:
+    def fresh(self, prompts: Any, tokenizer_of: Path | None) -> Learner:
         self.connection.ask("fresh", prompts, tokenizer_of)
         return self.learner
 
-    def resumed(self, checkpoint: Path) -> tuple[RemoteLearner, Progress]:
+    def resumed(self, checkpoint: Path) -> tuple[Learner, Progress]:
         return self.learner, self.connection.ask("resumed", checkpoint)
 
     def rank(self, number: int) -> psutil.Process:

@@ -1,22 +1,19 @@
 """Child processes of a service: they are started, found ready, watched, started again, and end with it.
 
 A child's standard input is a pipe whose other end only the parent holds, so it closes however the parent
-ends: our own programs end then (`end_with_parent`). A command that is not ours runs under a guard
+ends: our own programs end then (`service_kit/own_process.py`). A command that is not ours runs under a guard
 (`service_kit/guard.py`), which ends all that it starts. `Worker` keeps the process of a role running.
 """
 
 import asyncio
-import ctypes
 import errno
-import gc
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from asyncio.subprocess import PIPE as PIPE
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
@@ -26,6 +23,7 @@ import structlog
 
 from service_kit.console import utf8_output
 from service_kit.output import Output
+from service_kit.own_process import READY
 
 log = structlog.get_logger("service_kit")
 
@@ -35,16 +33,12 @@ _WITHOUT_KEYS = (
     "SSL_CERT_FILE", "SSL_CERT_DIR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY",
     "GOMP_SPINCOUNT", "HF_HOME",
 )  # fmt: skip
-# A service prints this with its address to stdout when it is ready.
-READY = "listening on "
 _GUARD = Path(__file__).parent / "guard.py"
 # For a guard to kill what it guards; it takes milliseconds.
 _GUARD_S = 10.0
 # For the pipes of a process without a guard, which one in another session may hold for ever.
 _PIPES_S = 5.0
 _PROBE_EVERY_S = 10.0
-_ORPHANED = 1
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _TAIL_BYTES = 65_536
 
 
@@ -57,7 +51,10 @@ class Process(Protocol):
 
     async def address(self) -> str | None:
         """Return the address that it prints when it is ready; None if it ends before."""
-        return await address_in(self.lines())
+        async for line in self.lines():
+            if line.startswith(READY):
+                return line.removeprefix(READY)
+        return None
 
     def lines(self) -> AsyncIterator[str]:
         """Yield the further lines of its stdout, until it closes; a long one is cut, and says so."""
@@ -73,6 +70,7 @@ class Process(Protocol):
 
     def kill_rest(self) -> None:
         """Kill the processes that it has left behind, right after its end; later calls do nothing."""
+        return None  # where something else does so
 
 
 class Child(Process):
@@ -276,12 +274,16 @@ class Guarded(subprocess.Popen[bytes]):
     Popen. OSError: it cannot be run.
     """
 
-    def __init__(self, command: Sequence[str], **options: Any) -> None:
+    def __init__(
+        self, command: Sequence[str], *, env: Mapping[str, str] = os.environ, **options: Any
+    ) -> None:
+        # In its own session, so that Ctrl-C reaches only this process, which ends its children in order.
+        options |= {"env": utf8_output(env), "start_new_session": True}
         if not (has_guard := can_guard()):
-            super().__init__(command, start_new_session=True, **options)
+            super().__init__(command, **options)
         else:
             with _under_guard(command) as (guarded, report, let_go):
-                super().__init__(guarded, start_new_session=True, pass_fds=(let_go.fileno(),), **options)
+                super().__init__(guarded, pass_fds=(let_go.fileno(),), **options)
                 let_go.close()
                 try:
                     _read_report(report.read(), command)
@@ -410,14 +412,6 @@ class Worker:
                     return
 
 
-async def address_in(lines: AsyncIterator[str]) -> str | None:
-    """The address in the ready line of a service's stdout; None if that closes before."""
-    async for line in lines:
-        if line.startswith(READY):
-            return line.removeprefix(READY)
-    return None
-
-
 async def _line(stream: asyncio.StreamReader) -> bytes:
     """The next line, of which no more is kept than fits the stream's buffer; empty where the stream ends."""
     kept, cut = b"", 0
@@ -467,38 +461,6 @@ def without_keys(ours: Mapping[str, str], more: Sequence[str] = ()) -> dict[str,
     return {name: ours[name] for name in (*_WITHOUT_KEYS, *more) if name in ours}
 
 
-def begin_imports() -> None:
-    """Stop the garbage collector, which looks through all imports so far: a sixth of their time."""
-    gc.disable()
-
-
-def end_imports() -> None:
-    """Let it collect again, but never look through what was imported."""
-    gc.freeze()
-    gc.enable()
-
-
-def end_with_parent() -> None:
-    """End this process without saving when its parent ends; all files are valid at any time."""
-    when_parent_ends(lambda: os._exit(_ORPHANED))
-
-
-def kill_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends, even if this one is stopped.
-
-    Linux alone has that; elsewhere nothing happens, and `end_with_parent` ends a process that still runs.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def when_parent_ends(call: Callable[[], object]) -> None:
-    """Call the function on a thread when standard input closes."""
-
-    def watch() -> None:
-        # Read the descriptor, because a thread inside sys.stdin holds its lock when the interpreter ends.
-        while os.read(sys.stdin.fileno(), 65_536):
-            pass
-        call()
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+def without(names: Collection[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment variables without some of them."""
+    return {name: value for name, value in environ.items() if name not in names}

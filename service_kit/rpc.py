@@ -8,12 +8,7 @@
     POST /calls/{name}    the arguments; the reply is a stream of lines: `progress [3, 10]`, any number of
                           times, and then one `result [...]` or `error {...}`
 
-Over a socket (`Caller`, `serve_calls`) the same lines begin with the number of their call, and many calls run
-at the same time. Over HTTP a call costs seven times as much, which is too much for each sample of an
-engine (`bench/call_cost.py`).
-
-    caller -> server      3 call update [...]      3 stop
-    server -> caller      3 progress [3, 10]       3 result [...]      3 error {...}
+`service_kit/socket_calls.py` carries the same lines over a socket.
 
 Numbers cross bit for bit, NaN and infinity too, but of pydantic models, whose own config says how. An error
 arrives as its own class, or as the nearest one that the reader knows. What either side reads is bounded and
@@ -23,11 +18,9 @@ fits the type of the table; anything else is a `failure` that names call, field 
 import asyncio
 import os
 import reprlib
-import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from http import HTTPStatus
-from itertools import count
-from typing import Annotated, Any, Generic, TypeVar, cast
+from typing import Annotated, Any, Generic, TypeVar
 
 import structlog
 from pydantic import ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
@@ -57,10 +50,7 @@ _MIB = 1 << 20
 # A reply that refuses a call, instead of answering it: a problem.
 MOST_REFUSAL_BYTES = _MIB
 _MOST_WAITING_LINES = 10_000
-_MOST_UNSENT_BYTES = 64 * _MIB
-# Number, verb and name of a call over a socket, before its arguments.
-_MOST_HEAD_BYTES = 200
-_MOST_DIGITS, _SHOWN = 18, 60
+_SHOWN = 60
 _MOST_BODY_S = 600.0
 
 
@@ -165,14 +155,14 @@ class Table(dict[str, Call], Generic[Error]):
         call = self[name]
         return call.encode(call.arguments, tuple(arguments))
 
-    def read_arguments(self, name: str, body: bytes) -> tuple[Any, ...]:
-        """The arguments of a call; a `failure` where they do not fit."""
+    def read_arguments(self, name: str, body: bytes, tell: Tell | None = None) -> tuple[Any, ...]:
+        """The arguments of a call, then `tell` if it has progress; a `failure` where they do not fit."""
         call = self[name]
         try:
             arguments: tuple[Any, ...] = call.decode(call.arguments, body)
         except ValueError as error:
             raise self.misfit(f"the list of arguments of {name!r}", error) from error
-        return arguments
+        return arguments if tell is None or call.progress is None else (*arguments, tell)
 
     def write_progress(self, name: str, values: tuple[Any, ...]) -> bytes:
         progress = self[name].progress
@@ -298,9 +288,8 @@ async def carry_out(
         say(table.write_progress(name, values))
 
     try:
-        arguments = table.read_arguments(name, body)
-        more = () if table[name].progress is None else (tell,)
-        line = table.write_result(name, await getattr(host, name)(*arguments, *more))
+        arguments = table.read_arguments(name, body, tell)
+        line = table.write_result(name, await getattr(host, name)(*arguments))
     except asyncio.CancelledError:
         say(table.write_error(table.failure(f"{name!r} was stopped"), name))
         raise
@@ -358,157 +347,7 @@ def calls_app(table: Table[Any], begin: Begin, keys: Keys, routes: Sequence[Base
     return app
 
 
-class Unanswered(ConnectionError):
-    """The other end of a socket has gone, or cannot be understood; the text is the end of a sentence."""
-
-
-class _Connection(asyncio.Protocol):
-    """Lines over a socket. `lost` is called once, with the reason."""
-
-    def __init__(
-        self, most_bytes: int, hear: Callable[[bytes], None], lost: Callable[[str], None], who: str
-    ) -> None:
-        self._lines, self._hear, self._lost, self._who = Lines(most_bytes), hear, lost, who
-        self._transport: asyncio.Transport | None = None
-        self._reason = f"{who} has ended"
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            for line in self._lines.take(data):
-                self._hear(line)
-        except Exception as error:  # it may be anything that follows from bytes of a stranger
-            log.error("connection_misheard", exc_info=error)
-            self.abort(f"what {self._who} said could not be read: {describe_error(error)}")
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._lost(self._reason)
-
-    def say(self, line: bytes) -> None:
-        """Send a line; nothing happens where the other end has gone, which `lost` tells."""
-        assert self._transport is not None
-        if self._transport.is_closing():
-            return
-        self._transport.write(line + b"\n")
-        if self._transport.get_write_buffer_size() > _MOST_UNSENT_BYTES:
-            self.abort(f"{self._who} does not read what it is told")
-
-    def abort(self, reason: str) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._reason = reason
-            self._transport.abort()
-
-
-class Caller:
-    """Calls over a socket; it belongs to one event loop. `who` is the other end, for errors."""
-
-    def __init__(self, table: Table[Any], who: str = "its process") -> None:
-        self._table, self._who = table, who
-        self._numbers = count(1)
-        self._open: dict[int, tuple[Reply, asyncio.Future[None]]] = {}
-        self._gone: str | None = f"{who} was not started"
-        self._connection: _Connection | None = None
-
-    async def connect(self, connected: socket.socket) -> None:
-        """Call over a socket from now on."""
-        connection = _Connection(self._table.most_reply_bytes, self._hear, self.close, self._who)
-        await asyncio.get_running_loop().create_connection(lambda: connection, sock=connected)
-        self._connection, self._gone = connection, None
-
-    async def call(self, name: str, *arguments: Any, tell: Tell | None = None) -> Any:
-        """Make a call and return its result. Cancelling it, and an error of `tell`, stop it.
-
-        Raises:
-            Unanswered: the other end has gone.
-            ServiceError: what the call itself raised.
-        """
-        if self._gone is not None:
-            raise Unanswered(self._gone)
-        assert self._connection is not None
-        number, body = next(self._numbers), self._table.write_arguments(name, arguments)
-        reply = Reply(self._table, name, body, tell)
-        end = asyncio.get_running_loop().create_future()
-        self._open[number] = reply, end
-        try:
-            self._connection.say(b"%d call %s " % (number, name.encode()) + body)
-            await end
-        finally:
-            del self._open[number]
-            if not end.done() or end.cancelled() or reply.unwelcome is not None:
-                self._connection.say(b"%d stop" % number)
-        return reply.result()
-
-    def close(self, reason: str = "it was stopped") -> None:
-        """Let go of the other end; calls that wait raise Unanswered."""
-        self._gone = self._gone or reason
-        if self._connection is not None:
-            self._connection.abort(reason)
-        for _, end in self._open.values():
-            if not end.done():
-                end.set_exception(Unanswered(self._gone))
-
-    def _hear(self, line: bytes) -> None:
-        number, _, rest = line.partition(b" ")
-        reply, end = self._open.get(_number(number), (None, None))
-        if reply is None or end is None or end.done():
-            return  # no call waits for it any more
-        try:
-            if reply.hear(rest) or reply.unwelcome is not None:
-                end.set_result(None)
-        except ServiceError as error:
-            end.set_exception(error)
-
-
-async def serve_calls(table: Table[Any], host: object, connected: socket.socket) -> str:
-    """Answer the calls of a socket until its other end has gone; return the reason."""
-    loop = asyncio.get_running_loop()
-    gone: asyncio.Future[str] = loop.create_future()
-
-    def lose(reason: str) -> None:
-        if not gone.done():
-            gone.set_result(reason)
-
-    tasks: dict[int, asyncio.Task[None]] = {}
-
-    def hear(line: bytes) -> None:
-        start, _, rest = line.partition(b" ")
-        verb, _, rest = rest.partition(b" ")
-        number = _number(start)
-        if verb == b"stop":
-            if number in tasks:
-                tasks[number].cancel()
-            return
-        word, _, body = rest.partition(b" ")
-        name = word.decode()
-        if verb != b"call" or number in tasks or name not in table:
-            raise ValueError(f"no call: {line[:_SHOWN]!r}")
-
-        def say(text: bytes) -> None:
-            connection.say(start + b" " + text)
-
-        tasks[number] = asyncio.ensure_future(carry_out(table, host, name, body, say))
-        tasks[number].add_done_callback(lambda task: tasks.pop(number, None))
-
-    connection = _Connection(table.most_argument_bytes + _MOST_HEAD_BYTES, hear, lose, "its caller")
-    await loop.create_connection(lambda: connection, sock=connected)
-    try:
-        return await gone
-    finally:
-        for task in list(tasks.values()):
-            task.cancel()
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
-        connection.abort("it was stopped")
-
-
 def _show(value: Any) -> str:
     """A value that may be large, for a sentence."""
     start = value[:_SHOWN] if isinstance(value, str | bytes) else value
     return f"{reprlib.repr(start)} ({type(value).__name__})"
-
-
-def _number(text: bytes) -> int:
-    if not text.isdigit() or len(text) > _MOST_DIGITS:
-        raise ValueError(f"no number of a call: {text[:_SHOWN]!r}")
-    return int(text)

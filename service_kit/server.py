@@ -13,8 +13,8 @@ from starlette.types import ASGIApp
 
 from service_kit.connections import bounded_protocol
 from service_kit.errors import PortTaken, ServiceError, TooManyConnections
+from service_kit.own_process import when_parent_ends
 from service_kit.problems import Respond, problem_response
-from service_kit.process import when_parent_ends
 from service_kit.settings import ConnectionSettings
 
 Result = TypeVar("Result")

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from service_kit.keys import TASK_APP_KEY
 from service_kit.logs import configure_logs
-from service_kit.process import READY
+from service_kit.own_process import announce
 from service_kit.server import Listener, Server
 from shared_schemas.urls import is_loopback
 from task_app.app import create_app
@@ -56,7 +56,7 @@ def run(settings: Settings) -> int:
     log.info("starting", address=listener.url)
     gc.freeze()  # what is imported stays, and is never looked through again
     gc.set_threshold(_OBJECTS_A_COLLECTION)
-    server = server_of(app, ready=lambda: print(f"{READY}{listener.url}", flush=True))
+    server = server_of(app, ready=lambda: announce(listener.url))
     server.run_on(listener, exit_with_parent=settings.exit_with_parent)
     log.info("stopped", address=listener.url)
     return 0

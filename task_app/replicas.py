@@ -14,7 +14,9 @@ from urllib.parse import urlsplit
 
 import structlog
 
-from service_kit.process import PIPE, Child, Process, Worker, when_parent_ends
+from service_kit.own_process import when_parent_ends
+from service_kit.process import PIPE, Child, Process, Worker
+from service_kit.tasks import racing
 from task_app.settings import Settings
 
 log = structlog.get_logger("task_app")
@@ -97,18 +99,14 @@ async def run_replicas(settings: Settings) -> int:
         await stop.wait()
 
     ends = (stop.wait(), announce(), *[replica.run_forever() for replica in replicas])
-    tasks = [asyncio.ensure_future(end) for end in ends]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        async with racing(*ends) as tasks:
+            for task in tasks:
+                if task.done():
+                    task.result()
         return 0
     except StartFailed:
         return _BAD_SETTINGS
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _arguments(settings: Settings, index: int) -> list[str]:

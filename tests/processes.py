@@ -1,5 +1,6 @@
 """Services as processes, and which processes run, for tests that end some."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from service_kit.process import READY
+from service_kit.own_process import READY
 
 ROOT = Path(__file__).parents[1]
 
@@ -51,6 +52,12 @@ def running(mark: str) -> list[psutil.Process]:
         for process in found
         if mark in " ".join(process.info["cmdline"] or ()) and process.info["status"] != psutil.STATUS_ZOMBIE
     ]
+
+
+async def until(holds: Callable[[], object]) -> None:
+    """Wait for what another process does; the test's own limit ends it."""
+    while not holds():
+        await asyncio.sleep(0.01)
 
 
 def wait_until(holds: Callable[[], object], *, within_s: float = 20.0) -> Any:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
+from service_kit.tasks import end_tasks
 from shared_schemas.rollouts import RolloutRequest
 from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.metrics import batch_metrics, evaluation_metrics
@@ -40,7 +41,7 @@ from trainer_backend.run.iteration_metrics import (
     refuse_round,
 )
 from trainer_backend.run.run import Run
-from trainer_backend.run.stopping import end_tasks, until
+from trainer_backend.run.stopping import until
 from trainer_backend.run.timeline import Span
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
 from trainer_backend.rundir.spool import LedgerEntry, append_rejected, append_to_ledger, plan_id

@@ -7,6 +7,7 @@ from typing import Any
 
 from service_kit.output import Output
 from service_kit.process import Child, name_exit
+from service_kit.tasks import racing
 from shared_schemas.json_text import encodable
 from shared_schemas.messages import Message
 from shared_schemas.rollouts import MultiTurn, RolloutRequest
@@ -120,13 +121,8 @@ def refuse_without_effect(request: RolloutRequest, environment: AgentEnvironment
 
 async def _exit(child: Child, capture: Capture) -> int | None:
     """The exit code; None as soon as the capture is over, by a failure or because the agent ended it."""
-    exit_task, over_task = asyncio.create_task(child.ended()), asyncio.create_task(capture.over.wait())
-    try:
-        await asyncio.wait({exit_task, over_task}, return_when=asyncio.FIRST_COMPLETED)
+    async with racing(child.ended(), capture.over.wait()) as (exit_task, _):
         return exit_task.result() if exit_task.done() else None
-    finally:
-        exit_task.cancel()
-        over_task.cancel()
 
 
 def _after(output: str) -> str:

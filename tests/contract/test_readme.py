@@ -17,7 +17,7 @@ import pytest
 import tomli
 import tomli_w
 
-from service_kit.process import READY
+from service_kit.own_process import READY
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from service_kit.process import PIPE, READY, Child, Worker, last_line
+from service_kit.own_process import READY
+from service_kit.process import PIPE, Child, Worker, last_line
 
 
 @pytest.mark.parametrize(

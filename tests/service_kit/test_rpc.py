@@ -17,18 +17,10 @@ from pydantic import SecretStr
 
 from service_kit.errors import BodyTooLarge, ServiceError
 from service_kit.keys import Keys
-from service_kit.rpc import (
-    Call,
-    Caller,
-    ErrorBody,
-    Reply,
-    Table,
-    Unanswered,
-    calls_app,
-    reply_lines,
-    serve_calls,
-)
+from service_kit.rpc import Call, ErrorBody, Reply, Table, calls_app, reply_lines
 from service_kit.server import Listener, ServerThread
+from service_kit.socket_calls import Caller, Unanswered, serve_calls
+from tests.processes import until
 
 
 class KitError(ServiceError, code="kit_error"):
@@ -202,8 +194,7 @@ async def test_a_call_over_http_ends_with_its_connection():
             async for part in response.aiter_bytes():
                 assert part == b"progress []\n"
                 break
-        while not kitchen.stopped.is_set():
-            await asyncio.sleep(0.01)
+        await until(kitchen.stopped.is_set)
 
 
 async def test_what_cannot_be_a_call_is_refused_over_http():
@@ -245,6 +236,10 @@ def heard(content: bytes, cut: int = 10**9) -> Any:
     return None
 
 
+def test_a_reply_is_read_however_it_is_cut():
+    assert heard(b'progress [1, 2]\nresult ["a"]\n', cut=1) == "a"
+
+
 @pytest.mark.parametrize("content", FAULTY)
 def test_a_faulty_reply_is_a_failure_that_names_its_call(content: bytes):
     with pytest.raises(Failure, match="'count'"):
@@ -266,10 +261,6 @@ def test_a_reply_may_be_as_long_as_its_arguments_allow():
         reply = Reply(TABLE, "count", body)
         with pytest.raises(Failure, match=fault):
             assert reply.take(line + b"\n") and reply.result()
-
-
-def test_a_reply_is_read_however_it_is_cut():
-    assert heard(b'progress [1, 2]\nresult ["a"]\n', cut=1) == "a"
 
 
 def test_an_error_is_of_the_nearest_known_class_and_says_whether_another_attempt_may_help():
@@ -339,14 +330,10 @@ async def test_a_faulty_reply_over_a_socket_fails_its_call_alone():
 @pytest.mark.parametrize(
     "content",
     [
-        b"call count [1]\n",
-        b"1 fry\n",
-        b"1 call fry []\n",
-        b"1 call wait []\n1 call wait []\n",
-        b"1 call \xff []\n",
-        b"\n",
+        b"call count [1]\n", b"1 fry\n", b"1 call fry []\n", b"1 call wait []\n1 call wait []\n",
+        b"1 call \xff []\n", b"\n",
     ],
-)
+)  # fmt: skip
 async def test_a_server_cuts_a_caller_that_it_cannot_understand_and_ends_its_calls(content: bytes):
     ours, theirs = socket.socketpair()
     kitchen = Kitchen()

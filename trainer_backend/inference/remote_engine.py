@@ -31,12 +31,7 @@ from service_kit.replies import (
 )
 from shared_schemas.base import StrictReply
 from shared_schemas.trajectory import DrawnLogprob, Sampling, TokenId
-from trainer_backend.errors import (
-    BadChatRequest,
-    ContextLengthExceeded,
-    RemoteRefused,
-    RemoteUnavailable,
-)
+from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, RemoteRefused, RemoteUnavailable
 from trainer_backend.inference.actor import NO_EXTRAS, Extras, FinishReason, Generation
 
 # The version of a foreign model, which is never trained here.

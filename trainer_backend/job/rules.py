@@ -232,8 +232,6 @@ training.optimizer_offload & <several ranks>
     it is of one process. Did you mean learner.fsdp_cpu_offload = true?
 model.device = "mps" & <several ranks>
     an Apple GPU serves one process alone
-training.critic = "own" & <several ranks>
-    it is whole in one process; known there: head
 training.critic = "own" & lora
     it trains whole layers, and the policy's own are held; known there: head
 training.critic = "own" & rollout_only

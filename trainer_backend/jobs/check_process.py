@@ -10,7 +10,6 @@ import os
 import pickle
 import resource
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,8 +22,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import psutil
 
-from service_kit.console import utf8_output
-from service_kit.process import kill_with_parent, name_exit
+from service_kit.own_process import kill_with_parent
+from service_kit.process import Guarded, name_exit
 from trainer_backend.errors import CheckEnded, TooManyChecks, TrainerError
 from trainer_backend.jobs.processes import without_secrets
 
@@ -57,7 +56,7 @@ class CheckProcess:
         self._plugins = plugins
         self._at_most_s, self._at_most_bytes, self._at_most = at_most_s, at_most_bytes, at_most
         self._under_way = 0
-        self._server: subprocess.Popen[bytes] | None = None
+        self._server: Guarded | None = None
         self._connection: Connection | None = None
         self._closed = False
         self._thread = ThreadPoolExecutor(1, "checks")
@@ -134,10 +133,9 @@ class CheckProcess:
             return self._connection
         connection, theirs = Pipe()
         with theirs:
-            self._server = subprocess.Popen(
+            self._server = Guarded(
                 [sys.executable, "-m", __name__, *map(str, self._plugins)],
-                stdin=theirs.fileno(), stdout=_STDERR, env=utf8_output(without_secrets() | _ALONE),
-                start_new_session=True,  # Ctrl-C goes to the service only, which then ends this process
+                stdin=theirs.fileno(), stdout=_STDERR, env=without_secrets() | _ALONE,
             )  # fmt: skip
         self._connection = connection
         try:
@@ -199,7 +197,6 @@ def _answer(connection: Connection, request: bytes) -> None:
 
 
 def main(*plugins: str) -> None:
-    kill_with_parent()  # before the slow imports
     import trainer_backend.jobs.posted  # noqa: F401  # for all forks
     from trainer_backend.operator_plugins import load_packages, load_plugins
 

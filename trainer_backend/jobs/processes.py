@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from service_kit.keys import TRAINER_KEY
-from service_kit.process import Child, last_lines
+from service_kit.process import Child, last_lines, without
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.jobs.states import Ending, explain, is_stop
 from trainer_backend.learner.calls import KEYS_OF_THE_LEARNER
@@ -49,8 +49,7 @@ def without_secrets(config: str = "", environ: Mapping[str, str] = os.environ) -
     """The environment of a job's process, by the job's TOML; an external learner's job has its key."""
     cluster = tables_of(config).get("cluster")
     is_external = isinstance(cluster, dict) and cluster.get("launcher") == "external"
-    withheld = _OWN_KEYS if is_external else _OWN_KEYS | KEYS_OF_THE_LEARNER
-    return {name: value for name, value in environ.items() if name not in withheld}
+    return without(_OWN_KEYS if is_external else _OWN_KEYS | KEYS_OF_THE_LEARNER, environ)
 
 
 async def start_process(

@@ -10,7 +10,7 @@ import structlog
 
 from service_kit.keys import TRAINER_KEY, Keys
 from service_kit.logs import configure_logs
-from service_kit.process import READY
+from service_kit.own_process import READY
 from service_kit.server import Listener, Server
 from trainer_backend.jobs.app import TrainerApp, create_app
 from trainer_backend.jobs.check_process import CheckProcess

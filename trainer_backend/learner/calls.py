@@ -1,4 +1,4 @@
-"""The calls to a learner in a process of its own: their arguments and results as JSON, and their errors.
+"""The role of a learner in a process of its own: its command, what it needs, and its calls.
 
     POST /calls/{name}      headers: the key, the session of the orchestrator, the number of the call
                             body: the arguments, a JSON array, and the bytes of what it names (core.columns)
@@ -9,6 +9,7 @@
 `service_kit.rpc` says how they cross. No torch here: both sides read it.
 """
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.prompt_lengths import LongPrompt
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import LearnerFailed, TrainerError
+from trainer_backend.job.tables import LearnerTable
 from trainer_backend.parts import CreditedEpisode, Hardware, Progress, WeightPart
+from trainer_backend.processes.launching import LEARNER, Place, Resources, Role
 
 # The environment variable with the key of a learner's process.
 LEARNER_KEY = "TURNWISE_LEARNER_KEY"
@@ -30,6 +33,33 @@ LEARNER_KEY = "TURNWISE_LEARNER_KEY"
 KEYS_OF_THE_LEARNER = frozenset({LEARNER_KEY, f"{LEARNER_KEY}_FILE"})
 SESSION_HEADER, NUMBER_HEADER = "X-Turnwise-Session", "X-Turnwise-Call"
 _MOST_BYTES = 16 << 30
+
+
+# A torchrun may have started this process; the learner's ranks have their numbers of their own.
+_OF_RANKS = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"})
+
+
+def learner_role(table: LearnerTable, device: str, key: str, log_file: Path) -> Role:
+    """The process, or with ranks those of each node; `device` is that of [model]."""
+    resources = Resources(LEARNER, table.nnodes, processes=table.nproc_per_node, device=device)
+    command = partial(_command, table)
+    return Role(
+        LEARNER, command, {LEARNER_KEY: key}, log_file, withheld=_OF_RANKS, resources=resources
+    )  # fmt: skip
+
+
+def _command(table: LearnerTable, place: Place) -> tuple[str, ...]:
+    own = () if place.host is None else ("--host", place.host)
+    if table.ranks == 1:
+        return (sys.executable, "-m", "trainer_backend.learner.process", *own)
+    meeting: tuple[str, ...] = ("--standalone",)
+    if table.nnodes > 1:
+        meeting = (
+            f"--nnodes={table.nnodes}", f"--node-rank={place.rank}",
+            f"--master-addr={place.meeting[0]}", f"--master-port={place.meeting[1]}",
+        )  # fmt: skip
+    ranks = f"--nproc-per-node={table.nproc_per_node}"
+    return (sys.executable, "-m", "trainer_backend.learner.group", *meeting, ranks, "--", *own)
 
 
 class About(Body):

@@ -78,8 +78,6 @@ def save_checkpoint(
             if base is not None:
                 write_for_transformers(aside, aside / FOLDER, base)
         own.mkdir()
-        if critic is not None:
-            critic.save(own)
         states = {"torch": torch.get_rng_state()}
         if torch.cuda.is_available():  # the dropout of adapters on a GPU draws there
             states["cuda"] = torch.cuda.get_rng_state()
@@ -94,6 +92,8 @@ def save_checkpoint(
         if base is None:
             _save_model(aside, model, tokenizer, adapter, "whole", ranks)
         ranks.first_alone(begin)
+        if critic is not None:
+            critic.save(own, ranks)
         save_moments(own, optimizer, ranks)
         ranks.first_alone(end)
 

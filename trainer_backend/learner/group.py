@@ -4,10 +4,9 @@ The ranks of a learner on this node, under torchrun, which ends all of them as s
 asked for the learner starts a new group then: it has the rollouts, and a group has nothing without them.
 """
 
-from service_kit.process import end_with_parent
+from service_kit.own_process import end_with_parent
 
 if __name__ == "__main__":
-    # Before the slow imports: if the orchestrator is killed meanwhile, this process must not survive it.
     end_with_parent()
 
 import os

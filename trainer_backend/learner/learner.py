@@ -177,12 +177,12 @@ class LocalLearner:
             # The head of a critic with layers of its own reads those, and says nothing of the policy's.
             if learner._head is not None and not (checkpoint / TRAINING_FOLDER / CRITIC_FILE).exists():
                 learner._head.restore(checkpoint)
-            if config.has_own_critic:
-                learner._own_critic().restore(checkpoint)
             return learner
 
         learner = ranks.in_turns(make)
         learner._refuse_other_models()
+        if config.has_own_critic:
+            learner._own_critic().restore(checkpoint)
         return learner, restore_progress(checkpoint, learner._optimizer, ranks)
 
     @cached_property
@@ -193,7 +193,9 @@ class LocalLearner:
         level, training = self.config.value_level, self.config.training
         if self._critic is None:
             assert level is not None, "asked only where the estimator needs values"
-            self._critic = OwnCritic(self.scorer, training, level, seed=self.config.seed)
+            self._critic = OwnCritic(
+                self.scorer, training, level, seed=self.config.seed, ranks=self.config.ranks
+            )
         return self._critic
 
     def _refuse_other_models(self) -> None:

@@ -164,14 +164,15 @@ class _Held(NamedTuple):
 
 def _whole(shape: ModelShape) -> _Held:
     """Of adapters and value head, which every rank has whole."""
-    count = shape.adapters + shape.critic
+    count = shape.adapters + (shape.width + 1 if shape.critic else 0)
     return _Held(count * FLOAT32, count * FLOAT32, count * MOMENTS)
 
 
 def _shared(shape: ModelShape, use: MemoryUse) -> _Held:
-    """Of the model's own weights, of which a rank has a part."""
-    weights = shape.frozen_bytes(use.held if shape.adapters else FLOAT32)
-    trained = 0 if shape.adapters else shape.parameters
+    """Of the weights of the model and of an own critic's layers, of which a rank has a part."""
+    layers = max(0, shape.critic - shape.width - 1)
+    weights = shape.frozen_bytes(use.held if shape.adapters else FLOAT32) + layers * FLOAT32
+    trained = layers + (0 if shape.adapters else shape.parameters)
     return _Held(*(-(-size // use.ranks.parts) for size in (weights, trained * FLOAT32, trained * MOMENTS)))
 
 
@@ -512,7 +513,7 @@ def less_memory(config: LearnerConfig) -> str:
     knobs = [f"lower {sizes}"]
     if not table.gradient_checkpointing:
         knobs.append("set training.gradient_checkpointing = true")
-    if config.has_own_critic:  # which neither [lora] nor several ranks go with
+    if config.has_own_critic:  # with which [lora] does not go
         knobs.append("set training.critic = 'head'")
     elif config.lora is None:
         knobs.append("train adapters with [lora]")
@@ -540,7 +541,7 @@ def _of_ranks(config: LearnerConfig, *, is_gpu: bool) -> Iterator[str]:
         if not table.fsdp_cpu_offload:
             yield "set learner.fsdp_cpu_offload = true"
         return
-    if torch.cuda.device_count() > 1 and not config.has_own_critic:
+    if torch.cuda.device_count() > 1:
         yield "share the weights out to more GPUs with [cluster] and learner.nproc_per_node"
     if not config.training.optimizer_offload:
         yield "set training.optimizer_offload = true"

@@ -13,6 +13,7 @@ from torch.optim.adamw import adamw
 from transformers import PreTrainedModel
 
 from trainer_backend.errors import CheckpointError
+from trainer_backend.learner.sharding import laid_as, replace_whole
 
 # One part is computed, one is under way down, one up.
 _LANES = 3
@@ -51,15 +52,19 @@ def named_state(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor])
 def restored(
     optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], path: Path, what: str
 ) -> Iterator[dict[str, Tensor]]:
-    """Put weights and moments of `named_state` back from a file; CheckpointError: it is another model's."""
+    """Put weights and moments of `named_state` back from a file, each rank its share.
+
+    CheckpointError: it is another model's.
+    """
     try:
         tensors = load_file(path)
         with torch.no_grad():
             for name, weight in weights.items():
-                weight.copy_(tensors[name])
+                replace_whole(weight, tensors[name])
         state = {
-            number: {key: tensors[f"{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
-            for number, name in enumerate(weights)
+            number: {"step": tensors[f"{name}.step"]}
+            | {key: laid_as(weight, tensors[f"{name}.{key}"]) for key in ("exp_avg", "exp_avg_sq")}
+            for number, (name, weight) in enumerate(weights.items())
             if f"{name}.step" in tensors
         }
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

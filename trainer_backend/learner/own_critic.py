@@ -3,6 +3,8 @@
 A linear layer on the policy's hidden states says what the policy happens to keep about a state, and a value
 loss in the policy's own layers moves the policy. This critic reads the same tokens by its own layers, with an
 optimizer, batches and passes of its own; it costs a forward pass for values, and a second model to train.
+
+Ranks share its layers out as they do the policy's. A checkpoint has one file of it, whatever their number.
 """
 
 import copy
@@ -10,24 +12,27 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise, starmap
 from pathlib import Path
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
 from trainer_backend.core.critic import CriticTargets, ValueLevel
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.core.segments import Segment
 from trainer_backend.core.value_loss import critic_columns, value_loss
 from trainer_backend.errors import NonFiniteLoss
+from trainer_backend.job.tables import LearnerTable
 from trainer_backend.job.training_table import TrainingTable
 from trainer_backend.learner.optimizer import adamw_of, named_state, restored
-from trainer_backend.learner.ranks import ALONE
+from trainer_backend.learner.ranks import Ranks
 from trainer_backend.learner.scoring import Scorer, cut_pieces, read_pieces, refuse_unknown_ids
-from trainer_backend.learner.sharding import clip_gradient
-from trainer_backend.learner.stepping import Scored, in_steps, stepping
+from trainer_backend.learner.sharding import clip_gradient, gathered_copy, sent_to, shard
+from trainer_backend.learner.stepping import Scored, checkpoint_layers, in_steps, stepping
 from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.models.folder import embedding_rows
 from trainer_backend.parts import CreditedEpisode
@@ -43,8 +48,10 @@ class OwnCritic:
     `level` says where its values are read. The order of its batches follows from the job's `seed`.
     """
 
-    def __init__(self, policy: Scorer, table: TrainingTable, level: ValueLevel, *, seed: int) -> None:
-        self._scorer = replace(policy, model=copy.deepcopy(policy.model))
+    def __init__(
+        self, policy: Scorer, table: TrainingTable, level: ValueLevel, *, seed: int, ranks: LearnerTable
+    ) -> None:
+        self._scorer, self._ranks = replace(policy, model=_copied(policy, table, ranks)), policy.ranks
         self._table, self._seed, self.level = table, seed, level
         self.steps = 0  # of the optimizer, since this object was made
         self.iterations = 0  # of which it has learned, those before a resume too
@@ -65,7 +72,7 @@ class OwnCritic:
             self._table,
             self._scorer,
         )
-        self._head.settle(ALONE)
+        self._head.settle(self._ranks)
         return values
 
     def fit(self, episodes: Sequence[CreditedEpisode], iteration: int) -> dict[str, float]:
@@ -101,24 +108,34 @@ class OwnCritic:
         """The gradient of a step, left on layers and head, and its loss."""
         packed, pieces = cut_pieces(segments, self._table, self._scorer)
         columns = critic_columns(segments, targets, list(dict.fromkeys(packed.segment_N.tolist())))
+        ends = list(accumulate((len(piece.target_N) for piece in pieces), initial=0))
         self._optimizer.zero_grad(set_to_none=True)
         self._head.zero_grad()
-        total, first = 0.0, 0
+        total = 0.0
         with stepping(self._scorer.model):
-            for piece in pieces:
-                tokens = slice(first, first + len(piece.target_N))
+            for (piece, tokens), counts in self._ranks.own_pieces(
+                list(zip(pieces, starmap(slice, pairwise(ends)), strict=True))
+            ):
                 part = columns.each(lambda column: column[tokens].to(self._scorer.placement.device))  # noqa: B023
                 values_N = self._head.values(self._scorer.hidden(piece))
                 loss = value_loss(values_N, part, clip=self._table.value_clip)
-                loss.backward()  # type: ignore[no-untyped-call]
-                total, first = total + loss.item(), tokens.stop
-        return total
+                (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]
+                total += loss.item() if counts else 0.0
+        self._ranks.sum_gradients([*self._scorer.model.parameters(), *self._head.trained.values()])
+        return self._ranks.sums(total)[0]
 
-    def save(self, folder: Path) -> None:
-        """Weights and moments of its layers and of its head, as two files of a checkpoint."""
-        self._head.save(folder)
-        tensors = named_state(self._optimizer, dict(self._scorer.model.named_parameters()))
-        save_file({_ITERATIONS: torch.tensor(self.iterations)} | tensors, folder / CRITIC_FILE)
+    def save(self, folder: Path, ranks: Ranks) -> None:
+        """Weights and moments of its layers and of its head, as two files of a checkpoint; all ranks call it.
+
+        The first rank writes, and has them whole in main memory meanwhile.
+        """
+        self._head.save(folder, ranks)
+        tensors = {_ITERATIONS: torch.tensor(self.iterations)}
+        for name, own in named_state(self._optimizer, dict(self._scorer.model.named_parameters())).items():
+            tensor = sent_to(own, 0) if ranks.are_several else own
+            if tensor is not None:
+                tensors[name] = tensor.cpu()
+        ranks.first_alone(lambda: save_file(tensors, folder / CRITIC_FILE))
 
     def restore(self, checkpoint: Path) -> None:
         """Read what `save` wrote; a checkpoint without it leaves a fresh one."""
@@ -130,3 +147,16 @@ class OwnCritic:
         with restored(self._optimizer, weights, path, "the critic") as tensors:
             # The file of an older release has no count; its critic was warm.
             self.iterations = int(tensors.get(_ITERATIONS, self._table.critic_warmup))
+
+
+def _copied(policy: Scorer, table: TrainingTable, ranks: LearnerTable) -> PreTrainedModel:
+    """The policy's model once more, to be trained; all ranks ask for it and get their shares."""
+    if not policy.ranks.are_several:
+        return copy.deepcopy(policy.model)
+    model = gathered_copy(policy.model)
+    model.requires_grad_(True)
+    model.set_attn_implementation(policy.attention.implementation)
+    if table.gradient_checkpointing:
+        checkpoint_layers(model)
+    shard(model, policy.ranks, ranks, policy.placement.device)
+    return model

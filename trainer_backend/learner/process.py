@@ -13,12 +13,11 @@ import gc
 import os
 import sys
 
-from service_kit.process import READY, begin_imports, end_imports, end_with_parent, kill_with_parent
+from service_kit.own_process import announce, begin_imports, end_imports, end_with_parent, kill_with_parent
 
 if __name__ == "__main__":
     begin_imports()
-    # Before the slow imports: if the orchestrator is killed meanwhile, this process must not survive it. One
-    # with a port that others were told is somebody else's to start and end.
+    # One with a port that others were told is theirs to start and end.
     if not any(word.startswith("--port") for word in sys.argv):
         end_with_parent()
     if "WORLD_SIZE" in os.environ:  # of torchrun, whose own parent alone has the standard input
@@ -52,14 +51,7 @@ from shared_schemas.trajectory import Trajectory
 from trainer_backend import learner_parts
 from trainer_backend.errors import LearnerBusy, LearnerFailed, LearnerLost, TrainerError
 from trainer_backend.job.load import parse_job
-from trainer_backend.learner.calls import (
-    CALLS,
-    LEARNER_KEY,
-    NUMBER_HEADER,
-    SESSION_HEADER,
-    About,
-    run_of,
-)
+from trainer_backend.learner.calls import CALLS, LEARNER_KEY, NUMBER_HEADER, SESSION_HEADER, About, run_of
 from trainer_backend.learner.device import place
 from trainer_backend.learner.factory import LocalFactory
 from trainer_backend.learner.learner import LocalLearner
@@ -323,9 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     keys = Keys([] if key is None else [key], variable=LEARNER_KEY)
     listener = Listener(options.host, options.port)
     server = Server(
-        create_app(Calls(relay), keys),
-        ConnectionSettings(),
-        ready=lambda: print(f"{READY}{listener.url}", flush=True),
+        create_app(Calls(relay), keys), ConnectionSettings(), ready=lambda: announce(listener.url)
     )
     server.run_on(listener)
     return 0

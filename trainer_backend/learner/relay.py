@@ -102,17 +102,13 @@ class Relay:
             self._store.set(self._end_of(self._ranks.index), text)
 
     def _carry_out(self, name: str, body: bytes, caller: Caller) -> Any:
-        arguments = CALLS.read_arguments(name, body)
-        if CALLS[name].progress is None:
-            return self._do(name, *arguments)
-
         def tell(done: int, total: int) -> None:
             caller.tell(done, total)
             (halted,) = self._ranks.sums(float(caller.is_halted()))
             if halted:
                 raise Halted
 
-        return self._do(name, *arguments, tell)
+        return self._do(name, *CALLS.read_arguments(name, body, tell))
 
     def _share(self, body: bytes) -> bytes:
         """The first rank's `body`, on every rank."""

@@ -167,10 +167,15 @@ def gathered_copy(model: PreTrainedModel) -> PreTrainedModel:
     return copied
 
 
+def laid_as(weight: Tensor, full: Tensor) -> Tensor:
+    """A whole tensor as a weight lies: itself, or this rank's share of it."""
+    if not isinstance(weight, DTensor):
+        return full
+    return distribute_tensor(
+        full.to(weight.device), weight.device_mesh, weight.placements, src_data_rank=None
+    )
+
+
 def replace_whole(weight: Tensor, full: Tensor) -> None:
     """Write a whole tensor into a weight, of which this rank may have a share alone."""
-    if isinstance(weight, DTensor):
-        full = distribute_tensor(
-            full.to(weight.device), weight.device_mesh, weight.placements, src_data_rank=None
-        )
-    weight.copy_(full.to(weight.dtype))
+    weight.copy_(laid_as(weight, full).to(weight.dtype))

@@ -105,10 +105,11 @@ class ValueHead:
             group["lr"] = group["full_rate"] * policy_rate / self._full_rate
         self._optimizer.step()
 
-    def save(self, folder: Path) -> None:
-        """Weights, what is known of the inputs, and moments, as one file of a checkpoint."""
+    def save(self, folder: Path, ranks: Ranks) -> None:
+        """Weights, what is known of the inputs, and moments: one file of a checkpoint. All ranks call it."""
         inputs = {"mean": self._mean_D, "std": self._std_D} if self._seen is None else {}
-        save_file(inputs | named_state(self._optimizer, self.trained), folder / VALUE_HEAD_FILE)
+        tensors = inputs | named_state(self._optimizer, self.trained)
+        ranks.first_alone(lambda: save_file(tensors, folder / VALUE_HEAD_FILE))
 
     def restore(self, checkpoint: Path) -> None:
         """Read what `save` wrote; a checkpoint without a value head leaves a fresh one."""

@@ -1,5 +1,6 @@
-"""The calls of a gateway to its engine's process, over a pair of connected sockets (`service_kit.rpc`)."""
+"""The role of a gateway's engine: its command, and its calls over a socket (`service_kit.socket_calls`)."""
 
+import sys
 from dataclasses import dataclass
 
 from service_kit.rpc import Call, Table
@@ -11,6 +12,15 @@ from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.inference.worker import EngineCounters
 from trainer_backend.job.tables import ModelTable
+from trainer_backend.processes.launching import Role
+
+_MODULE = "trainer_backend.processes.engine_process"
+
+
+def engine_role(socket: int) -> Role:
+    """It inherits the socket of its calls."""
+    command = (sys.executable, "-m", _MODULE, "--socket", str(socket))
+    return Role("engine", lambda place: command, descriptors=(socket,))
 
 
 class EngineSetup(Body):

@@ -4,14 +4,12 @@
 It ends with its parent. Logs go to stderr.
 """
 
-from service_kit.process import begin_imports, end_imports, end_with_parent, kill_with_parent
+from service_kit.own_process import begin_imports, end_imports, end_with_parent, kill_with_parent
 
 if __name__ == "__main__":
     begin_imports()
-    # Before the slow imports: if the gateway is killed meanwhile, this process must not survive it.
     end_with_parent()
-    # Nor if it hangs itself: it would keep the memory of a GPU, beside the engine that follows it.
-    kill_with_parent()
+    kill_with_parent()  # if it hangs, it would keep the memory of a GPU, next to the engine that follows it
 
 import argparse
 import asyncio
@@ -21,8 +19,9 @@ from collections.abc import Sequence
 from itertools import count
 
 from service_kit.logs import configure_logs_from
-from service_kit.rpc import Tell, serve_calls
+from service_kit.rpc import Tell
 from service_kit.server import run
+from service_kit.socket_calls import serve_calls
 from trainer_backend.errors import EngineStopped
 from trainer_backend.inference.actor import Extras, Generation
 from trainer_backend.inference.engine import LocalEngine

@@ -6,7 +6,6 @@ first. No torch here.
 
 import asyncio
 import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from service_kit.process import Process, Worker, last_line, name_exit
 from service_kit.replies import ReplyTooLarge, read_bounded
 from service_kit.rpc import MOST_REFUSAL_BYTES, PATH, Reply, Tell
 from service_kit.server import Listener
+from service_kit.tasks import end_tasks
 from trainer_backend.errors import (
     EngineStopped,
     EngineTimeout,
@@ -34,23 +34,19 @@ from trainer_backend.parts import Reporter
 from trainer_backend.processes.gateway_calls import (
     CONTROL_KEY,
     GATEWAY_CALLS,
-    Answered,
     Event,
     GatewaySetup,
+    Line,
     ProcessChanged,
-    Said,
-    ServerAsks,
-    ServerAway,
-    Serving,
+    Sign,
+    gateway_command,
 )
 from trainer_backend.processes.launching import LOCAL, Launcher, Place, Resources, Role
 from trainer_backend.processes.public_address import PublicAddress
-from trainer_backend.run.stopping import end_tasks
 from trainer_backend.rundir.state import is_final
 
 Say = Callable[[str], None]
 
-_MODULE = "trainer_backend.processes.gateway_process"
 _TOTALS_S = 30.0
 # For reading a model; the wait for servers is added.
 _LOAD_S = 600.0
@@ -336,16 +332,16 @@ class Gateway(Worker):
     def _heed(self, life: _Life, event: Event) -> None:
         """Do what a process asks for, or pass it on to the run's user."""
         match event:
-            case Serving():
-                life.public_url = event.url
+            case Line(kind="serving"):
+                life.public_url = event.text
                 life.announced.set()
-            case Answered():
-                life.has_answered = True
-            case Said():
+            case Line(kind="say"):
                 self._say(f"{self.name}: {event.text}")
-            case ServerAway() if self.renew is not None:
-                self.renew(event.url)
-            case ServerAsks() if self.serve_again is not None:
+            case Line(kind="server_away") if self.renew is not None:
+                self.renew(event.text)
+            case Sign(kind="answered"):
+                life.has_answered = True
+            case Sign(kind="server_asks") if self.serve_again is not None:
                 self.serve_again()
             case ProcessChanged() if self.reporter is not None:
                 self.reporter.process(**event.model_dump(exclude={"kind"}))
@@ -364,9 +360,7 @@ class Gateway(Worker):
 
     def _command(self, place: Place) -> tuple[str, ...]:
         self._is_elsewhere = place.host is not None
-        socket = ("--socket", str(self._address.socket.fileno()))
-        where = socket if place.host is None else ("--host", place.host)
-        return (sys.executable, "-m", _MODULE, self.name, *where)
+        return gateway_command(self.name, self._address.socket.fileno(), place)
 
     async def _call(
         self, name: str, *arguments: Any, timeout_s: float | None = None, tell: Tell | None = None

@@ -1,9 +1,10 @@
-"""The calls of a run to a gateway that is a process of its own (`service_kit.rpc`). No torch here.
+"""The role of a gateway that is a process of its own: command, needs and calls. No torch here.
 
 The process answers at the address of its ready line, under a key of their own. `serve` comes first and lasts
 as long as the gateway serves: its progress is what the run hears of it.
 """
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,11 +15,23 @@ from shared_schemas.base import Body
 from trainer_backend.errors import InferenceError, TrainerError
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.job.tables import InferenceTable, ModelTable
+from trainer_backend.processes.launching import Place, Resources
 from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.rundir.state import ProcessRole
 
 # Environment variables with the keys of a gateway, and of the calls to it.
 GATEWAY_KEY, CONTROL_KEY = "TURNWISE_GATEWAY_KEY", "TURNWISE_CONTROL_KEY"
+
+
+def gateway_command(name: str, socket: int, place: Place) -> tuple[str, ...]:
+    """On this machine it inherits the socket of its public address."""
+    where = ("--socket", str(socket)) if place.host is None else ("--host", place.host)
+    return (sys.executable, "-m", "trainer_backend.processes.gateway_process", name, *where)
+
+
+def gateway_resources(engine: str, count: int, device: str) -> Resources | None:
+    """What all gateways need; None: without engines in them they stay with the orchestrator."""
+    return Resources("gateways", count, device=device) if engine == "local" else None
 
 
 class GatewaySetup(Body):
@@ -38,37 +51,19 @@ class GatewaySetup(Body):
     from being started again."""
 
 
-class Serving(Body):
-    """It answers requests."""
+class Line(Body):
+    """Text for the run: the address where requests are answered from now on; that of a vLLM server which does
+    not come back, and is to be started again; or a line for the run's user."""
 
-    kind: Literal["serving"] = "serving"
-    url: str
-
-
-class Answered(Body):
-    """It has answered its first request, so its process has been of use."""
-
-    kind: Literal["answered"] = "answered"
-
-
-class Said(Body):
-    """A line for the run's user."""
-
-    kind: Literal["said"] = "said"
+    kind: Literal["serving", "server_away", "say"]
     text: str
 
 
-class ServerAway(Body):
-    """A vLLM server of the run does not come back, and is to be started again."""
+class Sign(Body):
+    """The first request is answered, so the process has been of use; or a vLLM server is about to ask the
+    learner for the weights."""
 
-    kind: Literal["server_away"] = "server_away"
-    url: str
-
-
-class ServerAsks(Body):
-    """A vLLM server is about to ask the learner for the weights."""
-
-    kind: Literal["server_asks"] = "server_asks"
+    kind: Literal["answered", "server_asks"]
 
 
 class ProcessChanged(Body):
@@ -82,9 +77,7 @@ class ProcessChanged(Body):
     word: str = ""
 
 
-Event = Annotated[
-    Serving | Answered | Said | ServerAway | ServerAsks | ProcessChanged, Field(discriminator="kind")
-]
+Event = Annotated[Line | Sign | ProcessChanged, Field(discriminator="kind")]
 
 GATEWAY_CALLS = Table(
     {

@@ -8,11 +8,10 @@ Exit codes: 0 stopped, 1 something that another process may not meet; otherwise 
 policies cannot be served, and the last line of stderr does too.
 """
 
-from service_kit.process import READY, begin_imports, end_imports, end_with_parent
+from service_kit.own_process import announce, begin_imports, end_imports, end_with_parent
 
 if __name__ == "__main__":
     begin_imports()
-    # Before the slow imports: if the orchestrator is killed meanwhile, this process must not survive it.
     end_with_parent()
 
 import argparse
@@ -32,6 +31,7 @@ from service_kit.logs import configure_logs_from
 from service_kit.rpc import Tell, calls_app, reply_lines
 from service_kit.server import Listener, Server, run
 from service_kit.settings import ConnectionSettings
+from service_kit.tasks import end_tasks, racing
 from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.errors import InferenceError
 from trainer_backend.inference.actor import Engine
@@ -46,13 +46,10 @@ from trainer_backend.processes.gateway_calls import (
     CONTROL_KEY,
     GATEWAY_CALLS,
     GATEWAY_KEY,
-    Answered,
     GatewaySetup,
+    Line,
     ProcessChanged,
-    Said,
-    ServerAsks,
-    ServerAway,
-    Serving,
+    Sign,
 )
 from trainer_backend.processes.policy_server import engine_of_folder, first_breakdown, make_servers
 from trainer_backend.processes.process_engine import EngineLost, ProcessEngine
@@ -134,7 +131,7 @@ class GatewayHost:
             create_gateway(served, key=self._key),
             CONNECTIONS,
             respond=error_response,
-            ready=lambda: tell(Serving(url=self._listener.url)),
+            ready=lambda: tell(Line(kind="serving", text=self._listener.url)),
         )
         for one in served.values():
             one.engine.start()
@@ -146,13 +143,11 @@ class GatewayHost:
         try:
             if setup.version.prompt is not None:  # the servers have other weights, or of an earlier start
                 await engine.load(setup.version)
-            serving = asyncio.ensure_future(server.serve([self._listener.socket]))
-            await asyncio.wait((serving, broken), return_when=asyncio.FIRST_COMPLETED)
-            server.should_exit = True
-            await serving
+            async with racing(server.serve([self._listener.socket]), broken) as (serving, _):
+                server.should_exit = True
+                await serving
         finally:
-            for task in (*watches, broken):
-                task.cancel()
+            await end_tasks(*watches, broken)
             for one in served.values():
                 one.engine.stop()
         return broken.result() if broken.done() and not broken.cancelled() else ""
@@ -170,9 +165,9 @@ async def make_engine(setup: GatewaySetup, tell: Tell) -> tuple[Engine, Tokenize
         )
     facts = await asyncio.to_thread(PolicyFacts.of_folder, setup.model, version.model)
     if table.engine == "vllm":
-        renew = None if table.vllm_python is None else lambda url: tell(ServerAway(url=url))
+        renew = None if table.vllm_python is None else lambda url: tell(Line(kind="server_away", text=url))
         say = partial(_say, tell)
-        return make_servers(table, facts, say, renew, lambda: tell(ServerAsks())), facts.tokenizer
+        return make_servers(table, facts, say, renew, lambda: tell(Sign(kind="server_asks"))), facts.tokenizer
     engine = ProcessEngine(EngineSetup(model=setup.model, keys=keys, version=version))
     try:
         await engine.begin()
@@ -204,11 +199,11 @@ async def tell_of_the_first(engine: Engine, tell: Tell) -> None:
     """Tell once the actor has answered a request: from then on this process has been of use."""
     while not engine.totals()["requests"]:
         await asyncio.sleep(_LOOK_S)
-    tell(Answered())
+    tell(Sign(kind="answered"))
 
 
 def _say(tell: Tell, line: str) -> None:
-    tell(Said(text=" ".join(line.split())))
+    tell(Line(kind="say", text=" ".join(line.split())))
 
 
 def _die(word: str, error: Exception | None = None) -> NoReturn:
@@ -226,12 +221,10 @@ async def answer_calls(host: GatewayHost, address: str, key: SecretStr) -> None:
 
     with Listener(address, 0) as listener:
         app = calls_app(GATEWAY_CALLS, begin, Keys([key], variable=CONTROL_KEY))
-        server = Server(app, ConnectionSettings(), ready=lambda: print(f"{READY}{listener.url}", flush=True))
-        serving = asyncio.ensure_future(server.serve([listener.socket]))
-        ended = asyncio.ensure_future(host.ended.wait())
-        await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
-        server.should_exit = True
-        await serving
+        server = Server(app, ConnectionSettings(), ready=lambda: announce(listener.url))
+        async with racing(server.serve([listener.socket]), host.ended.wait()) as (serving, _):
+            server.should_exit = True
+            await serving
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,6 +19,7 @@ from pydantic import SecretStr
 
 from service_kit.boundary import describe_error
 from service_kit.server import Listener
+from service_kit.tasks import end_tasks
 from shared_schemas.urls import is_wildcard
 from trainer_backend.collect.plan import Inference
 from trainer_backend.core.policies import ACTOR, model_of
@@ -27,11 +28,11 @@ from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.job.tables import InferenceTable, ModelTable, ServicesTable
 from trainer_backend.parts import InferenceServer, Learner, Reporter
 from trainer_backend.processes.gateway import Gateway, Say, added, load_s
-from trainer_backend.processes.gateway_calls import CONTROL_KEY, GATEWAY_KEY, GatewaySetup
-from trainer_backend.processes.launching import Launcher, Resources
+from trainer_backend.processes.gateway_calls import CONTROL_KEY, GATEWAY_KEY, GatewaySetup, gateway_resources
+from trainer_backend.processes.launching import Launcher
 from trainer_backend.processes.weight_delivery import WeightFolders, make_delivery
 from trainer_backend.run.fixed_setup import FixedSetup
-from trainer_backend.run.stopping import end_tasks, while_unbroken
+from trainer_backend.run.stopping import while_unbroken
 from trainer_backend.rundir.layout import RunDirectory
 
 Result = TypeVar("Result")
@@ -45,12 +46,7 @@ class Gateways:
     They share the vLLM servers that the run starts itself.
     """
 
-    def __init__(
-        self,
-        inference: Inference,
-        gateways: Sequence[Gateway],
-        weights: WeightFolders,
-    ) -> None:
+    def __init__(self, inference: Inference, gateways: Sequence[Gateway], weights: WeightFolders) -> None:
         self.inference, self.gateways, self._weights = inference, gateways, weights
         for gateway in gateways:
             gateway.renew, gateway.serve_again = weights.renew, weights.serve_again
@@ -190,9 +186,7 @@ class GatewayProcesses:
             launcher=self._launcher, device=served.model.device,
         )  # fmt: skip
         keys = {GATEWAY_KEY: self._key.get_secret_value(), CONTROL_KEY: secrets.token_urlsafe(32)}
-        resources = None  # without engines in them they stay beside the orchestrator
-        if served.inference.engine == "local":
-            resources = Resources("gateways", len(self._listeners), device=served.model.device)
+        resources = gateway_resources(served.inference.engine, len(self._listeners), served.model.device)
         gateways = [
             Gateway(
                 number, listener, partial(self._setup, table, weights, number), self._tell, self._launcher,

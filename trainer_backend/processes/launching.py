@@ -16,7 +16,7 @@ from typing import Protocol
 
 from service_kit.errors import SettingsError
 from service_kit.keys import key_from_environ
-from service_kit.process import PIPE, Child, Process, last_line, name_exit
+from service_kit.process import PIPE, Child, Process, last_line, name_exit, without
 from trainer_backend.errors import JobError
 
 # The name of the learner's role.
@@ -91,13 +91,12 @@ class LocalLauncher:
     """Children of this process, on this machine."""
 
     async def start(self, role: Role) -> Child:
-        own = {name: value for name, value in os.environ.items() if name not in role.withheld}
         with nullcontext() if role.log_file is None else role.log_file.open("ab") as log:
             return await Child.start(
                 role.command(Place()),
                 stdout=PIPE if role.has_ready_line else log,
                 stderr=log,
-                env={**own, **role.environment},
+                env={**without(role.withheld), **role.environment},
                 descriptors=role.descriptors,
                 is_ours=role.is_ours,
             )
@@ -109,8 +108,8 @@ class LocalLauncher:
 LOCAL = LocalLauncher()
 
 
-class Elsewhere:
-    """A process that somebody else starts, ends, and starts again; only its address is known."""
+class Elsewhere(Process):
+    """A process that others start, end, and start again; only its address is known."""
 
     pid = 0
 
@@ -134,9 +133,6 @@ class Elsewhere:
 
     async def end(self, grace_s: float) -> bool:
         return False
-
-    def kill_rest(self) -> None:
-        """Do nothing, either."""
 
 
 class ExternalLauncher:

@@ -5,8 +5,8 @@ RUN/learner.log.
 """
 
 import asyncio
+import inspect
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +21,9 @@ from service_kit.process import Process, last_line, name_exit
 from service_kit.release import version
 from service_kit.replies import ReplyTooLarge, bounded
 from service_kit.rpc import MOST_REFUSAL_BYTES, PATH, Reply
+from service_kit.tasks import end_tasks
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.core.critic import OfEpisode
-from trainer_backend.core.kl_reward import ScoredTokens
-from trainer_backend.core.prompt_lengths import LongPrompt
-from trainer_backend.core.segments import Segment
 from trainer_backend.errors import JobError, LearnerFailed, LearnerLost, TrainerError
 from trainer_backend.job.tables import RANKS_JOIN_S, LearnerTable
 from trainer_backend.learner.calls import (
@@ -34,21 +32,10 @@ from trainer_backend.learner.calls import (
     NUMBER_HEADER,
     SESSION_HEADER,
     About,
+    learner_role,
 )
-from trainer_backend.parts import CreditedEpisode, Hardware, Progress, Reporter, WeightPart
-from trainer_backend.processes.launching import (
-    LEARNER,
-    LOCAL,
-    PACKAGE,
-    Elsewhere,
-    Launcher,
-    NotReady,
-    Place,
-    Resources,
-    Role,
-    address_of,
-)
-from trainer_backend.run.stopping import end_tasks
+from trainer_backend.parts import CreditedEpisode, Learner, Progress, Reporter
+from trainer_backend.processes.launching import LOCAL, PACKAGE, Elsewhere, Launcher, NotReady, address_of
 from trainer_backend.rundir.layout import RunDirectory
 
 Tell = Callable[[int, int], None]
@@ -56,8 +43,6 @@ Tell = Callable[[int, int], None]
 # A file in the run's directory that the learner's machine must see.
 _MARK, _LOOK_S = ".seen_by_the_learner", 1.0
 
-# Somebody's torchrun may have started this process; the learner's ranks have their numbers of their own.
-_OF_RANKS = frozenset({"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"})
 # Ranks are ready once all have joined; one alone has its imports.
 _START_S, _RANKS_START_S = 300.0, RANKS_JOIN_S + 60.0
 _STOP_S = 10.0
@@ -207,46 +192,39 @@ def _last_words(log_file: Path | None) -> str:
     return f"; the last line of its log, {log_file}: {last_line(log_file)!r}"
 
 
-class RemoteLearner:
-    """Implements `protocols.Learner` at a learner's process."""
+def remote_learner(ask: Callable[..., Any]) -> Learner:
+    """The learner of a process; `ask` is that of `LearnerConnection`."""
+    return cast(Learner, _Remote(ask))
+
+
+class _Remote:
+    """The methods of `protocols.Learner`, each as the call of its name in the table."""
 
     def __init__(self, ask: Callable[..., Any]) -> None:
-        self._ask = ask  # as `LearnerConnection.ask`
+        self._ask = ask
 
-    def warm_up(self, episodes: Sequence[Trajectory], tell: Tell) -> dict[str, float]:
-        return cast(dict[str, float], self._ask("warm_up", list(episodes), tell=tell))
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name not in CALLS:
+            raise AttributeError(name)
+        signature = inspect.signature(getattr(Learner, name))
 
-    def values(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, OfEpisode]:
-        return cast(dict[str, OfEpisode], self._ask("values", dict(episodes)))
+        def call(*arguments: Any, **named: Any) -> Any:
+            bound = signature.bind(self, *arguments, **named)
+            bound.apply_defaults()
+            _, *values = (_plain(value) for key, value in bound.arguments.items() if key != "tell")
+            return self._ask(name, *values, tell=bound.arguments.get("tell"))
 
-    def score(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, ScoredTokens]:
-        return cast(dict[str, ScoredTokens], self._ask("score", dict(episodes)))
+        return call
 
-    def update(
-        self, episodes: Sequence[CreditedEpisode], *, iteration: int, policy_version: int | None = None
-    ) -> dict[str, float]:
-        return cast(dict[str, float], self._ask("update", list(episodes), iteration, policy_version))
 
-    def save(self, folder: Path, progress: Progress) -> None:
-        self._ask("save", folder, progress)
-
-    def publish(self, folder: Path, part: WeightPart = "whole") -> None:
-        self._ask("publish", folder, part)
-
-    def offer(self, peer: str) -> tuple[str, int]:
-        return cast(tuple[str, int], self._ask("offer", peer))
-
-    def broadcast(self, expected: int, wait_s: float, tell: Tell) -> int:
-        return cast(int, self._ask("broadcast", expected, wait_s, tell=tell))
-
-    def find_long(self, conversations: Sequence[Sequence[Mapping[str, Any]]], most: int) -> list[LongPrompt]:
-        return cast(list[LongPrompt], self._ask("find_long", [list(item) for item in conversations], most))
-
-    def logprobs_of(self, ids: Sequence[int]) -> list[float]:
-        return cast(list[float], self._ask("logprobs_of", list(ids)))
-
-    def hardware(self) -> Hardware:
-        return cast(Hardware, self._ask("hardware"))
+def _plain(value: Any) -> Any:
+    """The same with lists and dicts, which the types of the table are."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    match value:
+        case [*items]:  # no text
+            return [_plain(item) for item in items]
+    return value
 
 
 class LearnerProcess:
@@ -307,13 +285,7 @@ class LearnerProcess:
     async def _start(self) -> None:
         key = self._launcher.key(LEARNER_KEY)
         table = self._table
-        resources = Resources(LEARNER, table.nnodes, processes=table.nproc_per_node, device=self._device)
-        self._process = await self._launcher.start(
-            Role(
-                LEARNER, self._command, {LEARNER_KEY: key}, self._log_file,
-                withheld=_OF_RANKS, resources=resources,
-            )
-        )  # fmt: skip
+        self._process = await self._launcher.start(learner_role(table, self._device, key, self._log_file))
         self._connection = LearnerConnection(
             await self._address(self._process), key, silence_s=table.timeout_s,
             log_file=None if isinstance(self._process, Elsewhere) else self._log_file,
@@ -326,20 +298,7 @@ class LearnerProcess:
         if self._launcher is not LOCAL:
             await self._refuse_other_disk()
 
-    def _command(self, place: Place) -> tuple[str, ...]:
-        own, table = () if place.host is None else ("--host", place.host), self._table
-        if table.ranks == 1:
-            return (sys.executable, "-m", "trainer_backend.learner.process", *own)
-        meeting: tuple[str, ...] = ("--standalone",)
-        if table.nnodes > 1:
-            meeting = (
-                f"--nnodes={table.nnodes}", f"--node-rank={place.rank}",
-                f"--master-addr={place.meeting[0]}", f"--master-port={place.meeting[1]}",
-            )  # fmt: skip
-        ranks = f"--nproc-per-node={table.nproc_per_node}"
-        return (sys.executable, "-m", "trainer_backend.learner.group", *meeting, ranks, "--", *own)
-
-    async def _meet(self, connection: "LearnerConnection") -> None:
+    async def _meet(self, connection: LearnerConnection) -> None:
         """Wait until a learner that runs elsewhere answers; refuse one of another release."""
         is_elsewhere, limit_s, last_fault = isinstance(self._process, Elsewhere), self._wait_s, ""
         deadline = time.monotonic() + limit_s
@@ -382,12 +341,12 @@ class LearnerProcess:
     def plan_memory(self, checkpoint: Path | None, fixed: Sequence[Path]) -> str:
         return cast(str, self._ask("plan_memory", checkpoint, list(fixed)))
 
-    def fresh(self, prompts: Sequence[Trajectory], tokenizer_of: Path | None) -> RemoteLearner:
+    def fresh(self, prompts: Sequence[Trajectory], tokenizer_of: Path | None) -> Learner:
         self._ask("fresh", list(prompts), tokenizer_of)
-        return RemoteLearner(self._ask)
+        return remote_learner(self._ask)
 
-    def resumed(self, checkpoint: Path) -> tuple[RemoteLearner, Progress]:
-        return RemoteLearner(self._ask), cast(Progress, self._ask("resumed", checkpoint))
+    def resumed(self, checkpoint: Path) -> tuple[Learner, Progress]:
+        return remote_learner(self._ask), cast(Progress, self._ask("resumed", checkpoint))
 
     def gradient_cosines(
         self,

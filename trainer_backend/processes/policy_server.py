@@ -17,6 +17,7 @@ from pydantic import SecretStr
 from service_kit.boundary import describe_error
 from service_kit.logs import configure_logs_from
 from service_kit.server import Listener, ServerThread
+from service_kit.tasks import end_tasks
 from trainer_backend.collect.plan import Inference
 from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.errors import EngineStopped, JobError
@@ -41,7 +42,7 @@ from trainer_backend.models.sources import in_folder
 from trainer_backend.parts import Reporter
 from trainer_backend.processes.weight_delivery import WeightCopies, WeightFolders, make_delivery
 from trainer_backend.run.fixed_policies import FixedPolicies
-from trainer_backend.run.stopping import end_tasks, while_unbroken
+from trainer_backend.run.stopping import while_unbroken
 from trainer_backend.rundir.layout import RunDirectory
 
 Result = TypeVar("Result")

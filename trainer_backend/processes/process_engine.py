@@ -6,24 +6,23 @@ global lock while the gateway parses and renders.
 
 import asyncio
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
 
 from service_kit.process import Child, name_exit
-from service_kit.rpc import Caller, Unanswered
+from service_kit.socket_calls import Caller, Unanswered
+from service_kit.tasks import racing
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import ContextLengthExceeded, EngineStopped, EngineTimeout
 from trainer_backend.inference.actor import NO_EXTRAS, Engine, Extras, Generation
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.inference.worker import EngineCounters
-from trainer_backend.processes.engine_calls import ENGINE_CALLS, EngineCall, EngineSetup
-from trainer_backend.processes.launching import LOCAL, Role
+from trainer_backend.processes.engine_calls import ENGINE_CALLS, EngineCall, EngineSetup, engine_role
+from trainer_backend.processes.launching import LOCAL
 
-_MODULE = "trainer_backend.processes.engine_process"
 _STOP_S = 10.0
 _BEGIN_S = 600.0
 # Beyond the engine's own limit of a request, which its process keeps while it works at all.
@@ -71,19 +70,17 @@ class ProcessEngine(Engine):
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            command = (sys.executable, "-m", _MODULE, "--socket", str(theirs.fileno()))
-            role = Role("engine", lambda place: command, descriptors=(theirs.fileno(),))
-            self._child = await LOCAL.start(role)
+            self._child = await LOCAL.start(engine_role(theirs.fileno()))
         self._end = asyncio.ensure_future(self._child.ended())  # it reads what libraries print, too
         await self._caller.connect(ours)
         ready = asyncio.Event()
         self._serving = asyncio.ensure_future(self._caller.call("serve", self._setup, tell=ready.set))
-        waiting = asyncio.ensure_future(ready.wait())
-        await asyncio.wait({waiting, self._serving}, timeout=_BEGIN_S, return_when=asyncio.FIRST_COMPLETED)
-        if not waiting.done():
-            waiting.cancel()
-            if not self._serving.done():
-                raise EngineTimeout(f"the engine's process did not serve within {_BEGIN_S:g} s")
+        try:
+            async with asyncio.timeout(_BEGIN_S), racing(ready.wait(), self._serving):
+                pass
+        except TimeoutError as error:
+            raise EngineTimeout(f"the engine's process did not serve within {_BEGIN_S:g} s") from error
+        if not ready.is_set():
             await self.look_after()
 
     async def look_after(self) -> None:

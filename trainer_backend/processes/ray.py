@@ -38,7 +38,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from service_kit.process import Child, Process, address_in
+from service_kit.process import Child, Process
 from trainer_backend.errors import JobError, NotPlaced
 from trainer_backend.processes.launching import LOCAL, PACKAGE, Place, Resources, Role
 
@@ -212,15 +212,16 @@ class Supervisor:
                     return
 
 
-class RayProcess:
+class RayProcess(Process):
     """The process of a role on one node or several; it ends as the first of them ends."""
 
     def __init__(self, hosts: Sequence[Any], pid: int) -> None:
-        self._hosts, self.pid = list(hosts), pid
+        self._hosts, self._pid = list(hosts), pid
         self._over: set[int] = set()
 
-    async def address(self) -> str | None:
-        return await address_in(self.lines())
+    @property
+    def pid(self) -> int:
+        return self._pid
 
     async def lines(self) -> AsyncIterator[str]:
         with suppress(RayError):
@@ -244,9 +245,6 @@ class RayProcess:
         alive = [host for number, host in enumerate(self._hosts) if number not in self._over]
         ends = [answer(host.end.remote(grace_s), grace_s + _ANSWER_S) for host in alive]
         return True in await asyncio.gather(*ends, return_exceptions=True)
-
-    def kill_rest(self) -> None:
-        """Do nothing: its host has done so."""
 
     async def _end_of(self, number: int) -> int:
         code = _LOST

@@ -11,7 +11,7 @@ import shutil
 import signal
 import socket
 import time
-from asyncio.subprocess import DEVNULL, PIPE
+from asyncio.subprocess import DEVNULL
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from service_kit.keys import TASK_APP_KEY, TRAINER_KEY
-from service_kit.process import Process, Worker, last_line, name_exit
+from service_kit.process import PIPE, Child, Process, Worker, last_line, name_exit, without
+from service_kit.tasks import end_tasks, racing
 from trainer_backend.errors import EngineBusy, JobError, RemoteRefused, RemoteUnavailable, TrainerError
 from trainer_backend.inference.keys import CONTRACT
 from trainer_backend.inference.vllm_engine import VllmEngine, refuse_release
 from trainer_backend.job.tables import InferenceTable
 from trainer_backend.parts import VISIBLE_DEVICES, Hardware
 from trainer_backend.processes.launching import LOCAL, Launcher, Place, Resources, Role
-from trainer_backend.run.stopping import end_tasks
 from trainer_backend.rundir.layout import RunDirectory
 
 _WORKER = Path(__file__).parents[1] / "inference" / "vllm_worker"
@@ -46,7 +46,7 @@ _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_si
 _QUIET = {"VLLM_NO_USAGE_STATS": "1"}  # nothing is reported to vLLM's makers
 _LOOPBACK = "127.0.0.1"
 # Of this process's environment: its packages, its keys, and one that vLLM would ask the run for.
-_KEPT_BACK = {"PYTHONPATH", TASK_APP_KEY, TRAINER_KEY, "VLLM_API_KEY"}
+_KEPT_BACK = frozenset({"PYTHONPATH", TASK_APP_KEY, TRAINER_KEY, "VLLM_API_KEY"})
 
 
 async def check_servers(table: InferenceTable, *, broadcasts: bool = False) -> list[str]:
@@ -98,24 +98,22 @@ async def check_environment(table: InferenceTable) -> str:
     """
     where = f"inference.vllm_python: {table.vllm_python}"
     try:
-        process = await asyncio.create_subprocess_exec(
-            str(table.vllm_python), "-c", _RELEASE, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL,
-            env=_environment(),
-            start_new_session=True,  # Ctrl-C ends this process, which ends that one
+        process = await Child.start(
+            (str(table.vllm_python), "-c", _RELEASE), stdout=PIPE, stderr=DEVNULL,
+            env=without(_KEPT_BACK) | _QUIET, is_ours=False,
         )  # fmt: skip
     except OSError as error:
         raise JobError(f"{where} cannot be run: {error.strerror}") from error
     try:
         async with asyncio.timeout(_RELEASE_TIMEOUT_S):
-            printed, _ = await process.communicate()
+            lines = [line async for line in process.lines()]
+            code = await process.ended()
     except TimeoutError as error:
         raise JobError(f"{where} gave no answer within {_RELEASE_TIMEOUT_S:g} s") from error
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    release = printed.decode(errors="replace").strip()
-    if process.returncode or not release:
+        await process.end_all()
+    release = "".join(lines)
+    if code or not release:
         raise JobError(f"{where} has no vLLM", hint="docs/vllm.md says how to install it.")
     try:
         refuse_release(release, where)
@@ -150,7 +148,7 @@ class VllmServer(Worker):
         if devices is not None:
             environment[VISIBLE_DEVICES] = devices
         self._role = Role(
-            f"vllm_{number}", self._command, environment, log_file, withheld=frozenset(_KEPT_BACK),
+            f"vllm_{number}", self._command, environment, log_file, withheld=_KEPT_BACK,
             replica=number, resources=resources, has_ready_line=False, is_ours=False,
         )  # fmt: skip
         self.fitness = ""  # a line about it once it has been ready
@@ -172,14 +170,10 @@ class VllmServer(Worker):
         if self.fitness:
             return True
         check = ready_server(self.url, self._table, f"the run's own server {self.url}")
-        ready, end = asyncio.ensure_future(check), asyncio.ensure_future(process.ended())
-        try:
-            await asyncio.wait((ready, end), return_when=asyncio.FIRST_COMPLETED)
+        async with racing(check, process.ended()) as (ready, _):
             if ready.done():
                 self.fitness = ready.result()
             return bool(self.fitness)
-        finally:
-            await end_tasks(ready, end)
 
     def on_end(self, code: int, lasted_s: float, pause_s: float) -> None:
         if not self.fitness:
@@ -315,12 +309,6 @@ def visible_devices(devices: Sequence[str], servers: int, each: int) -> list[str
         return [None] * servers
     names = [devices[-1 - place % len(devices)] for place in range(servers * each)]
     return [",".join(names[start : start + each]) for start in range(0, servers * each, each)]
-
-
-def _environment() -> dict[str, str]:
-    """This process's, without its packages and keys."""
-    own = {name: value for name, value in os.environ.items() if name not in _KEPT_BACK}
-    return {**own, **_QUIET}
 
 
 def _free_ports(servers: int) -> list[int]:

@@ -13,13 +13,13 @@ from urllib.parse import urlsplit
 
 import structlog
 
+from service_kit.tasks import racing
 from trainer_backend.errors import TrainerError
 from trainer_backend.inference.versions import PolicyVersion, ScoredPrompt, WeightAddress
 from trainer_backend.job.tables import InferenceTable
 from trainer_backend.parts import Learner
 from trainer_backend.processes.launching import LOCAL, Launcher
 from trainer_backend.processes.vllm_servers import VllmServers
-from trainer_backend.run.stopping import racing
 from trainer_backend.rundir.layout import RunDirectory
 
 log = structlog.get_logger("weights")
@@ -154,7 +154,7 @@ class WeightBroadcast(WeightFolders):
         expected, self._served, self._asking = max(1, self._served), 0, 0
         sending = self._begin(expected, self._wait_s)
         try:
-            async with racing(loading, sending) as task:
+            async with racing(loading, sending) as (task, _):
                 if sending.done():
                     sending.result()  # the learner may be lost
                 await task

@@ -4,13 +4,13 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+from service_kit.tasks import racing
 from trainer_backend.evaluation.best import Outcomes, find_best, read_outcomes
 from trainer_backend.job.schema import EvaluationTable
 from trainer_backend.job.training_table import TrainingTable
 from trainer_backend.parts import Learner, Progress
-from trainer_backend.run.stopping import racing
 from trainer_backend.rundir.checkpoint_paths import (
     BestMark,
     best_mark,
@@ -89,10 +89,10 @@ class Saving:
         """Await `work`, and end it where the checkpoint that is being written fails: raise its error."""
         if (writing := self._writing) is None:
             return await work
-        async with racing(work, writing) as task:
+        async with racing(work, writing) as (task, _):
             if writing.done():
                 await self.settled()
-            return await task
+            return cast(Result, await task)
 
     async def end(self) -> BaseException | None:
         """Wait for the checkpoint that is being written, and return its error: a run ends by another one.

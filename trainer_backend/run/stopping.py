@@ -5,11 +5,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+from service_kit.tasks import racing
 from trainer_backend.errors import EngineStopped
 
 Result = TypeVar("Result")
@@ -32,34 +33,10 @@ class Halted(Exception):
     """Raised inside work on a thread, between two of its steps, to end it; see `until_on_thread`."""
 
 
-async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait for their ends; their errors have no reader."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@asynccontextmanager
-async def racing(
-    work: Coroutine[Any, Any, Result], other: asyncio.Future[Any]
-) -> AsyncIterator[asyncio.Task[Result]]:
-    """The task of `work`, once it or `other` is done; it has ended when the context is left."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait((task, other), return_when=asyncio.FIRST_COMPLETED)
-        yield task
-    finally:
-        await end_tasks(task)
-
-
 async def until(stop: asyncio.Event, work: Coroutine[None, None, Result]) -> Result | None:
     """The result of `work`, or None if `stop` came first; `work` is then cancelled and has ended."""
-    waiter = asyncio.ensure_future(stop.wait())
-    try:
-        async with racing(work, waiter) as task:
-            return task.result() if task.done() else None
-    finally:
-        await end_tasks(waiter)
+    async with racing(work, stop.wait()) as (task, _):
+        return cast(Result, task.result()) if task.done() else None
 
 
 async def while_unbroken(broken: asyncio.Future[str], work: Coroutine[Any, Any, Result]) -> Result:
@@ -68,10 +45,10 @@ async def while_unbroken(broken: asyncio.Future[str], work: Coroutine[Any, Any, 
     Raises:
         EngineStopped: an engine ended by itself first; `work` would wait for it in vain.
     """
-    async with racing(work, broken) as task:
+    async with racing(work, broken) as (task, _):
         if not task.done():
             raise EngineStopped(f"the engine does not run: {broken.result()}")
-        return task.result()
+        return cast(Result, task.result())
 
 
 async def until_on_thread(stop: asyncio.Event, tell: Tell, work: Callable[[Tell], Result]) -> Result | None:

@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 
-from service_kit.process import end_with_parent
+from service_kit.own_process import end_with_parent
 
 if __name__ == "__main__":
     # Before the slow imports: if the service is killed meanwhile, this process must not survive it.

@@ -1,22 +1,21 @@
 """`turnwise train`: the runs that it creates or continues, one per seed, with dashboard and report."""
 
 import asyncio
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from subprocess import PIPE, STDOUT, TimeoutExpired
 from threading import Thread
 from typing import NamedTuple
 
 from rich.console import Console
 
-from service_kit.console import utf8_output
 from service_kit.errors import ServiceError
-from service_kit.process import READY
+from service_kit.own_process import READY
+from service_kit.process import Guarded
 from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.job.code_files import digests_in, with_files_of_now
 from trainer_backend.job.load import LoadedJob, dump_job
@@ -152,15 +151,8 @@ def dashboard_beside(
     """
     words = [word for root in roots for word in ("--allow-root", str(root))]
     words += ["--port", "0", "--data-dir", str(data_dir), "--exit-with-parent"]
-    with subprocess.Popen(
-        [*command, "trainer", "--no-jobs", *words],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=utf8_output(os.environ),
-        # A session of its own: Ctrl-C goes to the run, which ends first.
-        start_new_session=True,
-    ) as child:
+    words = [*command, "trainer", "--no-jobs", *words]
+    with Guarded(words, stdin=PIPE, stdout=PIPE, stderr=STDOUT) as child:
         listener = Thread(target=_listen, args=(child, say), daemon=True)
         listener.start()
 
@@ -178,12 +170,12 @@ def dashboard_beside(
             child.terminate()
             try:
                 child.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
+            except TimeoutExpired:
                 child.kill()
             listener.join(_STOP_S)
 
 
-def _listen(child: "subprocess.Popen[bytes]", say: Callable[[str], None]) -> None:
+def _listen(child: Guarded, say: Callable[[str], None]) -> None:
     """Report the dashboard's address, then drain its pipe, since a full pipe would block it."""
     assert child.stdout is not None
     last, has_said = "", False

@@ -6,7 +6,7 @@ import sys
 import threading
 from pathlib import Path
 
-from service_kit.process import begin_imports, end_imports
+from service_kit.own_process import begin_imports, end_imports
 
 
 def fake_environment(folder: Path) -> Path:

@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-from service_kit.process import end_with_parent
+from service_kit.own_process import end_with_parent
 from trainer_backend.errors import AdvantageError
 from trainer_backend.rundir.lock import run_lock
 from trainer_backend.rundir.state import (

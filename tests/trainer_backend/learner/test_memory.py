@@ -170,6 +170,12 @@ def test_a_rank_holds_its_share_and_what_it_gathers():
     }
 
 
+def test_a_critic_with_layers_of_its_own_is_shared_out_but_for_its_head():
+    use = replace(CPU, ranks=FOUR)
+    found = memory_needs(replace(LAYERED, critic=5 + 1000), use, is_gpu=True).device
+    assert [found[kind] for kind in ("weights", "gradients", "optimizer")] == [2020, 2020, 4040]
+
+
 def test_layers_that_are_kept_are_whole_on_every_rank_but_for_their_gradients():
     use = replace(CPU, ranks=LearnerTable(**RANKS, fsdp_reshard_after_forward=False))
     assert changes(LAYERED, use)["gathered"] == 1000 * 4 + (100 + 2 * 300) * 4

@@ -74,7 +74,7 @@ def test_an_input_whose_spread_is_rounding_alone_is_not_blown_up(tmp_path):
     rows: Any = SimpleNamespace(first_N=torch.ones(3, dtype=torch.bool))
     head.scored(Hidden(rows, inputs_ND))
     head.settle(ALONE)
-    head.save(tmp_path)
+    head.save(tmp_path, ALONE)
     assert load_file(tmp_path / VALUE_HEAD_FILE)["std"].tolist() == pytest.approx([1.0, 1.0, 1.0])
 
 

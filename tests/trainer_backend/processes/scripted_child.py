@@ -83,7 +83,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Connection", "close")
         self.end_headers()
-        events = [{"kind": "serving", "url": "http://127.0.0.1:1"}]
+        events = [{"kind": "serving", "text": "http://127.0.0.1:1"}]
         events += [{"kind": "answered"}] * (SCRIPT == "dies in loads")
         for event in events:
             self.wfile.write(f"progress {json.dumps([event])}\n".encode())

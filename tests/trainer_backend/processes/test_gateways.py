@@ -17,6 +17,7 @@ from pydantic import SecretStr
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from tests.conftest import ListReporter, policy_server, tiny_job, warmed_up
+from tests.processes import until
 from trainer_backend import job_parts, learner_parts
 from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.dispatcher import Dispatcher
@@ -335,8 +336,7 @@ async def test_a_gateway_that_lives_and_gives_no_sign_of_life_is_killed_and_star
 ):
     monkeypatch.setattr(Gateway, "silence_s", 0.2)
     async with scripted("wedges") as (server, reporter):
-        while (tmp_path / "starts").read_text().split() != ["0", "0"]:
-            await asyncio.sleep(0.01)
+        await until(lambda: (tmp_path / "starts").read_text().split() == ["0", "0"])
         await server.gateways[0].ready.wait()
     assert reporter.lines[:2] == [
         "gateway_0 has given no sign of life for 0.2 s, and is killed",
@@ -356,8 +356,7 @@ async def test_a_process_that_started_with_the_version_before_a_load_serves_nobo
     async with scripted("answers after its end") as (server, reporter):
         (gateway,) = server.gateways
         publish = asyncio.ensure_future(server.publish(1))
-        while (tmp_path / "starts").read_text().split() != ["0", "0"]:
-            await asyncio.sleep(0.01)
+        await until(lambda: (tmp_path / "starts").read_text().split() == ["0", "0"])
         (tmp_path / "answer").touch()
         await publish
         (tmp_path / "ready").touch()
@@ -372,12 +371,10 @@ async def test_a_gateway_that_starts_is_told_of_servers_that_have_moved_once_it_
     async with scripted("hears of moves") as (server, _):
         assert server.gateways[0].pid is not None
         os.kill(server.gateways[0].pid, signal.SIGKILL)
-        while (tmp_path / "starts").read_text().split() != ["0", "0"]:
-            await asyncio.sleep(0.01)
+        await until(lambda: (tmp_path / "starts").read_text().split() == ["0", "0"])
         await server.move_server("http://a", "http://b")
         (tmp_path / "ready").touch()
-        while not (tmp_path / "moves").exists():
-            await asyncio.sleep(0.01)
+        await until((tmp_path / "moves").exists)
     assert (tmp_path / "moves").read_text() == '["http://a","http://b"]'
 
 
@@ -386,8 +383,7 @@ async def test_a_load_that_meets_a_dead_engine_before_its_gateway_ended_is_asked
 ):
     async with scripted("outlives its engine") as (server, reporter):
         publish = asyncio.ensure_future(server.publish(1))
-        while not (tmp_path / "answered").exists():
-            await asyncio.sleep(0.01)
+        await until((tmp_path / "answered").exists)
         (tmp_path / "end").touch()
         await publish
     assert reporter.lines[0] == "gateway_0 ended with exit code 1, and is started again"

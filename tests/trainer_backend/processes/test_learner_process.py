@@ -257,9 +257,7 @@ def served(host: Host) -> Iterator[Callable[..., Any]]:
 
     with ServerThread(cut, Listener("127.0.0.1", 0)) as url, ExitStack() as stack:
 
-        def connect(
-            *, silence_s: float = 60.0, session: str = "run/one", key: str = "key"
-        ) -> LearnerConnection:
+        def connect(*, key: str = "key", silence_s: float = 60.0, session: str = "run/one") -> Any:
             log = Path("the.log")
             link = LearnerConnection(url, key, silence_s=silence_s, log_file=log, session=session)
             stack.callback(link.close)
@@ -267,6 +265,14 @@ def served(host: Host) -> Iterator[Callable[..., Any]]:
 
         yield connect
         host.go_on.set()
+
+
+def asking(link: LearnerConnection, host: Host) -> threading.Thread:
+    """A thread whose call is under way."""
+    thread = threading.Thread(target=link.ask, args=("update", [], 1, None))
+    thread.start()
+    assert host.begun.wait(60)
+    return thread
 
 
 def test_a_call_whose_connection_breaks_is_repeated_and_done_once():
@@ -308,9 +314,7 @@ def test_two_orchestrators_on_one_learner_and_a_call_beside_another_are_refused(
     host = Host()
     with served(host) as connect:
         own = connect()
-        thread = threading.Thread(target=own.ask, args=("update", [], 1, None))
-        thread.start()
-        assert host.begun.wait(60)
+        thread = asking(own, host)
         with pytest.raises(LearnerBusy, match=r"works for the run 'run', and it serves one alone"):
             connect(session="other/two").ask("update", [], 1, None)
         beside = connect()
@@ -331,10 +335,8 @@ def test_two_orchestrators_on_one_learner_and_a_call_beside_another_are_refused(
 def test_a_learner_whose_run_has_left_it_in_a_call_is_busy_until_the_call_has_ended():
     host = Host()
     with served(host) as connect:
-        own, other = connect(), connect(session="other/two")
-        thread = threading.Thread(target=own.ask, args=("update", [], 1, None))
-        thread.start()
-        assert host.begun.wait(60)
+        other = connect(session="other/two")
+        thread = asking(connect(), host)
         connect().leave()
         assert other.fault("other") == "it is busy with call 1, 'update' of an earlier start"
         host.go_on.set()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from bench.study_ranks import Group
 from tests.conftest import tiny_job
@@ -136,6 +137,31 @@ def test_a_job_of_another_number_of_ranks_is_refused(runs, group):
     with pytest.raises(JobError, match="2 ranks, and the job wants 3"):
         group.connection.ask("open", dump_job(tiny_job(**TABLES, learner__nproc_per_node=3)))
     group.connection.ask("open", dump_job(JOB))
+
+
+def test_a_critic_with_layers_of_its_own_is_shared_out_too(group, played, tmp_path):
+    own = {
+        **TABLES,
+        "training__critic": "own",
+        "training__critic_batch_decisions": 16,
+        "training__entropy_coef": 0.0,
+    }
+    one, two = tmp_path / "one", tmp_path / "two"
+    expected = calls_in_order(learner_parts.local_learners(tiny_job(**own)), played, one)
+    group.connection.ask("open", dump_job(tiny_job(**own, learner__nproc_per_node=2)))
+    results = calls_in_order(group, played, two)
+    assert any(value != 0.0 for row in results[9].values() for value in row)
+    for found, was in zip(results, expected, strict=True):
+        if isinstance(found, dict):
+            found = {key: value for key, value in found.items() if not str(key).startswith("learner/")}
+        assert_close(found, was)
+    (_, here), (_, there) = (
+        learner_parts.local_learners(tiny_job(**own)).resumed(folder / "iteration_2") for folder in (one, two)
+    )
+    assert here == there
+    files = [load_file(folder / "iteration_2/training_state/critic.safetensors") for folder in (one, two)]
+    assert files[0].keys() == files[1].keys()
+    assert max(float((files[0][name] - files[1][name]).abs().max()) for name in files[0]) < 1e-4
 
 
 def test_a_rank_that_is_killed_ends_the_learner(runs, group):

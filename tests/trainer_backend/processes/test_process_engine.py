@@ -9,13 +9,8 @@ from typing import Any
 import pytest
 
 from shared_schemas.trajectory import Sampling
-from trainer_backend.errors import (
-    BadChatRequest,
-    ContextLengthExceeded,
-    EngineStopped,
-    ModelFolderError,
-    WeightsRefused,
-)
+from trainer_backend import errors
+from trainer_backend.errors import ContextLengthExceeded, EngineStopped
 from trainer_backend.inference.actor import Extras, FrozenEngine, Generation, SampledToken
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.stop_strings import Decode, StopStrings
@@ -73,17 +68,16 @@ def test_it_samples_what_an_engine_of_this_process_samples(model_folders: dict[s
             await engine.probe()
             with pytest.raises(ContextLengthExceeded):
                 await engine.generate([1], Sampling(max_tokens=64), request_id="1")
-            with pytest.raises(BadChatRequest, match="prompt ids must lie in"):
+            with pytest.raises(errors.BadChatRequest, match="prompt ids must lie in"):
                 await engine.generate([1 << 20], Sampling(max_tokens=1), request_id="2")
-            with pytest.raises(WeightsRefused):
+            with pytest.raises(errors.WeightsRefused):
                 await engine.load(PolicyVersion(number=4, folder=folder / "none"))
             assert engine.version == 3
             await engine.load(PolicyVersion(number=4, folder=folder))
             after = await engine.generate([5, 6], Sampling(max_tokens=2, seed=0), request_id="3")
             assert (after.versions, engine.version) == (((0, 4),), 4)
-            endless = asyncio.ensure_future(
-                engine.generate([5], Sampling(max_tokens=60, seed=1), request_id="4")
-            )
+            sampling = Sampling(max_tokens=60, seed=1)
+            endless = asyncio.ensure_future(engine.generate([5], sampling, request_id="4"))
             await engine.probe()
             assert engine.pid is not None
             os.kill(engine.pid, signal.SIGSTOP)
@@ -113,7 +107,7 @@ def test_it_samples_what_an_engine_of_this_process_samples(model_folders: dict[s
 async def test_a_folder_that_cannot_be_served_is_refused_by_the_error_of_its_class(tmp_path: Path) -> None:
     engine = engine_at(tmp_path)
     try:
-        with pytest.raises(ModelFolderError, match=f"{tmp_path}: "):
+        with pytest.raises(errors.ModelFolderError, match=f"{tmp_path}: "):
             await engine.begin()
     finally:
         await engine.close()
@@ -122,7 +116,7 @@ async def test_a_folder_that_cannot_be_served_is_refused_by_the_error_of_its_cla
 async def test_a_process_that_ends_before_it_serves_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_backend.processes.process_engine._MODULE", "this")  # a poem
+    monkeypatch.setattr("trainer_backend.processes.engine_calls._MODULE", "this")  # a poem
     engine = engine_at(tmp_path)
     with pytest.raises(EngineLost, match="the engine's process ended with exit code 0"):
         await engine.begin()

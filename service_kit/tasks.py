@@ -1,0 +1,26 @@
+"""Tasks that end with the code that started them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+
+async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait for their ends; their errors have no reader."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def racing(
+    *work: Coroutine[Any, Any, Any] | asyncio.Future[Any],
+) -> AsyncIterator[list[asyncio.Future[Any]]]:
+    """The tasks of all work, once the first is done; those of coroutines end with the context."""
+    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(item) for item in work]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        yield tasks
+    finally:
+        await end_tasks(*(task for task, item in zip(tasks, work, strict=True) if task is not item))
