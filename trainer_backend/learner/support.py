@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from trainer_backend.core.collate import block_mask
 from trainer_backend.errors import ModelFolderError
 from trainer_backend.models.folder import embedding_rows
-from trainer_backend.models.layout import refuse_unsupported_attention
+from trainer_backend.models.kinds import refuse_rotations_by_length, why_not_by_position
 
 # Set to anything else, each of them comes between what the learner computes and the model's own logits.
 NEUTRAL = {
@@ -37,13 +37,13 @@ def refuse_unsupported(model: PreTrainedModel, *, longest: int) -> None:
     for name, neutral in NEUTRAL.items():
         if getattr(config, name, None) not in neutral:
             raise ModelFolderError(f"its config sets {name}, which the learner leaves out", where="model")
-    if not model._supports_sdpa:
+    if reason := why_not_by_position(model, longest=longest):
         raise ModelFolderError(
-            f"{type(model).__name__} has attention of its own, which scaled_dot_product_attention, all that "
-            "engine and learner have, does not compute",
+            f"its {reason}",
             where="model",
+            hint="Take a model whose layers all have full_attention, such as Qwen3.",
         )
-    refuse_unsupported_attention(config, longest=longest)
+    refuse_rotations_by_length(config, longest=longest)
     _refuse_few_positions(config, longest)
     _refuse_other_logits(model)
     _refuse_neighbours(model)

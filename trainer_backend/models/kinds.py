@@ -1,0 +1,66 @@
+"""What a model's layers do that decides how learner and engine compute it, by its config and class alone.
+
+by position    keys and values of each position, under a mask: packed rows, and rows of the engine's cache
+otherwise      by the model's own layers, one text a row, with the cache that transformers makes for them
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from trainer_backend.errors import ModelFolderError
+
+# What configs call layers that attend to every position before.
+_FULL = frozenset({"full_attention", "attention"})
+# ... and layers without attention or state, which configs list among the others.
+_STATELESS = frozenset({"moe", "mlp", "dense", "sparse"})
+
+
+def why_not_by_position(model: PreTrainedModel, *, longest: int) -> str | None:
+    """Why a mask over keys and values by position does not compute sequences of up to `longest` tokens.
+
+    None where it does.
+    """
+    config = model.config.get_text_config()
+    if reason := why_layers_not_full(config, longest=longest):
+        return reason
+    if not model._supports_sdpa:
+        return f"{type(model).__name__} has attention of its own, not scaled_dot_product_attention"
+    return None
+
+
+def why_layers_not_full(config: Any, *, longest: int) -> str | None:
+    """The layers that do not attend to all of `longest` positions, in words; None where all do."""
+    window = getattr(config, "sliding_window", None)
+    named = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    # The models of before `layer_types` have the window in all layers.
+    kinds = set(named or ["sliding_attention" if window else "full_attention"])
+    if window is not None and window >= longest:
+        kinds.discard("sliding_attention")
+    others = sorted(kinds - _FULL - _STATELESS)
+    if not others:
+        return None
+    of_width = f" of {window} tokens" if "sliding_attention" in kinds and window else ""
+    return f"layers are {', '.join(others)}{of_width}, not full_attention"
+
+
+def refuse_rotations_by_length(config: PreTrainedConfig, *, longest: int) -> None:
+    """In one batch the longest sequence would choose the rotation of all."""
+    config = config.get_text_config()
+    made_for = getattr(config, "max_position_embeddings", None)
+    stated = getattr(config, "rope_parameters", None) or {}
+    # One for all layers, or one for each kind of layer.
+    for rotation in [inner for inner in stated.values() if isinstance(inner, Mapping)] or [stated]:
+        kind = str(rotation.get("rope_type", rotation.get("type")))
+        if "dynamic" not in kind and kind != "longrope":
+            continue
+        limits = [made_for] if "dynamic" in kind else []
+        limit = min(filter(None, [*limits, rotation.get("original_max_position_embeddings")]), default=0)
+        if longest > limit:
+            raise ModelFolderError(
+                f"its positions ({kind}) are turned otherwise in sequences of more than {limit} tokens, so a "
+                "short one computed beside a longer one would not be what it is alone",
+                where="model",
+                hint=f"Set inference.max_model_len to {limit} or less.",
+            )
