@@ -3,12 +3,13 @@
     OneRow       all rows end to end without padding, for a kernel of variable length: CUDA with bfloat16
     ByLength     the same row; attention alone has segments of similar length side by side: a CPU
     BlockMask    a mask [L, L] a row, for torch's scaled_dot_product_attention: any device, L^2 work
+    PaddedRows   a segment a row, by length: layers that no mask over positions computes, on any device
 
 All give what each segment alone gives; tests hold them to it.
 """
 
 import inspect
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Protocol
@@ -21,15 +22,18 @@ from trainer_backend.core.collate import Packed, block_mask
 from trainer_backend.errors import ModelFolderError
 from trainer_backend.learner.by_length import (
     Attend,
+    PaddedGroup,
     SegmentBounds,
     attend_by_length,
     attend_reads,
     causal_attention,
     groups_of,
     one_row,
+    padded_groups,
     reads_of,
 )
 from trainer_backend.learner.device import Placement
+from trainer_backend.learner.ranks import ALONE, Ranks
 
 # How transformers knows our attention function.
 ONE_ROW = "turnwise_one_row"
@@ -105,6 +109,41 @@ class ByLength:
             "turnwise_attend": partial(attend_by_length, groups),
             "turnwise_attend_read": reads and partial(attend_reads, groups, reads.to(device)),
         }
+
+
+# The keyword under which a model's own layers get their rows, and what these rows are: the groups, and the order
+# of what they read (`by_length.padded_groups`).
+GROUPS = "turnwise_groups"
+Groups = tuple[Sequence[PaddedGroup], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedRows:
+    """A segment a row, padded at its end, a group of similar lengths a pass: any causal layers compute it.
+
+    No token sees one behind it, so padding changes nothing before it, and there is no mask of it.
+
+    implementation: of the model's own attention.
+    why: the reason why rows are not packed, in words.
+    ranks: that make equally many passes, since each gathers the weights of all.
+    """
+
+    implementation: str
+    why: str
+    ranks: Ranks = ALONE
+
+    def arranged(self, packed: Packed, device: torch.device, dtype: torch.dtype) -> Arranged:
+        row, bounds = one_row(packed)
+        groups, order_N = padded_groups(row, bounds)
+        missing = max(self.ranks.of_every_rank(len(groups))) - len(groups)
+        nothing = PaddedGroup(row.token_ids_BL[:, :1], order_N[:0])
+        groups += [nothing] * missing
+        return row.to(device), {GROUPS: ([group.to(device) for group in groups], order_N.to(device))}
+
+    @staticmethod
+    def places(packed: Packed) -> int:
+        """How many tokens the passes compute, those of the padding too."""
+        return len(groups_of(one_row(packed)[1]).token_P)
 
 
 def attention_for(placement: Placement, *, head_dim: int) -> PackedAttention:

@@ -28,7 +28,7 @@ from trainer_backend.errors import JobError, UpdateStopped
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.served_policy import PolicyFacts
 from trainer_backend.learner.adapter_folder import FOLDER, read_adapter, refuse_adapters, take_out
-from trainer_backend.learner.attention import attention_for, head_dim_of
+from trainer_backend.learner.attention import PackedAttention, PaddedRows, attention_for, head_dim_of
 from trainer_backend.learner.broadcast import WeightSender, checkpoint_tensors, own_address
 from trainer_backend.learner.checkpoints import restore_progress, save_checkpoint, save_weights
 from trainer_backend.learner.config import LearnerConfig
@@ -57,6 +57,7 @@ from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.learner.warmup import demonstrations, prompt_texts, tool_words, warm_up
 from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.models.folder import embedding_rows
+from trainer_backend.models.kinds import logit_map, own_attention
 from trainer_backend.parts import CreditedEpisode, Hardware, Progress, WeightPart
 from trainer_backend.rundir.checkpoint_paths import CRITIC_FILE, STARTED_FROM, TRAINING_FOLDER
 from trainer_backend.rundir.digests import digest_of
@@ -83,7 +84,7 @@ class LocalLearner:
         adapter_folder: Path | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        refuse_unsupported(model, longest=config.inference.max_model_len)
+        why_apart = refuse_unsupported(model, longest=config.inference.max_model_len)
         self.config, self.model, self.tokenizer, self._ranks = config, model, tokenizer, ranks
         training, placement = config.training, place(config.model.device)
         # Under adapters the model's own weights are held, not trained.
@@ -102,7 +103,7 @@ class LocalLearner:
         self._sample = sample_of(model, tokenizer) if ranks.are_several else 0
         if ranks.are_several:
             shard(model, ranks, config.ranks, placement.device)
-        self.scorer = scorer_of(model, placement, training.logits_chunk_tokens, ranks)
+        self.scorer = scorer_of(model, placement, training.logits_chunk_tokens, ranks, why_apart)
         self._reference = None if started_from is None else self._started(started_from)
         self._optimizer = adamw_of(
             model, training.learning_rate, training.weight_decay, offload=training.optimizer_offload
@@ -481,15 +482,26 @@ def _tokens(episodes: Sequence[CreditedEpisode]) -> int:
 
 
 def scorer_of(
-    model: PreTrainedModel, placement: Placement, logits_chunk: int | None = None, ranks: Ranks = ALONE
+    model: PreTrainedModel,
+    placement: Placement,
+    logits_chunk: int | None = None,
+    ranks: Ranks = ALONE,
+    why_apart: str | None = None,
 ) -> Scorer:
-    """The model as the job computes with it: attention and the size of a chunk of logits chosen."""
-    attention = attention_for(placement, head_dim=head_dim_of(model.config.get_text_config()))
-    # Never eager: it would add a mask of booleans to its scores instead of masking with it.
+    """The model as the job computes with it: attention and the size of a chunk of logits chosen.
+
+    `why_apart` says why each segment needs a row of its own (`support.refuse_unsupported`).
+    """
+    attention: PackedAttention
+    if why_apart is None:  # never eager: it would add a mask of booleans to its scores
+        attention = attention_for(placement, head_dim=head_dim_of(model.config.get_text_config()))
+    else:
+        attention = PaddedRows(own_attention(model), why_apart, ranks)
     model.set_attn_implementation(attention.implementation)
     fits = chunk_within(placement.logits_bytes(), embedding_rows(model))
     operators = operators_for(placement, model.config)
-    return Scorer(model, placement, attention, logits_chunk or fits, ranks, operators)
+    logits = logit_map(model.config)
+    return Scorer(model, placement, attention, logits_chunk or fits, ranks, operators, logits)
 
 
 def held_scorer(scorer: Scorer, model: PreTrainedModel) -> Scorer:

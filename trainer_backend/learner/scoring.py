@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trainer_backend.core.collate import Packed, by_segment, cut_packed, pack_segments
-from trainer_backend.core.logprobs import chunked_logprobs
+from trainer_backend.core.logprobs import LogitMap, chunked_logprobs
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import SegmentError, place
 from trainer_backend.job.training_table import LoopKeys
-from trainer_backend.learner.attention import PackedAttention
+from trainer_backend.learner.attention import GROUPS, Groups, PackedAttention
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.operators import BY_TORCH
 from trainer_backend.learner.packed_decoder import Operators, is_known, read_states
@@ -56,6 +56,8 @@ class Scorer:
     """The ranks that share the work."""
     operators: Operators = BY_TORCH
     """What a layer computes between its products."""
+    logits: LogitMap = LogitMap()
+    """What the model makes of its head's products."""
 
     def states(self, packed: Packed) -> States:
         """The last hidden states where sampled tokens are predicted, and the tokens' log-probs and entropies.
@@ -89,10 +91,14 @@ class Scorer:
             chunk=self.logits_chunk,
             factors=self.placement.low,
             reading=self.operators.reading,
+            bias_V=model.lm_head.bias,
+            logits=self.logits,
         )
         return hidden_ND, logprobs_N, entropies_N
 
     def _hidden(self, model: PreTrainedModel, rows: Packed, arguments: Mapping[str, Any]) -> Tensor:
+        if GROUPS in arguments:
+            return self._apart(model, arguments[GROUPS])
         tokens = tokens_for(model, rows.token_ids_BL, self.placement.low)
         attend, attend_read = (arguments.get(f"turnwise_{name}") for name in ("attend", "attend_read"))
         with self.placement.autocast():
@@ -102,6 +108,21 @@ class Scorer:
                 **tokens, position_ids=rows.position_ids_BL, use_cache=False, **arguments
             ).last_hidden_state
         return hidden_BLD[rows.predict_row_N, rows.predict_position_N]
+
+    def _apart(self, model: PreTrainedModel, groups: Groups) -> Tensor:
+        """[N, D] by the model's own layers, a segment a row."""
+        parts = []
+        for group in groups[0]:
+            ids_BL = group.token_ids_BL
+            # Of the padding too, since positions that begin again mean packed rows to transformers.
+            positions_BL = torch.arange(ids_BL.shape[1], device=ids_BL.device).expand_as(ids_BL)
+            tokens = tokens_for(model, ids_BL, self.placement.low)
+            with self.placement.autocast():
+                hidden_BLD: Tensor = model.model(
+                    **tokens, position_ids=positions_BL, use_cache=False
+                ).last_hidden_state
+            parts.append(hidden_BLD.flatten(0, 1).index_select(0, group.read_R))
+        return torch.cat(parts).index_select(0, groups[1])
 
     def logprobs(self, packed: Packed) -> Tensor:
         """[N] log-probs of the sampled tokens, differentiable in the model's weights."""

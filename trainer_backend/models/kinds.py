@@ -9,12 +9,15 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from trainer_backend.core.logprobs import LogitMap
 from trainer_backend.errors import ModelFolderError
 
 # What configs call layers that attend to every position before.
 _FULL = frozenset({"full_attention", "attention"})
 # ... and layers without attention or state, which configs list among the others.
 _STATELESS = frozenset({"moe", "mlp", "dense", "sparse"})
+# Where `logits_scaling` is a factor; Granite and its kin divide by it.
+_MULTIPLY = frozenset({"hyperclovax"})
 
 
 def why_not_by_position(model: PreTrainedModel, *, longest: int) -> str | None:
@@ -25,9 +28,27 @@ def why_not_by_position(model: PreTrainedModel, *, longest: int) -> str | None:
     config = model.config.get_text_config()
     if reason := why_layers_not_full(config, longest=longest):
         return reason
+    if getattr(config, "attn_logit_softcapping", None):
+        return "scores of attention have a cap (attn_logit_softcapping)"
     if not model._supports_sdpa:
         return f"{type(model).__name__} has attention of its own, not scaled_dot_product_attention"
     return None
+
+
+def own_attention(model: PreTrainedModel) -> str:
+    """The implementation of attention that computes the model's own: caps and sinks are eager's alone."""
+    is_capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
+    return "sdpa" if model._supports_sdpa and not is_capped else "eager"
+
+
+def logit_map(config: PreTrainedConfig) -> LogitMap:
+    """What the model makes of its head's products, as far as its config names it."""
+    config = config.get_text_config()
+    scale = float(getattr(config, "logit_scale", None) or 1.0)
+    scale *= float(getattr(config, "lm_head_multiplier", None) or 1.0)
+    by = float(getattr(config, "logits_scaling", None) or 1.0)
+    scale = scale * by if config.model_type in _MULTIPLY else scale / by
+    return LogitMap(scale, getattr(config, "final_logit_softcapping", None) or None)
 
 
 def why_layers_not_full(config: Any, *, longest: int) -> str | None:
@@ -38,6 +59,8 @@ def why_layers_not_full(config: Any, *, longest: int) -> str | None:
     kinds = set(named or ["sliding_attention" if window else "full_attention"])
     if window is not None and window >= longest:
         kinds.discard("sliding_attention")
+    if (getattr(config, "attention_chunk_size", None) or 0) >= longest:
+        kinds.discard("chunked_attention")
     others = sorted(kinds - _FULL - _STATELESS)
     if not others:
         return None
