@@ -26,7 +26,7 @@ class Reading(NamedTuple):
 class LogitMap(NamedTuple):
     """What a model makes of its head's products before they are logits.
 
-        logits = cap * tanh(scale * products / cap),   without a cap: scale * products
+    logits = cap * tanh(scale * products / cap),   without a cap: scale * products
     """
 
     scale: float = 1.0
@@ -166,9 +166,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def _logits(hidden_CD: Tensor, head_VD: Tensor, bias_V: Tensor | None, logits: LogitMap) -> Tensor:
-    """[C, V] in a tensor of their own."""
+    """[C, V] in one tensor."""
     products_CV = wide_product(hidden_CD, head_VD.T)
-    return logits(products_CV if bias_V is None else products_CV.add_(bias_V))
+    if bias_V is not None:
+        products_CV.add_(bias_V)
+    if logits.scale != 1.0:
+        products_CV.mul_(logits.scale)
+    return products_CV if logits.cap is None else products_CV.div_(logits.cap).tanh_().mul_(logits.cap)
 
 
 def _slope(logits_CV: Tensor, logits: LogitMap) -> Tensor | None:

@@ -498,9 +498,11 @@ def scorer_of(
     else:
         attention = PaddedRows(own_attention(model), why_apart, ranks)
     model.set_attn_implementation(attention.implementation)
-    fits = chunk_within(placement.logits_bytes(), embedding_rows(model))
-    operators = operators_for(placement, model.config)
     logits = logit_map(model.config)
+    # A cap's derivative takes a third more.
+    budget = placement.logits_bytes() * (3 if logits.cap is not None else 4) // 4
+    fits = chunk_within(budget, embedding_rows(model))
+    operators = operators_for(placement, model.config)
     return Scorer(model, placement, attention, logits_chunk or fits, ranks, operators, logits)
 
 

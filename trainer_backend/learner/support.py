@@ -82,7 +82,9 @@ def _why_neighbours_change(model: PreTrainedModel) -> str | None:
     apart = _apart(alone_BLV, together_BLV)
     if apart <= ROUNDING:
         return None
-    return f"logits change by up to {apart:.3g} of their size by another text in the row, whatever its mask says"
+    return (
+        f"logits change by up to {apart:.3g} of their size by another text in the row, whatever its mask says"
+    )
 
 
 @torch.inference_mode()
