@@ -1,4 +1,4 @@
-"""Tiny random models of this year's families: one of each kind of layer, and those of `make test-families`."""
+"""Tiny random models of this year's families: one of each kind of layer, and the rest in KEYS."""
 
 from typing import Any
 

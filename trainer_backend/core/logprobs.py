@@ -38,6 +38,9 @@ class LogitMap(NamedTuple):
         return scaled if self.cap is None else self.cap * (scaled / self.cap).tanh()
 
 
+PLAIN = LogitMap()
+
+
 def chunk_within(budget_bytes: int, vocabulary: int) -> int:
     """Tokens whose logits fit `budget_bytes`, from 1 to MOST_TOKENS."""
     return max(1, min(MOST_TOKENS, budget_bytes // (BYTES_PER_LOGIT * vocabulary)))
@@ -53,7 +56,7 @@ def chunked_logprobs(
     factors: torch.dtype | None = None,
     reading: Reading | None = None,
     bias_V: Tensor | None = None,
-    logits: LogitMap = LogitMap(),
+    logits: LogitMap = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of its distribution, under softmax(logits / temperature).
 
@@ -86,7 +89,7 @@ def chunked_logprobs(
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
     if logits.cap is None and logits.scale != 1.0:  # a scale is a temperature's inverse
-        temperature_N, logits = temperature_N / logits.scale, LogitMap()
+        temperature_N, logits = temperature_N / logits.scale, PLAIN
     wide = torch.promote_types(hidden_ND.dtype, torch.float32)
     if len(target_N) <= chunk and factors is None and reading is None and hidden_ND.dtype == wide:
         # Nothing to save: one chunk is in memory either way, and kept it need not be recomputed.

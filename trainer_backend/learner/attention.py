@@ -111,8 +111,8 @@ class ByLength:
         }
 
 
-# The keyword under which a model's own layers get their rows, and what these rows are: the groups, and the order
-# of what they read (`by_length.padded_groups`).
+# The keyword under which a model's own layers get their rows: groups, and the order of what these read
+# (`by_length.padded_groups`).
 GROUPS = "turnwise_groups"
 Groups = tuple[Sequence[PaddedGroup], Tensor]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trainer_backend.core.collate import Packed, by_segment, cut_packed, pack_segments
-from trainer_backend.core.logprobs import LogitMap, chunked_logprobs
+from trainer_backend.core.logprobs import PLAIN, LogitMap, chunked_logprobs
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import SegmentError, place
 from trainer_backend.job.training_table import LoopKeys
@@ -56,7 +56,7 @@ class Scorer:
     """The ranks that share the work."""
     operators: Operators = BY_TORCH
     """What a layer computes between its products."""
-    logits: LogitMap = LogitMap()
+    logits: LogitMap = PLAIN
     """What the model makes of its head's products."""
 
     def states(self, packed: Packed) -> States:

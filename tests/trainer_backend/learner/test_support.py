@@ -1,4 +1,4 @@
-"""What of a model the learner computes in rows of its own, or cannot: refused, and by name where it has one."""
+"""Which models get a row for each segment, and which are refused, by name where the reason has one."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,9 +49,7 @@ def llama(**changes: object) -> LlamaForCausalLM:
     [
         CohereForCausalLM(CohereConfig(vocab_size=50, logit_scale=0.5, **SIZE)),
         GraniteForCausalLM(GraniteConfig(vocab_size=50, logits_scaling=4.0, **SIZE)),
-        Gemma2ForCausalLM(
-            Gemma2Config(vocab_size=50, final_logit_softcapping=2.0, initializer_range=0.5, **SIZE)
-        ),
+        Gemma2ForCausalLM(Gemma2Config(vocab_size=50, final_logit_softcapping=0.5, **SIZE)),
     ],
     ids=["cohere", "granite", "gemma2"],
 )
