@@ -136,8 +136,8 @@ class PaddedRows:
         row, bounds = one_row(packed)
         groups, order_N = padded_groups(row, bounds)
         missing = max(self.ranks.of_every_rank(len(groups))) - len(groups)
-        nothing = PaddedGroup(row.token_ids_BL[:, :1], order_N[:0])
-        groups += [nothing] * missing
+        ids_BL = row.token_ids_BL[:, :1]
+        groups += [PaddedGroup(ids_BL, torch.zeros_like(ids_BL, dtype=torch.bool), order_N[:0])] * missing
         return row.to(device), {GROUPS: ([group.to(device) for group in groups], order_N.to(device))}
 
     @staticmethod

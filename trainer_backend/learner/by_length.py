@@ -98,15 +98,18 @@ class PaddedGroup:
     """Segments of similar length, one a row, and the places whose states are read.
 
     token_ids_BL: int64; in the padding behind a segment its last token.
+    is_real_BL: bool, False in the padding.
     read_R: int64, places of these rows end to end.
     """
 
     token_ids_BL: Tensor
+    is_real_BL: Tensor
     read_R: Tensor
 
     def to(self, device: torch.device) -> PaddedGroup:
         """The same on a device, without waiting for the copies."""
-        return PaddedGroup(*(t.to(device, non_blocking=True) for t in (self.token_ids_BL, self.read_R)))
+        columns = self.token_ids_BL, self.is_real_BL, self.read_R
+        return PaddedGroup(*(column.to(device, non_blocking=True) for column in columns))
 
 
 def padded_groups(row: Packed, bounds: SegmentBounds) -> tuple[list[PaddedGroup], Tensor]:
@@ -117,11 +120,14 @@ def padded_groups(row: Packed, bounds: SegmentBounds) -> tuple[list[PaddedGroup]
     groups = groups_of(bounds)
     read_N, order_N = groups.place_L[row.predict_position_N].sort()
     ids_P = row.token_ids_BL[0][groups.token_P]
+    is_real_P = torch.zeros(len(ids_P), dtype=torch.bool)
+    is_real_P[groups.place_L] = True
     padded, first = [], 0
     for segments, places in groups.shapes:
         end = first + segments * places
         here = slice(*torch.searchsorted(read_N, torch.tensor([first, end])).tolist())
-        padded.append(PaddedGroup(ids_P[first:end].view(segments, places), read_N[here] - first))
+        ids_BL, is_real_BL = (column[first:end].view(segments, places) for column in (ids_P, is_real_P))
+        padded.append(PaddedGroup(ids_BL, is_real_BL, read_N[here] - first))
         first = end
     return padded, order_N.argsort()
 

@@ -33,6 +33,7 @@ from trainer_backend.learner.broadcast import WeightSender, checkpoint_tensors, 
 from trainer_backend.learner.checkpoints import restore_progress, save_checkpoint, save_weights
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement, place
+from trainer_backend.learner.experts import experts_of
 from trainer_backend.learner.loading import (
     checked_base,
     copy_to_serve,
@@ -103,7 +104,8 @@ class LocalLearner:
         self._sample = sample_of(model, tokenizer) if ranks.are_several else 0
         if ranks.are_several:
             shard(model, ranks, config.ranks, placement.device)
-        self.scorer = scorer_of(model, placement, training.logits_chunk_tokens, ranks, why_apart)
+        scorer = scorer_of(model, placement, training.logits_chunk_tokens, ranks, why_apart)
+        self.scorer = replace(scorer, experts=experts_of(model, training))
         self._reference = None if started_from is None else self._started(started_from)
         self._optimizer = adamw_of(
             model, training.learning_rate, training.weight_decay, offload=training.optimizer_offload

@@ -117,7 +117,8 @@ def _few_ids(model: PreTrainedModel) -> Tensor:
 def _logits(model: PreTrainedModel, ids_BL: Tensor, **arguments: Any) -> Tensor:
     """Logits as `learner.scoring` computes them."""
     hidden_BLD = model.model(input_ids=ids_BL, use_cache=False, **arguments).last_hidden_state
-    return logit_map(model.config)(model.lm_head(hidden_BLD))
+    products_BLV = torch.nn.functional.linear(hidden_BLD, model.lm_head.weight, model.lm_head.bias)
+    return logit_map(model.config)(products_BLV)
 
 
 def _apart(own: Tensor, other: Tensor) -> float:

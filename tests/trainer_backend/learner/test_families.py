@@ -5,20 +5,31 @@ import os
 import pytest
 import torch
 
+from tests.conftest import tiny_job
 from tests.tiny_families import EACH_KIND, KEYS, VOCABULARY, tiny_model
+from tests.trainer_backend.learner.hand_made import segment, tiny_tokenizer
 from tests.trainer_backend.segment_columns import segment_of
+from trainer_backend import learner_parts
 from trainer_backend.core.collate import cut_packed, pack_segments
 from trainer_backend.core.segments import Segment
 from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.learner.device import Placement
-from trainer_backend.learner.learner import scorer_of
+from trainer_backend.learner.learner import LocalLearner, scorer_of
 from trainer_backend.learner.scoring import Scorer
 from trainer_backend.learner.stepping import checkpoint_layers, stepping
 from trainer_backend.learner.support import refuse_unsupported
+from trainer_backend.parts import CreditedEpisode
 
 CPU = Placement(torch.device("cpu"))
 FAMILIES = tuple(KEYS) if os.environ.get("TURNWISE_TEST_FAMILIES") else EACH_KIND
+# Those whose own loss balances the load of experts.
+BALANCED = ("qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text")
 LENGTHS = (23, 70, 12, 3, 19, 9, 21, 5)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
 
 
 def segments() -> list[Segment]:
@@ -49,8 +60,12 @@ def alone(model, part: Segment) -> torch.Tensor:
 def gradient(model, loss: torch.Tensor) -> torch.Tensor:
     model.zero_grad()
     loss.backward()
-    weights = list(model.parameters())
-    return torch.cat([torch.zeros_like(w).flatten() if w.grad is None else w.grad.flatten() for w in weights])
+    return gradients_of(model)
+
+
+def gradients_of(model) -> torch.Tensor:
+    weights = model.parameters()
+    return torch.cat([torch.zeros(w.numel()) if w.grad is None else w.grad.flatten() for w in weights])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -69,3 +84,47 @@ def test_log_probs_and_gradient_are_those_of_each_segment_alone(family: str):
     with stepping(scorer.model):
         again = gradient(scorer.model, sum(scorer.logprobs(piece).sum() for piece in pieces))
     torch.testing.assert_close(again, together, rtol=1e-4, atol=1e-6 * float(together.abs().max()))
+
+
+def learner_of_family(tokenizer, family: str, **overrides) -> LocalLearner:
+    torch.set_num_threads(1)
+    model = tiny_model(family, vocab_size=300, pad_token_id=None, bos_token_id=None, eos_token_id=None)
+    told = {"training__mismatch_limit": 1e9, "training__entropy_coef": 0.0, **overrides}
+    return LocalLearner(learner_parts.learner_config(tiny_job(**told)), model, tokenizer)
+
+
+def routed_episodes() -> list[CreditedEpisode]:
+    """Of several lengths, whose advantages are 0: nothing but the routers' loss has a gradient."""
+    made = [segment(f"r{k}", range(20, 23 + 7 * k), range(40, 45 + k), [-1.0] * (5 + k)) for k in range(5)]
+    return [CreditedEpisode(part.rollout_id, [part], [0.0]) for part in made]
+
+
+def step_of(learner: LocalLearner) -> tuple[torch.Tensor, dict[str, float]]:
+    """The gradient and metrics of one step over all these episodes."""
+    episodes, update = routed_episodes(), learner.policy_update()
+    metrics = update.gradient(update.weighed(episodes).scored, {item.rollout_id: item for item in episodes})
+    weights = learner.model.parameters()
+    return torch.cat(
+        [torch.zeros(w.numel()) if w.grad is None else w.grad.flatten() for w in weights]
+    ), metrics
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name in BALANCED])
+def test_the_loss_of_the_routers_is_the_familys_own_however_the_step_is_cut(tokenizer, family: str):
+    cut = {"training__row_tokens": 64, "training__micro_batch_tokens": 64}
+    by_pieces, metrics = step_of(learner_of_family(tokenizer, family, training__router_aux_coef=0.5, **cut))
+    learner = learner_of_family(tokenizer, family, training__router_aux_coef=0.5)
+    whole, of_whole = step_of(learner)
+    torch.testing.assert_close(by_pieces, whole, rtol=1e-4, atol=1e-7)
+    rows = [torch.tensor(part.token_ids.tolist()) for item in routed_episodes() for part in item.segments]
+    ids_BL = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask_BL = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    learner.model.zero_grad()
+    learner.model.set_attn_implementation("eager")
+    own = learner.model(input_ids=ids_BL, attention_mask=mask_BL, output_router_logits=True).aux_loss
+    expected = gradient(learner.model, 0.5 * own)
+    torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-6)
+    for found in (metrics, of_whole):
+        assert found["loss/router_aux"] == pytest.approx(own.item(), rel=1e-5)
+        assert found["moe/load_max"] == pytest.approx(of_whole["moe/load_max"])
+        assert 1.0 <= found["moe/load_max"] <= 2.0 and 0.5 < found["moe/load_entropy"] <= 1.0
