@@ -61,7 +61,7 @@ class LocalFactory:
     ) -> list[tuple[str, str, float]]:
         """Cosine between the gradients of each two estimators, with their names.
 
-        Each gradient is of the job's policy loss alone (no entropy, KL, critic or router, no adapters), over all
+        Each gradient is of the job's policy loss alone (no entropy, KL, critic, router or adapters), over all
         decisions of the episodes in one step, at the weights of the checkpoint, where every ratio to the
         proximal policy is 1. An estimator whose gradient is 0 is left out. Of the episodes the advantages are
         not read: `advantages` has them by estimator, in their order. `tell` gets the gradients done and their

@@ -88,6 +88,7 @@ class LocalLearner:
         why_apart = refuse_unsupported(model, longest=config.inference.max_model_len)
         self.config, self.model, self.tokenizer, self._ranks = config, model, tokenizer, ranks
         training, placement = config.training, place(config.model.device)
+        experts = experts_of(model, training)  # before a shard changes the model's class
         # Under adapters the model's own weights are held, not trained.
         hold_in(model, torch.float32 if config.lora is None else placement.held)
         if not ranks.are_several:
@@ -105,7 +106,7 @@ class LocalLearner:
         if ranks.are_several:
             shard(model, ranks, config.ranks, placement.device)
         scorer = scorer_of(model, placement, training.logits_chunk_tokens, ranks, why_apart)
-        self.scorer = replace(scorer, experts=experts_of(model, training))
+        self.scorer = replace(scorer, experts=experts)
         self._reference = None if started_from is None else self._started(started_from)
         self._optimizer = adamw_of(
             model, training.learning_rate, training.weight_decay, offload=training.optimizer_offload
