@@ -1,6 +1,7 @@
 """This year's families by the learner: each segment scored and trained as if it were computed alone."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,15 @@ from tests.trainer_backend.learner.hand_made import segment, tiny_tokenizer
 from tests.trainer_backend.segment_columns import segment_of
 from trainer_backend import learner_parts
 from trainer_backend.core.collate import cut_packed, pack_segments
+from trainer_backend.core.router_loss import load_metrics
 from trainer_backend.core.segments import Segment
+from trainer_backend.errors import JobError
 from trainer_backend.job.training_table import LoopKeys
+from trainer_backend.learner.attention import GROUPS, PaddedRows
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.learner import LocalLearner, scorer_of
+from trainer_backend.learner.lora import adapted_layers
+from trainer_backend.learner.ranks import Ranks
 from trainer_backend.learner.scoring import Scorer
 from trainer_backend.learner.stepping import checkpoint_layers, stepping
 from trainer_backend.learner.support import refuse_unsupported
@@ -128,3 +134,75 @@ def test_the_loss_of_the_routers_is_the_familys_own_however_the_step_is_cut(toke
         assert found["loss/router_aux"] == pytest.approx(own.item(), rel=1e-5)
         assert found["moe/load_max"] == pytest.approx(of_whole["moe/load_max"])
         assert 1.0 <= found["moe/load_max"] <= 2.0 and 0.5 < found["moe/load_entropy"] <= 1.0
+
+
+# The ends of the names of what `all-linear` adapts in these families, beside attention's q, k, v and o.
+MORE_ADAPTED = {
+    "qwen3_5_text": "in_proj_qkv in_proj_z in_proj_a in_proj_b out_proj gate_proj up_proj down_proj",
+    "lfm2": "in_proj out_proj w1 w2 w3",
+    "gpt_oss": "",
+    "qwen3_moe": "",
+    "granite": "gate_proj up_proj down_proj",
+    "gemma2": "gate_proj up_proj down_proj",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_are_on_the_familys_own_projections_all_of_them_trained_and_merged(tokenizer, family: str):
+    learner = learner_of_family(tokenizer, family, lora__rank=2, training__router_aux_coef=0.0)
+    parts = [part for item in routed_episodes() for part in item.segments]
+    episodes = {part.rollout_id: CreditedEpisode(part.rollout_id, [part], [1.0]) for part in parts}
+    update = learner.policy_update()
+    update.gradient(update.weighed([*episodes.values()]).scored, episodes)
+    ups = {name: w for name, w in learner.model.named_parameters() if ".lora_B." in name}
+    assert all(weight.grad.any() for weight in ups.values())
+    if family in MORE_ADAPTED:
+        ends = {name.partition(".lora_B.")[0].rpartition(".")[2] for name in ups}
+        assert ends - {"q_proj", "k_proj", "v_proj", "o_proj"} == {*MORE_ADAPTED[family].split()} - {"o_proj"}
+    with torch.no_grad():
+        for weight in ups.values():
+            weight.normal_(0.0, 0.1)
+        merged = tiny_model(family, vocab_size=300, pad_token_id=None, bos_token_id=None, eos_token_id=None)
+        merged.load_state_dict(learner._adapter.merged(), strict=False)
+        found = learner.scorer.score(parts, LoopKeys(row_tokens=64, micro_batch_tokens=128))
+        for mine, part in zip(found, parts, strict=True):
+            torch.testing.assert_close(torch.from_numpy(mine), alone(merged, part), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "says"),
+    [
+        ("qwen3_moe", "gate_up_proj", r"its experts are one tensor a layer \(.*experts.gate_up_proj\)"),
+        ("nemotron_h", "out_proj", "whose weight a kernel of its layer reads without an adapter"),
+        ("llama4_text", "router", "a Llama4Router, which computes more than a product"),
+    ],
+)
+def test_a_layer_whose_adapter_would_not_be_computed_is_refused(family: str, target: str, says: str):
+    with pytest.raises(JobError, match=says):
+        adapted_layers(tiny_model(family), [target])
+
+
+def test_a_loss_of_routers_is_refused_where_the_model_has_none(tokenizer):
+    for family, says in (("granite", "has no experts"), ("glm4_moe", "balances experts otherwise")):
+        with pytest.raises(JobError, match=f"is 0.1, but .*{says}"):
+            learner_of_family(tokenizer, family, training__router_aux_coef=0.1)
+
+
+def test_the_load_of_experts_by_hand():
+    # Layer 1: 4, 4, 0, 0 of 8, twice the even load; layer 2 is even.
+    found = load_metrics(torch.tensor([[4, 4, 0, 0], [2, 2, 2, 2]]))
+    assert found == pytest.approx({"moe/load_max": 1.5, "moe/load_entropy": 0.75, "moe/idle_experts": 1.0})
+
+
+def test_ranks_with_fewer_groups_of_segments_make_as_many_passes_as_the_others():
+    class Two(Ranks):
+        def of_every_rank(self, own):
+            return [own, 9]
+
+    packed = pack_segments(segments(), row_tokens=80)
+    groups, _ = PaddedRows("sdpa", "", Two()).arranged(packed, CPU.device, torch.float32)[1][GROUPS]
+    assert len(groups) == 9 and [len(group.read_R) for group in groups[-2:]] == [0, 0]
+    scorer = learners("gemma2")
+    expected = scorer.logprobs(packed)
+    padded = replace(scorer, attention=replace(scorer.attention, ranks=Two()))
+    torch.testing.assert_close(padded.logprobs(packed), expected)

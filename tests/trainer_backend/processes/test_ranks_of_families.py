@@ -28,7 +28,11 @@ def numbers(learner: Learner) -> list[dict[str, float]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_train_a_family_as_one_process_does(family: str, tmp_path: Path):
     tokenizer = tiny_tokenizer()
-    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
+    ends = {
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.eos_token_id,
+    }
     model = tiny_model(family, vocab_size=300, **ends)
     save_model_folder(tmp_path / "model", model, tokenizer)
     tables = {
