@@ -1,4 +1,4 @@
-"""Two ranks of a model whose segments have rows of their own make as many passes each, to one process's numbers."""
+"""Two ranks of a model whose segments have rows of their own: as many passes each, and the same numbers."""
 
 import os
 from pathlib import Path
@@ -7,13 +7,15 @@ import pytest
 
 from bench.study_ranks import Group
 from tests.conftest import tiny_job
-from tests.tiny_families import KEYS, tiny_model
+from tests.tiny_families import EACH_KIND, tiny_model
 from tests.trainer_backend.learner.hand_made import segment, tiny_tokenizer
 from trainer_backend import learner_parts
 from trainer_backend.models.folder import save_model_folder
 from trainer_backend.parts import CreditedEpisode, Learner
 
-FAMILIES = tuple(KEYS) if os.environ.get("TURNWISE_TEST_FAMILIES") else ("gpt_oss",)
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("TURNWISE_TEST_FAMILIES"), reason="`make test-families` has the minutes"
+)
 
 
 def episodes() -> list[CreditedEpisode]:
@@ -25,15 +27,11 @@ def numbers(learner: Learner) -> list[dict[str, float]]:
     return [learner.update(episodes(), iteration=number) for number in (1, 2)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_KIND)
 def test_two_ranks_train_a_family_as_one_process_does(family: str, tmp_path: Path):
     tokenizer = tiny_tokenizer()
-    ends = {
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.eos_token_id,
-    }
-    model = tiny_model(family, vocab_size=300, **ends)
+    end = tokenizer.eos_token_id
+    model = tiny_model(family, vocab_size=300, bos_token_id=None, eos_token_id=end, pad_token_id=end)
     save_model_folder(tmp_path / "model", model, tokenizer)
     tables = {
         "model__preset": None,
