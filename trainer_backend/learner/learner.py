@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -63,6 +64,8 @@ from trainer_backend.parts import CreditedEpisode, Hardware, Progress, WeightPar
 from trainer_backend.rundir.checkpoint_paths import CRITIC_FILE, STARTED_FROM, TRAINING_FOLDER
 from trainer_backend.rundir.digests import digest_of
 
+log = structlog.get_logger(__name__)
+
 # A server that hangs costs one pass over the weights; the others load them in the next, in their time.
 _PASSES = 3
 
@@ -107,6 +110,7 @@ class LocalLearner:
             shard(model, ranks, config.ranks, placement.device)
         scorer = scorer_of(model, placement, training.logits_chunk_tokens, ranks, why_apart)
         self.scorer = replace(scorer, experts=experts)
+        log.info("learner_computes_by", **self.scorer.told())
         self._reference = None if started_from is None else self._started(started_from)
         self._optimizer = adamw_of(
             model, training.learning_rate, training.weight_decay, offload=training.optimizer_offload

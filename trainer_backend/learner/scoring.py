@@ -14,7 +14,7 @@ from trainer_backend.core.logprobs import PLAIN, LogitMap, chunked_logprobs
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import SegmentError, place
 from trainer_backend.job.training_table import LoopKeys
-from trainer_backend.learner.attention import GROUPS, Groups, PackedAttention
+from trainer_backend.learner.attention import GROUPS, ONE_ROW, Groups, PackedAttention, PaddedRows
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.experts import Experts, Routing
 from trainer_backend.learner.operators import BY_TORCH
@@ -68,6 +68,18 @@ class Scorer:
     """What the model makes of its head's products."""
     experts: Experts | None = None
     """Those of a model that has some."""
+
+    def told(self) -> dict[str, str]:
+        """The way that the model is computed, in words, and why."""
+        attention = self.attention.implementation
+        if isinstance(self.attention, PaddedRows):
+            return {
+                "way": "transformers, a segment a row",
+                "attention": attention,
+                "reason": self.attention.why,
+            }
+        way = "own layers" if attention == ONE_ROW and is_known(self.model) else "transformers"
+        return {"way": f"{way}, packed rows", "attention": attention}
 
     def states(self, packed: Packed) -> States:
         """The last hidden states where sampled tokens are predicted, and the tokens' log-probs and entropies.

@@ -4,7 +4,8 @@ by position    keys and values of each position, under a mask: packed rows, and 
 otherwise      by the model's own layers, one text a row, with the cache that transformers makes for them
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -16,6 +17,8 @@ from trainer_backend.errors import ModelFolderError
 _FULL = frozenset({"full_attention", "attention"})
 # ... and layers without attention or state, which configs list among the others.
 _STATELESS = frozenset({"moe", "mlp", "dense", "sparse"})
+# ... and those with a state in place of keys and values.
+STATES = frozenset({"linear_attention", "conv", "mamba", "mamba2", "hybrid"})
 # Where `logits_scaling` is a factor; Granite and its kin divide by it.
 _MULTIPLY = frozenset({"hyperclovax"})
 
@@ -54,9 +57,8 @@ def logit_map(config: PreTrainedConfig) -> LogitMap:
 def why_layers_not_full(config: Any, *, longest: int) -> str | None:
     """The layers that do not attend to all of `longest` positions, in words; None where all do."""
     window = getattr(config, "sliding_window", None)
-    named = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     # The models of before `layer_types` have the window in all layers.
-    kinds = set(named or ["sliding_attention" if window else "full_attention"])
+    kinds = set(layer_kinds(config) or ["sliding_attention" if window else "full_attention"])
     if window is not None and window >= longest:
         kinds.discard("sliding_attention")
     if (getattr(config, "attention_chunk_size", None) or 0) >= longest:
@@ -66,6 +68,28 @@ def why_layers_not_full(config: Any, *, longest: int) -> str | None:
         return None
     of_width = f" of {window} tokens" if "sliding_attention" in kinds and window else ""
     return f"layers are {', '.join(others)}{of_width}, not full_attention"
+
+
+def layer_kinds(config: PreTrainedConfig) -> list[str]:
+    """The kind of each layer; empty where the config has no list of them."""
+    return list(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [])
+
+
+def missing_kernels(config: PreTrainedConfig, is_here: Callable[[str], bool]) -> list[str]:
+    """The packages with fast kernels for the model's layers with a state that are not installed."""
+    config = config.get_text_config()
+    kinds = set(layer_kinds(config))
+    packages = {"causal-conv1d": "causal_conv1d"} if kinds & STATES else {}
+    if getattr(config, "linear_num_value_heads", None):
+        packages["flash-linear-attention"] = "fla"
+    elif "conv" not in kinds and packages:
+        packages["mamba-ssm"] = "mamba_ssm"
+    return sorted(name for name, module in packages.items() if not is_here(module))
+
+
+def module_is_here(name: str) -> bool:
+    """Whether a package can be imported, without importing it."""
+    return find_spec(name) is not None
 
 
 def refuse_rotations_by_length(config: PreTrainedConfig, *, longest: int) -> None:
