@@ -27,6 +27,7 @@ _EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 24,
 }
 _DELTA = {
     "linear_num_key_heads": 2,
@@ -51,6 +52,16 @@ KEYS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": _DELTA | _EXPERTS,
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, **_EXPERTS},
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"] * 2,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "shared_intermediate_size": 24,
+        **_EXPERTS,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1, **_EXPERTS},
+    "lfm3": {"layer_types": ["conv", "full_attention"] * 2},
     "gpt_oss": {"sliding_window": 8, **_EXPERTS},
     "gemma2": {"sliding_window": 8},
     "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
@@ -58,6 +69,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "qwen3_moe": _EXPERTS,
     "glm4_moe": _EXPERTS | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     "deepseek_v3": _LATENT | _EXPERTS | {"num_key_value_heads": 4},
+    "glm4_moe_lite": _LATENT | _EXPERTS | {"num_key_value_heads": 4},
     "granite": {"logits_scaling": 4.0, "embedding_multiplier": 2.0},
     "cohere": {"logit_scale": 0.5},
     "smollm3": {},

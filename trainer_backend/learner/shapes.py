@@ -134,8 +134,9 @@ def _mlp_width(config: Any) -> int:
     if not chosen:
         return int(dense)
     routed = getattr(config, "moe_intermediate_size", None) or dense
-    shared = getattr(config, "shared_expert_intermediate_size", None) or 0
-    shared += routed * int(getattr(config, "n_shared_experts", None) or 0)
+    names = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+    always = [getattr(config, name, None) for name in names]
+    shared = sum(filter(None, always)) or routed * int(getattr(config, "n_shared_experts", None) or 0)
     return int(chosen * (routed + width // 2) + shared)
 
 
@@ -149,10 +150,18 @@ def _state_bytes(config: Any) -> int:
         keys, values = config.linear_key_head_dim, config.linear_value_head_dim
         by_key = 29 * config.linear_num_key_heads * keys
         return int(heads * (42 * keys + 55 * values + 19 * 64) + by_key)
-    if heads := getattr(config, "mamba_num_heads", None):
-        size, state = config.mamba_head_dim, config.ssm_state_size
-        return int(heads * (57 * size + 37 * state + 12 * config.chunk_size) + 24 * config.n_groups * state)
+    for names in _STATE_SPACES:
+        heads, size, state, chunk, groups = (int(getattr(config, name, None) or 0) for name in names)
+        if heads:
+            return heads * (57 * size + 37 * state + 12 * chunk) + 24 * groups * state
     return 0
+
+
+# What configs call the heads, their width, the state of each number, the tokens of a chunk, and the groups.
+_STATE_SPACES = (
+    ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "chunk_size", "n_groups"),
+    ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_chunk_size", "mamba_n_groups"),
+)
 
 
 def config_here(table: ModelTable) -> Any | None:

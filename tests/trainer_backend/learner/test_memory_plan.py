@@ -95,7 +95,7 @@ def test_activations_are_near_what_autograd_keeps(family, rounded, checkpointing
     assert checkpointing or kept >= planned * 0.85
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "gpt_oss", "gemma2", "lfm2", "nemotron_h", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "gpt_oss", "gemma2", "lfm2", "qwen3_moe"])
 def test_activations_of_the_models_own_layers_are_near_what_autograd_keeps(family):
     size = {"hidden_size": 96, "intermediate_size": 192, "head_dim": 16, "max_position_embeddings": 1024}
     model = tiny_model(family, **size)
