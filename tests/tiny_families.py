@@ -65,6 +65,13 @@ KEYS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": 8, **_EXPERTS},
     "gemma2": {"sliding_window": 8},
     "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma4_text": {
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "final_logit_softcapping": 30.0,
+    },
     "olmo3": {"sliding_window": 8},
     "qwen3_moe": _EXPERTS,
     "glm4_moe": _EXPERTS | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
@@ -85,7 +92,14 @@ def tiny_model(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random model of a `model_type`, float32, in evaluation mode."""
     torch.manual_seed(seed)
     known = AutoConfig.for_model(name)
-    told = {key: value for key, value in {**_SIZE, **KEYS[name], **changes}.items() if hasattr(known, key)}
+    told = {key: value for key, value in {**_SIZE, **KEYS[name], **changes}.items() if _has(known, key)}
     config = AutoConfig.for_model(name, **told)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float().eval()
     return model
+
+
+def _has(config: Any, key: str) -> bool:
+    try:
+        return hasattr(config, key)
+    except RuntimeError:  # a size that differs by layer
+        return True

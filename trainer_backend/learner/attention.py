@@ -34,6 +34,7 @@ from trainer_backend.learner.by_length import (
 )
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.ranks import ALONE, Ranks
+from trainer_backend.models.kinds import largest
 
 # How transformers knows our attention function.
 ONE_ROW = "turnwise_one_row"
@@ -169,8 +170,8 @@ def why_masked(placement: Placement, *, head_dim: int) -> str | None:
 
 
 def head_dim_of(config: Any) -> int:
-    """Width of a query's head."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    """Width of a query's head, of the widest where layers differ."""
+    return largest(config, "head_dim") or int(config.hidden_size // config.num_attention_heads)
 
 
 def varlen_is_here() -> bool:

@@ -16,7 +16,7 @@ from trainer_backend.learner.lora import adapted_layers
 from trainer_backend.learner.operators import gates_are_known
 from trainer_backend.learner.packed_decoder import is_known
 from trainer_backend.models.folder import folder_config
-from trainer_backend.models.kinds import STATES, layer_kinds, own_attention, why_not_by_position
+from trainer_backend.models.kinds import STATES, largest, layer_kinds, own_attention, why_not_by_position
 from trainer_backend.models.presets import preset_config
 from trainer_backend.models.sources import model_folder
 
@@ -112,7 +112,7 @@ def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None, *, criti
         width=width,
         mlp_width=_mlp_width(config),
         heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        kv_heads=largest(config, "num_key_value_heads") or heads,
         head_dim=head_dim_of(config),
         vocabulary=config.vocab_size,
         adapters=sum(rank * (layer.in_features + layer.out_features) for layer in layers),
@@ -129,8 +129,9 @@ def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None, *, criti
 def _mlp_width(config: Any) -> int:
     """What a token passes: of experts those that it is sent to, with a copy of its state for each."""
     width = config.hidden_size
-    dense = getattr(config, "intermediate_size", None) or 4 * width
-    chosen = int(getattr(config, "num_experts_per_tok", None) or 0)
+    dense = largest(config, "intermediate_size") or 4 * width
+    names = ("num_experts_per_tok", "top_k_experts")
+    chosen = next((int(value) for name in names if (value := getattr(config, name, None))), 0)
     if not chosen:
         return int(dense)
     routed = getattr(config, "moe_intermediate_size", None) or dense

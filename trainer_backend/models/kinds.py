@@ -70,6 +70,13 @@ def why_layers_not_full(config: Any, *, longest: int) -> str | None:
     return f"layers are {', '.join(others)}{of_width}, not full_attention"
 
 
+def largest(config: Any, name: str) -> int | None:
+    """A size in the layer that has the most of it, since sizes may differ by layer; None: it has none."""
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    sizes = (getattr(layer, name, None) for layer in layers)
+    return max((int(size) for size in sizes if size is not None), default=None)
+
+
 def layer_kinds(config: PreTrainedConfig) -> list[str]:
     """The kind of each layer; empty where the config has no list of them."""
     return list(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [])

@@ -28,4 +28,8 @@ def tokens_for(model: PreTrainedModel, ids_BL: Tensor, low: torch.dtype | None) 
     """A model's token inputs: in a low precision embeddings, whose type the residual stream takes."""
     if low is None:
         return {"input_ids": ids_BL}
-    return {"inputs_embeds": model.get_input_embeddings()(ids_BL).to(low).float()}
+    tokens = {"inputs_embeds": model.get_input_embeddings()(ids_BL).to(low).float()}
+    if getattr(model.config.get_text_config(), "hidden_size_per_layer_input", None):
+        # Gemma's embeddings for single layers, which it would look up by searching for the ids of the others.
+        tokens["per_layer_inputs"] = model.get_decoder().get_per_layer_inputs(ids_BL).to(low).float()
+    return tokens

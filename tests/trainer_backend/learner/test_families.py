@@ -161,7 +161,7 @@ def test_adapters_are_on_the_familys_own_projections_all_of_them_trained_and_mer
         assert ends - {"q_proj", "k_proj", "v_proj", "o_proj"} == {*MORE_ADAPTED[family].split()} - {"o_proj"}
     with torch.no_grad():
         for weight in ups.values():
-            weight.normal_(0.0, 0.1)
+            weight.normal_(0.0, 0.03)
         merged = tiny_model(family, vocab_size=300, pad_token_id=None, bos_token_id=None, eos_token_id=None)
         merged.load_state_dict(learner._adapter.merged(), strict=False)
         found = learner.scorer.score(parts, LoopKeys(row_tokens=64, micro_batch_tokens=128))
