@@ -455,7 +455,7 @@ def slower_layers(device: str, apart: str, missing: Sequence[str]) -> Iterator[s
             "packed row would change each other"
         )
     if missing:
-        faster = f"{' and '.join(missing)} would be several times faster"
+        faster = f"{' and '.join(missing)} would be much faster"
         why = "a CPU has no others" if device == "cpu" else faster
         yield f"layers with a state are computed by torch's operators, which are exact and slow: {why}"
 

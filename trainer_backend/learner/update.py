@@ -146,18 +146,18 @@ class PolicyUpdate:
             "optim/steps_skipped": float(len(steps) - len(parts)),
             "optim/lr": self._rate(),
             DRIFT: moved,
-            **self._spread_of_ranks(),
-            **({"learner/padding_share": 1.0 - self._tokens / self._places} if self._places else {}),
+            **self._told_of_pieces(),
             **mixture_metrics(self._terms.objectives, scores.samples, metrics),
         }
 
-    def _spread_of_ranks(self) -> dict[str, float]:
-        """How evenly the pieces of the steps were dealt out."""
+    def _told_of_pieces(self) -> dict[str, float]:
+        """How much of the steps' pieces was padding, and how evenly they were dealt out."""
+        padding = {"learner/padding_share": 1.0 - self._tokens / self._places} if self._places else {}
         if not self._ranks.are_several:
-            return {}
+            return padding
         tokens = self._tokens_by_rank
         imbalance = float(tokens.max() / tokens.mean())
-        return {"learner/ranks": float(len(tokens)), "learner/tokens_imbalance": imbalance}
+        return padding | {"learner/ranks": float(len(tokens)), "learner/tokens_imbalance": imbalance}
 
     def weighed(self, episodes: Sequence[CreditedEpisode], cache: LogprobCache = EMPTY) -> Weighed:
         """Stop 8: score each segment before the first step, without dropout, and weigh its tokens."""
