@@ -164,16 +164,17 @@ def adapter_dropouts(model: PreTrainedModel) -> list[nn.Module]:
 
 def _wrapped(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     config._register_custom_module({nn.Linear: AdaptedLinear})
-    model_type = model.config.model_type
+    settings: Any = model.config
+    model_type = settings.model_type
     # By this name peft would turn names of linear layers into those of fused experts, which are not adapted.
-    model.config.model_type = ""
+    settings.model_type = ""
     try:
         with warnings.catch_warnings():
             # peft asks by a name that transformers 5 still has, and prints a warning into the run's output.
             warnings.simplefilter("ignore", FutureWarning)
             return get_peft_model(model, config)
     finally:
-        model.config.model_type = model_type
+        settings.model_type = model_type
 
 
 def _layer_delta(layer: Any) -> Tensor:

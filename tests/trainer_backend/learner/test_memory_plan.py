@@ -32,6 +32,7 @@ from trainer_backend.learner.memory import (
     memory_plan,
     memory_use,
     refuse_too_large,
+    slower_layers,
 )
 from trainer_backend.learner.ranks import Ranks
 from trainer_backend.learner.scoring import Scorer
@@ -39,6 +40,8 @@ from trainer_backend.learner.shapes import model_shape
 from trainer_backend.learner.stepping import checkpoint_layers, stepping
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.models import save_model_folder
+from trainer_backend.models.kinds import missing_kernels
+from trainer_backend.terminal.check_command import lines_before_a_run
 
 GIB = 2**30
 
@@ -310,3 +313,21 @@ def test_main_memory_is_the_containers_where_that_is_less(tmp_path: Path):
     (tmp_path / "memory.max").write_text("max\n")
     assert main_memory(tmp_path) > 3_000_000
     assert main_memory(tmp_path / "nowhere") > 3_000_000
+
+
+def test_plan_and_check_tell_that_segments_have_rows_of_their_own_and_what_computes_states(
+    tokenizer, tmp_path: Path
+):
+    end = tokenizer.eos_token_id
+    model = tiny_model("qwen3_5_text", vocab_size=300, bos_token_id=None, eos_token_id=end, pad_token_id=end)
+    save_model_folder(tmp_path, model, tokenizer)
+    job = tiny_job(model__preset=None, model__path=str(tmp_path))
+    lines = memory_plan(learner_parts.learner_config(job)).report().splitlines()
+    found = [line for line in lines_before_a_run(job, trial=False) if line in lines[1:]]
+    assert [line.split(":")[0] for line in found] == [
+        "updates of this model run through transformers, a segment a row, padded by up to 25% of its tokens "
+        "(learner/padding_share)",
+        "layers with a state are computed by torch's operators, which are exact and slow",
+    ]
+    on_a_gpu = list(slower_layers("cuda", "", missing_kernels(model.config, lambda module: module == "fla")))
+    assert on_a_gpu == [found[1].replace("a CPU has no others", "causal-conv1d would be much faster")]
