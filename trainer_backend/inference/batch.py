@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from trainer_backend.errors import ModelFolderError
 from trainer_backend.inference.actor import SampledToken
 from trainer_backend.inference.cache import RowCache
 from trainer_backend.inference.paged_runner import BY_DEVICE, Likeliest, PagedRunner, PageLimits, Step
@@ -17,7 +18,7 @@ from trainer_backend.inference.request import Request
 from trainer_backend.inference.row_columns import Columns
 from trainer_backend.inference.runner import DecoderRunner, TransformersRunner, runner_of
 from trainer_backend.inference.sampler import RowSettings, likeliest, sample, uniforms
-from trainer_backend.models.layout import refuse_unsupported_attention
+from trainer_backend.models.kinds import refuse_rotations_by_length, why_layers_not_full
 
 
 class RunningBatch:
@@ -36,7 +37,9 @@ class RunningBatch:
         kept_prefixes: int = 0,
         pages: PageLimits = BY_DEVICE,
     ) -> None:
-        refuse_unsupported_attention(model.config, longest=max_len)
+        if reason := why_layers_not_full(model.config.get_text_config(), longest=max_len):
+            raise ModelFolderError(f"its {reason}", where="model")
+        refuse_rotations_by_length(model.config, longest=max_len)
         self.max_len = max_len
         self._draws_on = drawing_device(model.device)
         self.rows: list[Request] = []

@@ -18,6 +18,7 @@ from trainer_backend.core.keys import Table
 from trainer_backend.core.kl import KlKeys
 from trainer_backend.core.kl_reward import KlRewardKeys
 from trainer_backend.core.losses import ClipKeys, RatioLevel, SapoKeys
+from trainer_backend.core.router_loss import RouterKeys
 from trainer_backend.core.schedules import FallKeys
 from trainer_backend.job.plug_table import PlugTable
 
@@ -116,6 +117,7 @@ class TrainingTable(
     WeightKeys,
     KlRewardKeys,
     KlKeys,
+    RouterKeys,
     SapoKeys,
     ClipKeys,
     FallKeys,

@@ -3,12 +3,13 @@
     OneRow       all rows end to end without padding, for a kernel of variable length: CUDA with bfloat16
     ByLength     the same row; attention alone has segments of similar length side by side: a CPU
     BlockMask    a mask [L, L] a row, for torch's scaled_dot_product_attention: any device, L^2 work
+    PaddedRows   a segment a row, by length: layers that no mask over positions computes, on any device
 
 All give what each segment alone gives; tests hold them to it.
 """
 
 import inspect
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, ClassVar, Protocol
@@ -21,12 +22,14 @@ from trainer_backend.core.collate import Packed, block_mask
 from trainer_backend.errors import ModelFolderError
 from trainer_backend.learner.by_length import (
     Attend,
+    PaddedGroup,
     SegmentBounds,
     attend_by_length,
     attend_reads,
     causal_attention,
     groups_of,
     one_row,
+    padded_groups,
     reads_of,
 )
 from trainer_backend.learner.device import Placement
@@ -40,6 +43,8 @@ from trainer_backend.learner.joined import (
     flash_is_here,
     levels_of,
 )
+from trainer_backend.learner.ranks import ALONE, Ranks
+from trainer_backend.models.kinds import largest
 
 # How transformers knows our attention function.
 ONE_ROW = "turnwise_one_row"
@@ -161,6 +166,43 @@ def reads_once(row: Packed, device: torch.device) -> tuple[Tensor, Tensor]:
     return read_N.to(device), which_N.to(device)
 
 
+# The keyword under which a model's own layers get their rows: groups, and the order of what these read
+# (`by_length.padded_groups`).
+GROUPS = "turnwise_groups"
+Groups = tuple[Sequence[PaddedGroup], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedRows:
+    """A segment a row, padded at its end, a group of similar lengths a pass: any causal layers compute it.
+
+    No token sees one behind it, so padding changes nothing before it, and there is no mask of it.
+
+    implementation: of the model's own attention.
+    why: the reason why rows are not packed, in words.
+    ranks: that make equally many passes, since each gathers the weights of all.
+    """
+
+    implementation: str
+    why: str
+    ranks: Ranks = ALONE
+    takes_tries: ClassVar[bool] = False
+    rows_are_joined: ClassVar[bool] = True
+
+    def arranged(self, packed: Packed, device: torch.device, dtype: torch.dtype) -> Arranged:
+        row, bounds = one_row(packed)
+        groups, order_N = padded_groups(row, bounds)
+        missing = max(self.ranks.of_every_rank(len(groups))) - len(groups)
+        ids_BL = row.token_ids_BL[:, :1]
+        groups += [PaddedGroup(ids_BL, torch.zeros_like(ids_BL, dtype=torch.bool), order_N[:0])] * missing
+        return row.to(device), {GROUPS: ([group.to(device) for group in groups], order_N.to(device))}
+
+    @staticmethod
+    def places(packed: Packed) -> int:
+        """How many tokens the passes compute, those of the padding too."""
+        return len(groups_of(one_row(packed)[1]).token_P)
+
+
 def attention_for(placement: Placement, *, head_dim: int) -> PackedAttention:
     """OneRow where its kernel runs, ByLength on a CPU, BlockMask elsewhere."""
     if placement.device.type == "cpu":
@@ -186,8 +228,8 @@ def why_masked(placement: Placement, *, head_dim: int) -> str | None:
 
 
 def head_dim_of(config: Any) -> int:
-    """Width of a query's head."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    """Width of a query's head, of the widest where layers differ."""
+    return largest(config, "head_dim") or int(config.hidden_size // config.num_attention_heads)
 
 
 def varlen_is_here() -> bool:

@@ -93,6 +93,45 @@ def groups_of(bounds: SegmentBounds) -> Groups:
     return _side_by_side([torch.tensor(group).T for group in alike(_longest_first(bounds))])
 
 
+@dataclass(frozen=True, slots=True)
+class PaddedGroup:
+    """Segments of similar length, one a row, and the places whose states are read.
+
+    token_ids_BL: int64; in the padding behind a segment its last token.
+    is_real_BL: bool, False in the padding.
+    read_R: int64, places of these rows end to end.
+    """
+
+    token_ids_BL: Tensor
+    is_real_BL: Tensor
+    read_R: Tensor
+
+    def to(self, device: torch.device) -> PaddedGroup:
+        """The same on a device, without waiting for the copies."""
+        columns = self.token_ids_BL, self.is_real_BL, self.read_R
+        return PaddedGroup(*(column.to(device, non_blocking=True) for column in columns))
+
+
+def padded_groups(row: Packed, bounds: SegmentBounds) -> tuple[list[PaddedGroup], Tensor]:
+    """The segments of `one_row` in rows of their own, by length; and [N] the order of what is read.
+
+    `torch.cat` of what the groups read, taken in that order, is in the order of the flat columns.
+    """
+    groups = groups_of(bounds)
+    read_N, order_N = groups.place_L[row.predict_position_N].sort()
+    ids_P = row.token_ids_BL[0][groups.token_P]
+    is_real_P = torch.zeros(len(ids_P), dtype=torch.bool)
+    is_real_P[groups.place_L] = True
+    padded, first = [], 0
+    for segments, places in groups.shapes:
+        end = first + segments * places
+        here = slice(*torch.searchsorted(read_N, torch.tensor([first, end])).tolist())
+        ids_BL, is_real_BL = (column[first:end].view(segments, places) for column in (ids_P, is_real_P))
+        padded.append(PaddedGroup(ids_BL, is_real_BL, read_N[here] - first))
+        first = end
+    return padded, order_N.argsort()
+
+
 def _longest_first(bounds: SegmentBounds) -> list[tuple[int, int]]:
     return sorted(pairwise(bounds.starts_S.tolist()), key=lambda segment: segment[0] - segment[1])
 

@@ -61,13 +61,15 @@ class LocalFactory:
     ) -> list[tuple[str, str, float]]:
         """Cosine between the gradients of each two estimators, with their names.
 
-        Each gradient is of the job's policy loss alone (no entropy, KL or critic, and no adapters), over all
+        Each gradient is of the job's policy loss alone (no entropy, KL, critic, router or adapters), over all
         decisions of the episodes in one step, at the weights of the checkpoint, where every ratio to the
         proximal policy is 1. An estimator whose gradient is 0 is left out. Of the episodes the advantages are
         not read: `advantages` has them by estimator, in their order. `tell` gets the gradients done and their
         total.
         """
-        training = self._config.training.model_copy(update={"entropy_coef": 0.0, "kl_coef": 0.0})
+        training = self._config.training.model_copy(
+            update={"entropy_coef": 0.0, "kl_coef": 0.0, "router_aux_coef": 0.0}
+        )
         config = replace(self._config, lora=None, training=training)
         learner = self._ranks.in_turns(
             lambda: LocalLearner(config, *load_checkpoint(config.model, checkpoint), ranks=self._ranks)

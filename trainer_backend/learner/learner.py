@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -28,11 +29,18 @@ from trainer_backend.errors import JobError, UpdateStopped
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.served_policy import PolicyFacts
 from trainer_backend.learner.adapter_folder import FOLDER, read_adapter, refuse_adapters, take_out
-from trainer_backend.learner.attention import SHARE_FROM, attention_for, head_dim_of
+from trainer_backend.learner.attention import (
+    SHARE_FROM,
+    PackedAttention,
+    PaddedRows,
+    attention_for,
+    head_dim_of,
+)
 from trainer_backend.learner.broadcast import WeightSender, checkpoint_tensors, own_address
 from trainer_backend.learner.checkpoints import restore_progress, save_checkpoint, save_weights
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement, place
+from trainer_backend.learner.experts import experts_of
 from trainer_backend.learner.loading import (
     checked_base,
     copy_to_serve,
@@ -57,9 +65,12 @@ from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.learner.warmup import demonstrations, prompt_texts, tool_words, warm_up
 from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.models.folder import embedding_rows
+from trainer_backend.models.kinds import logit_map, own_attention
 from trainer_backend.parts import CreditedEpisode, Hardware, Progress, WeightPart
 from trainer_backend.rundir.checkpoint_paths import CRITIC_FILE, STARTED_FROM, TRAINING_FOLDER
 from trainer_backend.rundir.digests import digest_of
+
+log = structlog.get_logger(__name__)
 
 # A server that hangs costs one pass over the weights; the others load them in the next, in their time.
 _PASSES = 3
@@ -83,9 +94,10 @@ class LocalLearner:
         adapter_folder: Path | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        refuse_unsupported(model, longest=config.inference.max_model_len)
+        why_apart = refuse_unsupported(model, longest=config.inference.max_model_len)
         self.config, self.model, self.tokenizer, self._ranks = config, model, tokenizer, ranks
         training, placement = config.training, place(config.model.device)
+        experts = experts_of(model, training)  # before a shard changes the model's class
         # Under adapters the model's own weights are held, not trained.
         hold_in(model, torch.float32 if config.lora is None else placement.held)
         if not ranks.are_several:
@@ -102,11 +114,13 @@ class LocalLearner:
         self._sample = sample_of(model, tokenizer) if ranks.are_several else 0
         if ranks.are_several:
             shard(model, ranks, config.ranks, placement.device)
-        # What segments share would share the dropout of the adapters, too.
-        is_shared = training.share_prefixes and (config.lora is None or config.lora.dropout == 0)
-        self.scorer = scorer_of(
-            model, placement, training.logits_chunk_tokens, ranks, share_prefixes=is_shared
-        )
+        scorer = scorer_of(model, placement, training.logits_chunk_tokens, ranks, why_apart)
+        # What segments share would share the adapters' dropout, too, and count once for the routers' loss.
+        drops = config.lora is not None and config.lora.dropout > 0
+        is_apart = not training.share_prefixes or drops or (experts is not None and experts.coefficient > 0)
+        shares = not is_apart and scorer.attention.takes_tries
+        self.scorer = replace(scorer, experts=experts, share_from=SHARE_FROM if shares else None)
+        log.info("learner_computes_by", **self.scorer.told())
         self._reference = None if started_from is None else self._started(started_from)
         self._optimizer = adamw_of(
             model, training.learning_rate, training.weight_decay, offload=training.optimizer_offload
@@ -491,17 +505,24 @@ def scorer_of(
     placement: Placement,
     logits_chunk: int | None = None,
     ranks: Ranks = ALONE,
-    *,
-    share_prefixes: bool = False,
+    why_apart: str | None = None,
 ) -> Scorer:
-    """The model as the job computes with it: attention and the size of a chunk of logits chosen."""
-    attention = attention_for(placement, head_dim=head_dim_of(model.config.get_text_config()))
-    # Never eager: it would add a mask of booleans to its scores instead of masking with it.
+    """The model as the job computes with it: attention and the size of a chunk of logits chosen.
+
+    `why_apart` says why each segment needs a row of its own (`support.refuse_unsupported`).
+    """
+    attention: PackedAttention
+    if why_apart is None:  # never eager: it would add a mask of booleans to its scores
+        attention = attention_for(placement, head_dim=head_dim_of(model.config.get_text_config()))
+    else:
+        attention = PaddedRows(own_attention(model), why_apart, ranks)
     model.set_attn_implementation(attention.implementation)
-    fits = chunk_within(placement.logits_bytes(), embedding_rows(model))
+    logits = logit_map(model.config)
+    # A cap's derivative takes a third more.
+    budget = placement.logits_bytes() * (3 if logits.cap is not None else 4) // 4
+    fits = chunk_within(budget, embedding_rows(model))
     operators = operators_for(placement, model.config)
-    share_from = SHARE_FROM if share_prefixes and attention.takes_tries else None
-    return Scorer(model, placement, attention, logits_chunk or fits, ranks, operators, share_from)
+    return Scorer(model, placement, attention, logits_chunk or fits, ranks, operators, logits)
 
 
 def held_scorer(scorer: Scorer, model: PreTrainedModel) -> Scorer:

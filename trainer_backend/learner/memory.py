@@ -23,6 +23,7 @@ from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.paged_attention import kernels_are_here, why_no_kernels
 from trainer_backend.job.tables import LearnerTable, ModelTable
 from trainer_backend.learner.attention import BlockMask, attention_for, why_masked
+from trainer_backend.learner.by_length import SHORTEST_SHARE
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement, place
 from trainer_backend.learner.operators import computes_by_kernels
@@ -30,6 +31,7 @@ from trainer_backend.learner.packed_decoder import FAMILIES
 from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.learner.shapes import BFLOAT16, FLOAT32, ModelShape, model_config, model_shape
 from trainer_backend.models.folder import folder_config
+from trainer_backend.models.kinds import missing_kernels, module_is_here
 
 # AdamW: two moments in float32.
 MOMENTS = 8
@@ -266,11 +268,15 @@ def _passing(shape: ModelShape, use: EngineUse) -> int:
 
 def activations(shape: ModelShape, use: MemoryUse) -> int:
     """Bytes that autograd keeps of one micro-batch, and that the backward pass of one layer needs."""
-    layer = _layer_bytes_a_token(shape, use)
-    kept = FLOAT32 * shape.width if use.checkpointing else layer
+    layer, states = _layer_bytes_a_token(shape, use), shape.states * shape.state_bytes
     tokens = use.micro_batch_tokens
+    if shape.apart:  # at the most padding that a group has
+        tokens = int(tokens / SHORTEST_SHARE)
+    if shape.eager:  # scores before and after their softmax, of a segment as long as a row
+        layer += 2 * FLOAT32 * shape.heads * use.row_tokens
+    kept = shape.layers * FLOAT32 * shape.width if use.checkpointing else shape.layers * layer + states
     # A layer more: the one whose gradients are being computed, or that is computed again.
-    total = tokens * (shape.layers * kept + layer)
+    total = tokens * (kept + layer + (shape.state_bytes if shape.states else 0))
     if use.low and not shape.adapters:  # autocast keeps the weights that it has rounded
         total += BFLOAT16 * shape.parameters // (shape.layers if use.checkpointing else 1)
     return total + (tokens * use.row_tokens * (FLOAT32 + 1) if use.masked else 0)
@@ -289,7 +295,7 @@ def _layer_bytes_a_token(shape: ModelShape, use: MemoryUse) -> int:
     if use.low:
         by_query, by_key = (12, 10) if shape.head_norms else (6, 4)
         return 26 * shape.width + 8 * shape.mlp_width + by_query * queries + by_key * keys
-    if not use.masked:  # the learner's own forward pass, whose norms and rotations keep less
+    if not use.masked and shape.own_pass:  # whose norms and rotations keep less
         by_query, by_key = (16, 12) if shape.head_norms else (12, 8)
         return 16 * shape.width + 16 * shape.mlp_width + by_query * queries + by_key * keys
     by_query, by_key = (24, 8) if shape.head_norms else (16, 0)
@@ -373,7 +379,7 @@ def memory_plan(
     # A preset beside a fixed policy has the tokenizer of the first of them.
     vocabulary = others[0].get_text_config().vocab_size if others else config.model.vocab_size
     own = model_config(config.model, checkpoint, vocabulary)
-    shape = model_shape(own, config.lora, critic=critic)
+    shape = model_shape(own, config.lora, critic=critic, longest=config.inference.max_model_len)
     copies = max(1, config.fixed_copies) if is_beside else 0
     shapes = [model_shape(other, None) for other in others] * copies
     needs = memory_needs(shape, memory_use(config, placement, shape), is_gpu=is_gpu, fixed=shapes)
@@ -384,6 +390,8 @@ def memory_plan(
         no_kernels=why_no_kernels(placement.device),
         wide_products=multiplies_wide(),
         wide_sums=adds_wide(),
+        apart=shape.apart,
+        missing=missing_kernels(own, module_is_here),
     )
     here = f"rank {ranks.index}" if is_gpu else str(config.ranks.nproc_per_node)
     whose = f"{here} of {ranks.count} ranks" if ranks.are_several else ""
@@ -398,20 +406,24 @@ def slower_ways(
     no_kernels: str | None,
     wide_products: bool,
     wide_sums: bool,
+    apart: str = "",
+    missing: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """What the learner does in a slower way on this device and with this torch, a sentence each.
 
     `no_kernels` says why Triton's kernels do not run there (`paged_attention.why_no_kernels`);
     `wide_products` and `wide_sums` whether this torch has them (`logprobs.multiplies_wide`,
-    `logprobs.adds_wide`).
+    `logprobs.adds_wide`); `apart` why each segment needs a row of its own; `missing` which packages with
+    kernels for layers with a state are not installed.
     """
-    notes = [*placement.notes(), *slower_sampling(no_kernels)]
-    if model_type not in FAMILIES:
+    device = placement.device.type
+    notes = [*placement.notes(), *slower_sampling(no_kernels), *slower_layers(device, apart, missing)]
+    if not apart and model_type not in FAMILIES:
         notes.append(
             f"updates of this model run through transformers: the learner's own forward pass knows "
             f"{', '.join(sorted(FAMILIES))}, and model_type is {model_type!r}"
         )
-    masked = None if placement.device.type == "cpu" else why_masked(placement, head_dim=head_dim)
+    masked = None if device == "cpu" or apart else why_masked(placement, head_dim=head_dim)
     if masked is not None:
         notes.append(
             f"attention of updates is masked: {masked}. Its work and its mask grow with the square of "
@@ -433,6 +445,20 @@ def slower_ways(
             f"{torch.__version__} cannot add such products in place, 2.10 can"
         )
     return tuple(notes)
+
+
+def slower_layers(device: str, apart: str, missing: Sequence[str]) -> Iterator[str]:
+    """Sentences where segments have rows of their own, and where torch's operators compute states."""
+    if apart:
+        yield (
+            "updates of this model run through transformers, a segment a row, padded by up to "
+            f"{1 / SHORTEST_SHARE - 1:.0%} of its tokens (learner/padding_share): its {apart}, so texts in a "
+            "packed row would change each other"
+        )
+    if missing:
+        faster = f"{' and '.join(missing)} would be much faster"
+        why = "a CPU has no others" if device == "cpu" else faster
+        yield f"layers with a state are computed by torch's operators, which are exact and slow: {why}"
 
 
 def slower_sampling(no_kernels: str | None) -> tuple[str, ...]:
@@ -467,7 +493,8 @@ def memory_use(config: LearnerConfig, placement: Placement, shape: ModelShape) -
     """The limits of [training] and [inference] in the form that the plan counts with."""
     training, inference = config.training, config.inference
     row = max(training.row_tokens, inference.max_model_len)
-    masked = isinstance(attention_for(placement, head_dim=shape.head_dim), BlockMask)
+    attention = attention_for(placement, head_dim=shape.head_dim)
+    masked = isinstance(attention, BlockMask) and not shape.apart
     return MemoryUse(
         keys=inference,
         low=placement.low is not None,

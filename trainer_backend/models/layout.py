@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import CONFIG_MAPPING
 from transformers import __version__ as transformers_version
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
@@ -162,66 +162,3 @@ def _shards(folder: Path) -> list[Path]:
 def _is_a_name(name: str) -> bool:
     """Of something in a folder itself, whatever is there."""
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name
-
-
-# Kinds of attention that neither the engine's cache nor packed rows compute as the model means are refused.
-
-
-def refuse_unsupported_attention(config: PreTrainedConfig, *, longest: int) -> None:
-    """The cache keeps every position of every layer, and segments in a row are told apart by a mask alone.
-
-    Of the config the part about texts is looked at; `longest` are tokens of the longest sequence.
-    """
-    texts = config.get_text_config()
-    _refuse_windows(texts, longest)
-    _refuse_rotations_by_length(texts, longest)
-
-
-# Names of `layer_types` whose layers carry a state from token to token: Qwen3-Next, Qwen3.5, LFM2 and others.
-_RECURRENT = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
-
-
-def _refuse_windows(config: PreTrainedConfig, longest: int) -> None:
-    """Refuse layers without full attention; a window that holds the longest sequence counts as full."""
-    window = getattr(config, "sliding_window", None)
-    # The models of before `layer_types` have the window in all layers.
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
-    if window is not None and window >= longest:
-        kinds.discard("sliding_attention")
-    if recurrent := sorted(kinds & _RECURRENT):
-        raise ModelFolderError(
-            f"its layers are {', '.join(sorted(kinds))}; {recurrent[0]} keeps one state of the whole prefix "
-            "in place of keys and values by position: the engine's cache cannot go on from a part of a "
-            "prefix, which siblings and turns share, and no mask keeps texts of one packed row of the "
-            "learner apart",
-            where="model",
-            hint="Take a model whose layers all have full_attention, such as Qwen3.",
-        )
-    if kinds - {"full_attention"}:
-        of_width = f" of {window} tokens" if "sliding_attention" in kinds and window else ""
-        raise ModelFolderError(
-            f"its layers are {', '.join(sorted(kinds))}{of_width}; full_attention is needed, or a window of "
-            f"inference.max_model_len ({longest})",
-            where="model",
-            hint=f"Set inference.max_model_len to {window} or less." if of_width else None,
-        )
-
-
-def _refuse_rotations_by_length(config: PreTrainedConfig, longest: int) -> None:
-    """In one batch the longest sequence would choose the rotation of all."""
-    made_for = getattr(config, "max_position_embeddings", None)
-    stated = getattr(config, "rope_parameters", None) or {}
-    # One for all layers, or one for each kind of layer.
-    for rotation in [inner for inner in stated.values() if isinstance(inner, Mapping)] or [stated]:
-        kind = str(rotation.get("rope_type", rotation.get("type")))
-        if "dynamic" not in kind and kind != "longrope":
-            continue
-        limits = [made_for] if "dynamic" in kind else []
-        limit = min(filter(None, [*limits, rotation.get("original_max_position_embeddings")]), default=0)
-        if longest > limit:
-            raise ModelFolderError(
-                f"its positions ({kind}) are turned otherwise in sequences of more than {limit} tokens, so a "
-                "short one computed beside a longer one would not be what it is alone",
-                where="model",
-                hint=f"Set inference.max_model_len to {limit} or less.",
-            )

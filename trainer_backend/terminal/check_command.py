@@ -111,6 +111,7 @@ def lines_before_a_run(job: JobConfig, *, trial: bool) -> Iterator[str]:
             yield f"fixed policy {name!r}: {folder}, which speaks as the actor"
     _refuse_unread_names(job)
     yield from _slow_sampling(job)
+    yield from _slow_layers(job)
     if trial and job.services.task_url:
         yield f"not tried: environment and policies are of {', '.join(job.services.task_url)}"
     elif trial and job.rollout_only:
@@ -146,6 +147,21 @@ def _slow_sampling(job: JobConfig) -> Iterator[str]:
     from trainer_backend.learner.memory import slower_sampling
 
     yield from slower_sampling(why_no_kernels(place(job.model.device).device))
+
+
+def _slow_layers(job: JobConfig) -> Iterator[str]:
+    """How updates compute a model that packed rows would not, where it is on this machine."""
+    if job.model.preset is not None:
+        return
+    from trainer_backend.learner.device import place  # with torch
+    from trainer_backend.learner.memory import slower_layers
+    from trainer_backend.learner.shapes import config_here, model_shape
+    from trainer_backend.models.kinds import missing_kernels, module_is_here
+
+    if (config := config_here(job.model)) is not None:
+        shape = model_shape(config, None, longest=job.inference.max_model_len)
+        device = place("auto").device.type if job.model.device == "auto" else job.model.device
+        yield from slower_layers(device, shape.apart, missing_kernels(config, module_is_here))
 
 
 def _long_rows(job: JobConfig, data: DataSet) -> list[str]:
