@@ -522,7 +522,7 @@ def scorer_of(
     budget = placement.logits_bytes() * (3 if logits.cap is not None else 4) // 4
     fits = chunk_within(budget, embedding_rows(model))
     operators = operators_for(placement, model.config)
-    return Scorer(model, placement, attention, logits_chunk or fits, ranks, operators, logits)
+    return Scorer(model, placement, attention, logits_chunk or fits, ranks, operators, logits=logits)
 
 
 def held_scorer(scorer: Scorer, model: PreTrainedModel) -> Scorer:
