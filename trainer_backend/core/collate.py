@@ -13,7 +13,7 @@ is the last token at p - 1 before it in its row, so the positions tell the whole
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain, pairwise
@@ -197,28 +197,45 @@ def distinct_tokens(segments: Sequence[Segment], share_from: int) -> int:
 
 
 def _in_tries(segments: Sequence[Segment], row_tokens: int, share_from: int) -> list[Beginnings]:
-    """Segments in the order of their ids, so that those that begin alike meet in one row, until it is full.
-
-    A branch costs attention a call of its own, so one that would share fewer than `share_from` tokens beyond
-    the last branch of the path begins there instead, and holds these tokens once more.
-    """
+    """Segments in the order of their ids, so that those that begin alike meet in one row, until it is full."""
     # Bytes in this order compare as the ids do.
     keys = [segment.token_ids.astype(">u4").tobytes() for segment in segments]
     order = sorted(range(len(segments)), key=keys.__getitem__)
     rows: list[Beginnings] = []
-    used, branches = row_tokens, [0]
-    for index, alike in zip(order, _alike([segments[index].token_ids for index in order]), strict=True):
-        branches = branches[: bisect_right(branches, alike)]
-        shared = alike if alike - branches[-1] >= share_from else branches[-1]
+    used = row_tokens
+    alike = _alike([segments[index].token_ids for index in order])
+    for index, shared in zip(order, _branches(alike, share_from), strict=True):
         if used + len(segments[index]) - shared > row_tokens:
             rows.append(Beginnings([]))
-            used, branches, shared = 0, [0], 0
-        if shared > branches[-1]:
-            branches.append(shared)
+            used = shared = 0
         rows[-1].members.append(index)
         rows[-1].shared.append(shared)
         used += len(segments[index]) - shared
     return rows
+
+
+def _branches(alike: Sequence[int], least: int) -> list[int]:
+    """How many first ids each of some sorted rows shares with the one before it, in place of all that it could.
+
+    They branch after `alike` ids. A branch costs attention a call of its own, so one less than `least` ids
+    behind the one above it is left out: what is below it begins at that one, and holds those ids once more.
+    """
+    above: list[int | None] = [None] * len(alike)  # the branch above each: the deepest that is less deep
+    for places in (range(len(alike)), range(len(alike) - 1, -1, -1)):
+        path: list[int] = []
+        for here in places:
+            while path and alike[path[-1]] >= alike[here]:
+                path.pop()
+            other = above[here]
+            if path and (other is None or alike[path[-1]] > alike[other]):
+                above[here] = path[-1]
+            path.append(here)
+    kept = [0] * len(alike)
+    for here in sorted(range(len(alike)), key=alike.__getitem__):
+        branch = above[here]
+        last = 0 if branch is None else kept[branch]
+        kept[here] = alike[here] if alike[here] - last >= least else last
+    return kept
 
 
 def _alike(rows: Sequence[NDArray[Any]]) -> list[int]:

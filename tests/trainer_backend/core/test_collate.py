@@ -143,9 +143,9 @@ def test_a_row_holds_what_segments_begin_with_once():
         [1, 1, 1, 0, 1, 1, 0, 0, 0],
         [1, 1, 0, 0, 0, 0, 1, 0, 0],
     ]
-    # the two tokens that the fourth has of the others are too few
+    # the two tokens that the fourth has of the others are too few, and so is one more than three
     apart = pack_segments(alike, row_tokens=12, share_from=3)
-    assert apart.position_ids_BL.tolist() == [[0, 1, 2, 3, 3, 4, 0, 1, 2, 0, 1]]
+    assert apart.position_ids_BL.tolist() == [[0, 1, 2, 3, 3, 3, 4, 0, 1, 2, 0, 1]]
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 5])
