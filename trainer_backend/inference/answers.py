@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.rendering import ChatRenderer, JsonObject
+from trainer_backend.tool_formats.tags import split_reasoning
 
 # Guards for text whose outer white space a template would trim. Unicode reserves them for private use.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
@@ -24,6 +25,7 @@ class Answer:
     raw_text: str  # the response as sampled
     stop_text: str  # its stop token; "" if there is none
     opening: str = ""  # the beginning of the answer that stood in the prompt, where a call was forced
+    reasoning: str = ""  # that the message has apart from its content, if any
     content: str | None = None  # given to the template; None: the message as the caller sends it back
     has_guards: bool = False  # whether OPEN and CLOSE surround the content
 
@@ -31,6 +33,19 @@ class Answer:
     def written(self) -> str:
         """The whole answer, without its stop token."""
         return self.opening + self.raw_text
+
+    @property
+    def thought(self) -> str:
+        """The reasoning in the answer, wherever its message has it."""
+        return self.reasoning or split_reasoning(self.written)[0]
+
+    def shown(self, message: JsonObject, renderer: ChatRenderer) -> JsonObject:
+        """Return what the template is given for the answer, of which the caller may have dropped reasoning."""
+        if self.content is not None:
+            return {"role": "assistant", "content": self.content}
+        content = str(message.get("content") or "")
+        thought, rest = (self.reasoning, content) if self.reasoning else split_reasoning(content)
+        return renderer.with_reasoning(message, rest, thought)
 
     def stands_in(self, hashes: Sequence[int]) -> bool:
         """Return whether the conversation still contains the answer, unedited."""
@@ -88,6 +103,30 @@ class View:
         """Return the form with which the prompt begins with `text`, or None."""
         return next((form for form in newest.forms() if (self.text(form) or "").startswith(text)), None)
 
+    def continuation(self, newest: Answer, prompt: str) -> tuple[int, str] | None:
+        """Return the whole text as the template writes it, and where in it the last answer ends.
+
+        The template's writing of the answer is of no use: the sampled text stands in its place. None: the
+        template writes what was before the answer in another way than in `prompt`, which it wrote for this
+        answer; or it drops the answer's reasoning; or it writes the answer otherwise now that other messages
+        follow.
+        """
+        plain = replace(newest, content=None, has_guards=False)
+        whole = self.text(plain)
+        upto = text_with(
+            self.messages[: newest.index + 1],
+            [*self.earlier, plain],
+            self.tools,
+            self.renderer,
+            add_generation_prompt=False,
+        )
+        if whole is None or upto is None or not upto.startswith(prompt):
+            return None
+        end = _end_of_answer(upto, whole, newest.stop_text, self.renderer.tokenizer.eos_token or "")
+        if end is None or newest.thought not in whole[len(prompt) : end]:
+            return None
+        return end, whole
+
     def exact(self, newest: Answer) -> Answer:
         """Return the form that reproduces the sampled answer after an edited conversation.
 
@@ -100,19 +139,34 @@ class View:
         return self.form_extending(newest, target) or replace(newest, content=None)
 
 
+def _end_of_answer(upto: str, whole: str, stop: str, eos: str) -> int | None:
+    """Return where the answer that ends the text `upto` ends in `whole`; None: not as it was sampled.
+
+    Its stop token, if it was sampled, is before that place. White space may follow an end token, and the
+    stop token may be the beginning of the next message.
+    """
+    body = upto.rstrip()
+    if not stop:
+        body = body.removesuffix(eos) if eos and body.endswith(eos) else upto
+    elif not body.endswith(stop):
+        body = upto + stop
+    return len(body) if whole.startswith(body) else None
+
+
 def text_with(
     messages: Sequence[JsonObject],
     answers: Sequence[Answer],
     tools: Sequence[JsonObject],
     renderer: ChatRenderer,
+    *,
+    add_generation_prompt: bool = True,
 ) -> str | None:
     """Return the prompt with each of `answers` in its form, or None if the template cannot write it."""
     shown = list(messages)
     for answer in answers:
-        if answer.content is not None:
-            shown[answer.index] = {"role": "assistant", "content": answer.content}
+        shown[answer.index] = answer.shown(messages[answer.index], renderer)
     try:
-        text = renderer.prompt_text(shown, tools)
+        (text,) = renderer.prompt_texts([shown], tools, add_generation_prompt=add_generation_prompt)
     except BadChatRequest:
         return None  # some templates count turns, and count a call differently from its text
     guards = sum([answer.has_guards for answer in answers])

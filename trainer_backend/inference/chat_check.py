@@ -86,7 +86,7 @@ def parse_text(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
     return ParsedReply(text)
 
 
-TEXT = ToolFormat(parse_text, marker="", openers=())
+TEXT = ToolFormat(parse_text, markers=(), openers=())
 
 
 def tool_format_of(tokenizer: PreTrainedTokenizerFast) -> str | None:
@@ -99,7 +99,7 @@ def tool_format_of(tokenizer: PreTrainedTokenizerFast) -> str | None:
         )
     # Some models have a separate template for conversations with tools.
     template = str(tokenizer.chat_template)
-    matches = (name for name, form in TOOL_FORMATS.items() if form.marker in template)
+    matches = (name for name, form in TOOL_FORMATS.items() if any(m in template for m in form.markers))
     return str(setting) if setting is not None else next(matches, None)
 
 

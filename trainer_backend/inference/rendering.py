@@ -33,6 +33,9 @@ _BYTES = {text: byte for byte, text in bytes_to_unicode().items()}  # type: igno
 # Characters per token to encode: at the usual three or four per token, several times enough.
 _START = 16
 
+# Names under which templates read the reasoning of an answer; gpt-oss's and LFM2.5's are the last one.
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+
 # A minimal user message.
 QUESTION: JsonObject = {"role": "user", "content": "?"}
 
@@ -66,6 +69,7 @@ class ChatRenderer:
         self._id_count = id_count(tokenizer)
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         settings = json.dumps([tokenizer.chat_template, self._template_kwargs], sort_keys=True, default=str)
+        self._arguments_as_text = False  # until a template concatenates them
         self.template_digest = hashlib.blake2b(settings.encode(), digest_size=6).hexdigest()
         # SentencePiece decoders drop a leading space; after another token it stays.
         self._before: list[int] = self._backend.encode("x", add_special_tokens=False).ids
@@ -91,17 +95,39 @@ class ChatRenderer:
         # Templates are foreign programs: any error means that they cannot render these messages. So does one
         # of a message in another form, which a row of data may have; requests were checked (chat_form).
         try:
-            texts = self.tokenizer.apply_chat_template(
-                [list(map(_plain_message, messages)) for messages in conversations],
-                tools=[dict(tool) for tool in tools] or None,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self._template_kwargs,
-            )
+            plain = [list(map(_plain_message, messages)) for messages in conversations]
+            try:
+                return self._apply(plain, tools, add_generation_prompt)
+            except TypeError:
+                if self._arguments_as_text or not any(map(_has_calls, plain)):
+                    raise
+                # DeepSeek's templates concatenate the arguments, which others print as an object.
+                self._arguments_as_text = True
+                try:
+                    return self._apply(plain, tools, add_generation_prompt)
+                except Exception:
+                    self._arguments_as_text = False
+                    raise
         except Exception as error:
             raise BadChatRequest(
                 f"the chat template cannot render this: {error}", where="messages"
             ) from error
+
+    def _apply(
+        self,
+        conversations: Sequence[Sequence[dict[str, Any]]],
+        tools: Sequence[JsonObject],
+        add_generation_prompt: bool,
+    ) -> list[str]:
+        if self._arguments_as_text:
+            conversations = [list(map(_with_text_arguments, messages)) for messages in conversations]
+        texts = self.tokenizer.apply_chat_template(
+            conversations,
+            tools=[dict(tool) for tool in tools] or None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **self._template_kwargs,
+        )
         return [str(text) for text in texts]
 
     def prompt_ids(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject]) -> list[int]:
@@ -139,6 +165,23 @@ class ChatRenderer:
     def question(self) -> str:
         """The prompt with QUESTION alone. Raises BadChatRequest as `prompt_text`."""
         return self.prompt_text([QUESTION], [])
+
+    def with_reasoning(self, message: JsonObject, content: str, reasoning: str) -> JsonObject:
+        """Return an answer with its reasoning apart from its content, where the template reads it there."""
+        if not reasoning or not self._shows_reasoning:
+            return message
+        return {**message, "content": content, _REASONING_KEYS[0]: reasoning}
+
+    @cached_property
+    def _shows_reasoning(self) -> bool:
+        """Whether the template writes reasoning that a message has apart from its content."""
+        call = {"id": "call_0", "type": "function", "function": {"name": "probe", "arguments": {}}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call], _REASONING_KEYS[0]: UNKNOWN}
+        try:
+            (text,) = self.prompt_texts([[QUESTION, answer]], [], add_generation_prompt=False)
+        except BadChatRequest:
+            return False
+        return UNKNOWN in text
 
     def answer_text(
         self, messages: Sequence[JsonObject], answer: JsonObject, tools: Sequence[JsonObject]
@@ -285,9 +328,12 @@ def _plain_message(message: JsonObject) -> dict[str, Any]:
     """Return a message in the form templates expect: text content, and call arguments as an object.
 
     An empty `tool_calls` is omitted, because templates test for the key. A call id other than nine letters or
-    digits is replaced in call and result alike by nine characters derived from it.
+    digits is replaced in call and result alike by nine characters derived from it. Reasoning has every name
+    that a template may read it under.
     """
     plain = {**message, "content": _text(message.get("content"))}
+    if reasoning := next((message[key] for key in _REASONING_KEYS if message.get(key)), None):
+        plain |= dict.fromkeys(_REASONING_KEYS, reasoning)
     if calls := plain.pop("tool_calls", None):
         plain["tool_calls"] = list(map(_plain_call, calls))
     if message.get("tool_call_id") is not None:
@@ -305,6 +351,25 @@ def _plain_call(call: JsonObject) -> dict[str, Any]:
     function = call["function"]
     plain = {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
     return {**plain, "id": _call_id(call["id"])} if "id" in call else plain
+
+
+def _has_calls(messages: Sequence[JsonObject]) -> bool:
+    return any("tool_calls" in message for message in messages)
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _argument_text(call["function"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _argument_text(function: JsonObject) -> str:
+    arguments = function["arguments"]
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _call_id(text: str) -> str:

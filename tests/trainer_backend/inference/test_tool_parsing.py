@@ -10,9 +10,9 @@ from trainer_backend.inference.chat_check import parse_text, tool_format_in_use
 from trainer_backend.models.tokenizer import TOOL_CALL_FORMAT_KEY
 from trainer_backend.plugins import TOOL_FORMATS
 from trainer_backend.tool_formats.calls import ParsedCall, ParsedReply, ToolParser
-from trainer_backend.tool_formats.json_calls import parse_llama, parse_mistral
-from trainer_backend.tool_formats.qwen3_coder import parse_qwen3_coder
-from trainer_backend.tool_formats.tags import parse_hermes
+from trainer_backend.tool_formats.llama import parse_llama
+from trainer_backend.tool_formats.parameters import parse_qwen3_coder
+from trainer_backend.tool_formats.tags import parse_hermes, parse_mistral
 from trainer_backend.tool_formats.turnwise import ShortForm, parse_turnwise
 
 PARSERS = [parse_text, *(known.parse for known in TOOL_FORMATS.values())]
