@@ -10,7 +10,6 @@ from typing import Any
 
 from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.rendering import ChatRenderer, JsonObject
-from trainer_backend.tool_formats.tags import split_reasoning
 
 # Guards for text whose outer white space a template would trim. Unicode reserves them for private use.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
@@ -34,18 +33,15 @@ class Answer:
         """The whole answer, without its stop token."""
         return self.opening + self.raw_text
 
-    @property
-    def thought(self) -> str:
+    def thought(self, renderer: ChatRenderer) -> str:
         """The reasoning in the answer, wherever its message has it."""
-        return self.reasoning or split_reasoning(self.written)[0]
+        return self.reasoning or renderer.find_reasoning(self.written)
 
     def shown(self, message: JsonObject, renderer: ChatRenderer) -> JsonObject:
-        """Return what the template is given for the answer, of which the caller may have dropped reasoning."""
+        """Return what the template is given for the answer. The caller may have dropped its reasoning."""
         if self.content is not None:
             return {"role": "assistant", "content": self.content}
-        content = str(message.get("content") or "")
-        thought, rest = (self.reasoning, content) if self.reasoning else split_reasoning(content)
-        return renderer.with_reasoning(message, rest, thought)
+        return renderer.with_reasoning(message, self.reasoning)
 
     def stands_in(self, hashes: Sequence[int]) -> bool:
         """Return whether the conversation still contains the answer, unedited."""
@@ -123,7 +119,7 @@ class View:
         if whole is None or upto is None or not upto.startswith(prompt):
             return None
         end = _end_of_answer(upto, whole, newest.stop_text, self.renderer.tokenizer.eos_token or "")
-        if end is None or newest.thought not in whole[len(prompt) : end]:
+        if end is None or newest.thought(self.renderer) not in whole[len(prompt) : end]:
             return None
         return end, whole
 

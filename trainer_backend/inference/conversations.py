@@ -151,9 +151,10 @@ def next_prompt(
     """Return the prompt after a turn: its ids are kept up to the first place where the text differs.
 
     The raw text replaces every unedited answer: it is given to the template as content, or, where the
-    template then writes something else, it stands in the place of what the template writes. If the rendering then does not begin with everything that the
-    model saw and wrote, a message was edited, or the template drops or rewrites a part: the result is another
-    prompt, which shares only the text before that place.
+    template then writes something else, it stands in the place of what the template writes.
+    If the rendering then does not begin with everything that the model saw and wrote, a message was edited,
+    or the template drops or rewrites a part: the result is another prompt, which shares only the text before
+    that place.
     """
     hashes = RequestHashes.of(messages, tools)
     text, plain, answers = _render(turn, hashes, messages, tools)
@@ -223,4 +224,5 @@ def _cause(turn: Turn, hashes: RequestHashes, text: str) -> str:
         return TOOLS
     if not newest.stands_in(hashes.messages) or turn.hashes.messages != hashes.messages[: newest.index]:
         return EDITED
-    return REASONING if any(answer.thought not in text for answer in turn.answers) else TEMPLATE
+    is_dropped = any(answer.thought(turn.renderer) not in text for answer in turn.answers)
+    return REASONING if is_dropped else TEMPLATE

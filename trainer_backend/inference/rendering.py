@@ -18,6 +18,7 @@ from shared_schemas.base import did_you_mean, is_one_of
 from trainer_backend.core.prompt_lengths import LongPrompt
 from trainer_backend.errors import BadChatRequest, ModelFolderError
 from trainer_backend.models.tokenizer import CHAT_TEMPLATE_KWARGS_KEY, id_count
+from trainer_backend.tool_formats.tags import split_reasoning
 
 JsonObject = Mapping[str, Any]
 
@@ -166,8 +167,19 @@ class ChatRenderer:
         """The prompt with QUESTION alone. Raises BadChatRequest as `prompt_text`."""
         return self.prompt_text([QUESTION], [])
 
-    def with_reasoning(self, message: JsonObject, content: str, reasoning: str) -> JsonObject:
-        """Return an answer with its reasoning apart from its content, where the template reads it there."""
+    def find_reasoning(self, content: str) -> str:
+        """Return the reasoning in the content of an answer; "" if there is none."""
+        return split_reasoning(content, str(self.tokenizer.chat_template))[0]
+
+    def with_reasoning(self, message: JsonObject, reasoning: str) -> JsonObject:
+        """Return an answer with its reasoning apart from its content, where the template reads it there.
+
+        Args:
+            reasoning: that the message lacks; "": what its content has, if any.
+        """
+        content = _text(message.get("content"))
+        if not reasoning:
+            reasoning, content = split_reasoning(content, str(self.tokenizer.chat_template))
         if not reasoning or not self._shows_reasoning:
             return message
         return {**message, "content": content, _REASONING_KEYS[0]: reasoning}

@@ -124,10 +124,10 @@ class LiteralReader:
             string, self.position = read_until(self.text, self.position, quote)
             return string
         start = self.position
-        for match in re.finditer(rf"\\.|{quote}", self.text[start:], re.DOTALL):
+        for match in re.compile(rf"\\.|{quote}", re.DOTALL).finditer(self.text, start):
             if match[0] == quote:
-                self.position += match.end()
-                return _ESCAPE.sub(_unescaped, self.text[start : start + match.start()])
+                self.position = match.end()
+                return _ESCAPE.sub(_unescaped, self.text[start : match.start()])
         raise ValueError(f"{quote} is missing after a text")
 
 

@@ -44,11 +44,14 @@ THINK = ReasoningMarks(THINK_START, THINK_END)
 MISTRAL_THINK = ReasoningMarks("[THINK]", "[/THINK]")
 
 
-def split_reasoning(content: str) -> tuple[str, str]:
-    """Return the reasoning at the beginning of a message's content, and the rest; "" if there is none."""
+def split_reasoning(content: str, template: str) -> tuple[str, str]:
+    """Return the reasoning at the beginning of a message's content, and the rest; "" if there is none.
+
+    Only marks that the chat template knows count.
+    """
     for marks in (THINK, MISTRAL_THINK):
         before, end, rest = content.partition(marks.end)
-        if end:
+        if end and end in template:
             return before.rpartition(marks.start)[2].strip(), rest.lstrip()
     return "", content
 
@@ -151,7 +154,7 @@ _CALL_OPEN, _SEPARATOR, _CALL_CLOSE = "<｜tool▁call▁begin｜>", "<｜tool�
 
 
 def read_deepseek(text: str, start: int, tools: Tools) -> tuple[list[ParsedCall], int]:
-    """Read a list of calls: `name SEP {...}` (V3.1), or `function SEP name` and a block of Markdown (V3, R1)."""
+    """Read a list of calls. Their arguments are an object (V3.1), or one in a block of Markdown (V3, R1)."""
     calls: list[ParsedCall] = []
     position = start
     while not calls or not text.startswith(_DEEPSEEK_CLOSE, skip_space(text, position)):
