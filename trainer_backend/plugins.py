@@ -32,6 +32,7 @@ from trainer_backend.tool_formats.literals import (
     parse_function_gemma,
     parse_gemma4,
     parse_lfm2,
+    write_pythonic,
 )
 from trainer_backend.tool_formats.llama import PYTHON_TAG, parse_llama
 from trainer_backend.tool_formats.parameters import KEY, PARAMETER, parse_glm, parse_qwen3_coder
@@ -46,6 +47,7 @@ from trainer_backend.tool_formats.tags import (
     parse_hermes,
     parse_mistral,
     parse_nemotron2,
+    write_hermes,
 )
 from trainer_backend.tool_formats.turnwise import CALL, ShortForm, parse_turnwise
 
@@ -92,6 +94,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         markers=(LFM2_OPEN, "<|tool_list_start|>"),
         openers=(LFM2_OPEN,),
         arguments_start=r"\(",
+        write=write_pythonic,
     ),
     "nemotron2": ToolFormat(parse_nemotron2, markers=(NEMOTRON_OPEN,), openers=(NEMOTRON_OPEN,)),
     "granite3": ToolFormat(parse_granite3, markers=(LIST_OPEN,), openers=(LIST_OPEN,)),
@@ -99,7 +102,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         parse_qwen3_coder, markers=("<function=",), openers=(OPEN,), arguments_start=f"(?={PARAMETER})"
     ),
     "glm": ToolFormat(parse_glm, markers=(KEY,), openers=(OPEN,), arguments_start=f"(?={KEY})"),
-    "hermes": ToolFormat(parse_hermes, markers=(OPEN,), openers=(OPEN,)),
+    "hermes": ToolFormat(parse_hermes, markers=(OPEN,), openers=(OPEN,), write=write_hermes),
     "llama": ToolFormat(parse_llama, markers=("ipython",), openers=("{", PYTHON_TAG)),
 }
 OperatorPlug = EstimatorPlug[Any] | LossPlug | AggregationPlug | AllocationPlug

@@ -17,7 +17,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from shared_schemas.base import did_you_mean, is_one_of
 from trainer_backend.core.prompt_lengths import LongPrompt
 from trainer_backend.errors import BadChatRequest, ModelFolderError
+from trainer_backend.inference.tool_format import tool_format_in_use
 from trainer_backend.models.tokenizer import CHAT_TEMPLATE_KWARGS_KEY, id_count
+from trainer_backend.tool_formats.calls import ParsedCall
 from trainer_backend.tool_formats.tags import split_reasoning
 
 JsonObject = Mapping[str, Any]
@@ -39,6 +41,21 @@ _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 # A minimal user message.
 QUESTION: JsonObject = {"role": "user", "content": "?"}
+
+
+# An answer by which it is found out what a template shows.
+_PROBE_NAME, _PROBE_THOUGHT = "turnwise_probe_name", "turnwise_probe_thought"
+_PROBE: Sequence[JsonObject] = (
+    QUESTION,
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "call_0", "type": "function", "function": {"name": _PROBE_NAME, "arguments": "{}"}}
+        ],
+        _REASONING_KEYS[0]: _PROBE_THOUGHT,
+    },
+)
 
 
 # Variables of a chat template that the library or jinja sets, beside the special tokens.
@@ -97,6 +114,8 @@ class ChatRenderer:
         # of a message in another form, which a row of data may have; requests were checked (chat_form).
         try:
             plain = [list(map(_plain_message, messages)) for messages in conversations]
+            if any(map(_has_calls, plain)) and self._drops_calls:
+                plain = [list(map(self._with_written_calls, messages)) for messages in plain]
             try:
                 return self._apply(plain, tools, add_generation_prompt)
             except TypeError:
@@ -187,13 +206,31 @@ class ChatRenderer:
     @cached_property
     def _shows_reasoning(self) -> bool:
         """Whether the template writes reasoning that a message has apart from its content."""
-        call = {"id": "call_0", "type": "function", "function": {"name": "probe", "arguments": {}}}
-        answer = {"role": "assistant", "content": "", "tool_calls": [call], _REASONING_KEYS[0]: UNKNOWN}
         try:
-            (text,) = self.prompt_texts([[QUESTION, answer]], [], add_generation_prompt=False)
+            (text,) = self.prompt_texts([_PROBE], [], add_generation_prompt=False)
         except BadChatRequest:
             return False
-        return UNKNOWN in text
+        return _PROBE_THOUGHT in text
+
+    @cached_property
+    def _drops_calls(self) -> bool:
+        """Whether the template leaves out the calls of an answer, as those of SmolLM3 and LFM2 do."""
+        form = tool_format_in_use(self.tokenizer)
+        try:
+            (text,) = self._apply([list(map(_plain_message, _PROBE))], [], add_generation_prompt=False)
+        except Exception:  # told where the template is used
+            return False
+        return form.write is not None and _PROBE_NAME not in text
+
+    def _with_written_calls(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return an answer with its calls in its content, as the model writes them."""
+        write = tool_format_in_use(self.tokenizer).write
+        if "tool_calls" not in message or write is None:
+            return message
+        functions = [call["function"] for call in message["tool_calls"]]
+        calls = [ParsedCall(function["name"], _argument_text(function)) for function in functions]
+        rest = {key: value for key, value in message.items() if key != "tool_calls"}
+        return {**rest, "content": "\n".join(filter(None, [message["content"], write(calls)]))}
 
     def answer_text(
         self, messages: Sequence[JsonObject], answer: JsonObject, tools: Sequence[JsonObject]

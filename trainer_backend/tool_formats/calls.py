@@ -46,6 +46,8 @@ class ToolFormat:
     end."""
     arguments_start: str = r"(?=\{)"
     """Pattern at whose end a call's arguments begin, after the name of its tool."""
+    write: Callable[[Sequence[ParsedCall]], str] | None = None
+    """Writes calls as the models do, for chat templates that leave out the calls of a message."""
     leaves_out_name: Callable[[Tools], bool] = lambda tools: False
     """Whether a call of these tools is written without a name."""
 
@@ -107,6 +109,11 @@ def as_calls(value: object) -> list[ParsedCall]:
     if value == []:
         raise ValueError("the list of calls is empty")
     return [as_call(item) for item in (value if isinstance(value, list) else [value])]
+
+
+def json_of(call: ParsedCall) -> str:
+    """Return a call as an object, as models write it."""
+    return json.dumps({"name": call.name, "arguments": json.loads(call.arguments)}, ensure_ascii=False)
 
 
 def argument_schemas(tools: Tools, name: str) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ FunctionGemma: `<start_function_call>call:name{key:<escape>text<escape>}<end_fun
 
 import json
 import re
+from collections.abc import Sequence
 from functools import partial
 
 from trainer_backend.tool_formats.calls import (
@@ -162,6 +163,15 @@ def read_pythonic(text: str, start: int, tools: Tools) -> tuple[list[ParsedCall]
         reader.expect("]")
     reader.expect(_LFM2_CLOSE)
     return calls, reader.position
+
+
+def write_pythonic(calls: Sequence[ParsedCall]) -> str:
+    """Write calls as LFM2 does."""
+    written = [
+        f"{call.name}({', '.join([f'{key}={value!r}' for key, value in json.loads(call.arguments).items()])})"
+        for call in calls
+    ]
+    return f"{LFM2_OPEN}[{', '.join(written)}]{_LFM2_CLOSE}"
 
 
 def read_gemma(

@@ -9,6 +9,7 @@ Mistral: `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALL
 DeepSeek V3, R1, V3.1: a list of names and arguments in marks with wide bars, see `read_deepseek`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,6 +21,7 @@ from trainer_backend.tool_formats.calls import (
     as_call,
     as_calls,
     expect,
+    json_of,
     read_json,
     read_until,
     skip_space,
@@ -117,6 +119,12 @@ def read_json_calls(
 
 # NousResearch's Hermes function calling; Qwen's and Granite 4's chat templates.
 parse_hermes = partial(parse_marked, opening=OPEN, read=partial(read_json_calls, closings=(CLOSE,)))
+
+
+def write_hermes(calls: Sequence[ParsedCall]) -> str:
+    """Write calls as Hermes does."""
+    return "\n".join([f"{OPEN}\n{json_of(call)}\n{CLOSE}" for call in calls])
+
 
 # IBM's and Microsoft's chat templates. Granite ends a list by the end of its answer alone.
 LIST_OPEN, LIST_CLOSE = "<|tool_call|>", "<|/tool_call|>"

@@ -18,13 +18,14 @@ from shared_schemas.trajectory import Sampling
 from tests.model_folders import FAMILIES, Family, chat_template
 from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.actor import NO_EXTRAS, Extras, FrozenEngine, Generation
-from trainer_backend.inference.chat_check import refuse_without_tools, tool_format_of
+from trainer_backend.inference.chat_check import refuse_without_tools
 from trainer_backend.inference.engine import LocalEngine, stop_token_ids
 from trainer_backend.inference.forced_call import find_opening
 from trainer_backend.inference.gateway_app import create_gateway
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.served_policy import ServedPolicy
+from trainer_backend.inference.tool_format import tool_format_of
 from trainer_backend.job.tables import ModelTable
 from trainer_backend.learner.loading import load_named
 from trainer_backend.models.folder import load_tokenizer
@@ -325,6 +326,35 @@ def test_a_forced_call_begins_as_its_format_does(
     tokenizer.chat_template = chat_template(template)
     found = find_opening(ChatRenderer(tokenizer), TOOL_FORMATS[tool_format])
     assert (found.lead + found.text("turnwise_probe")).lstrip("\n") == opening
+
+
+# The shape of SmolLM3's and LFM2's templates: they print no calls of earlier answers.
+DROPS_CALLS = """\
+{%- if tools -%}<|im_start|>system
+{{ tools | tojson }} OPENING<|im_end|>{{- '\\n' }}{%- endif -%}
+{%- for m in messages -%}
+<|im_start|>{{ m.role }}{{ '\\n' + m.content }}<|im_end|>{{- '\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant{{- '\\n' }}{%- endif -%}"""
+
+
+@pytest.mark.parametrize(
+    ("opening", "written"),
+    [
+        ("<tool_call>", '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'),
+        ("<|tool_list_start|>", "<|tool_call_start|>[f(x='é')]<|tool_call_end|>"),
+    ],
+)
+def test_calls_that_a_template_leaves_out_are_written_as_its_format_writes_them(
+    opening: str, written: str, model_folders: Mapping[str, Path], tools: list[dict[str, object]]
+):
+    tokenizer = load_tokenizer(model_folders["qwen3"])
+    tokenizer.chat_template = DROPS_CALLS.replace("OPENING", opening)
+    refuse_without_tools(tokenizer)
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": "é"}'}}
+    answer = {"role": "assistant", "content": "Go.", "tool_calls": [call]}
+    text = ChatRenderer(tokenizer).prompt_text([USER, answer], tools)
+    assert f"assistant\nGo.\n{written}<|im_end|>" in text
 
 
 def test_reasoning_in_a_channel_is_apart_from_content_and_streamed_at_the_end(

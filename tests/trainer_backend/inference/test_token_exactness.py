@@ -16,10 +16,10 @@ from tests.model_folders import chat_template
 from trainer_backend.core.segments import Segment, segments_of
 from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.answers import Answer, hash_of
-from trainer_backend.inference.chat_check import tool_format_in_use
 from trainer_backend.inference.conversations import Conversations, Prompt, Turn
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.reply import assistant_message
+from trainer_backend.inference.tool_format import tool_format_in_use
 from trainer_backend.models.folder import load_tokenizer
 
 # Template, whose tokenizer, the stop tokens of a call and of text, and whether the template goes on from

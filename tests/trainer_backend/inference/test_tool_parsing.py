@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from trainer_backend.errors import ModelFolderError
-from trainer_backend.inference.chat_check import parse_text, tool_format_in_use
+from trainer_backend.inference.tool_format import parse_text, tool_format_in_use
 from trainer_backend.models.tokenizer import TOOL_CALL_FORMAT_KEY
 from trainer_backend.plugins import TOOL_FORMATS
 from trainer_backend.tool_formats.calls import ParsedCall, ParsedReply, ToolParser
@@ -423,10 +423,11 @@ def test_a_harmony_reply_that_cannot_be_read_says_why(text: str, says: str):
 
 
 pieces = st.sampled_from([
-    "<|channel|>", "<|message|>", "commentary to=functions.f", "analysis", "<|end|>",
-    "<|start|>assistant",     "<|tool_call>call:f", '<|"|>', "<tool_call|>", "<|channel>thought\n", "<channel|>",
-    "<arg_key>", "</arg_key>",     "<arg_value>", "</arg_value>", "<|tool_call_start|>[f(", "x=", ")", "<|tool_call_end|>", "'", "\\", "x:", ",",
+    "<|channel|>", "<|message|>", "commentary to=functions.f", "analysis", "<|end|>", "'", "\\", ",",
+    "<|start|>assistant", "<|tool_call>call:f", '<|"|>', "<tool_call|>", "<|channel>thought\n", "<channel|>",
+    "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call_start|>[f(", "x=", ")", "x:",
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",  # noqa: RUF001
+    "<|tool_call_end|>",
     "<tool_call>", "</tool_call>", "<think>", "</think>", "<|call|>", "<|python_tag|>", "[TOOL_CALLS]",
     "[ARGS]", "[", "]", "<function=act>", "</function>", "<parameter=actions>", "</parameter>",
     "{", "}", '"\\ud800"', ' {"name": "a", "parameters": {}}', ' {"name": "a", "arguments": {}}', " act ",
