@@ -36,6 +36,8 @@ _BYTES = {text: byte for byte, text in bytes_to_unicode().items()}  # type: igno
 # Characters per token to encode: at the usual three or four per token, several times enough.
 _START = 16
 
+# Reasoning that is nothing, which no template trims away. Unicode reserves it for private use.
+_BLANK = "\ufdd2"
 # Names under which templates read the reasoning of an answer; gpt-oss's and LFM2.5's are the last one.
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
@@ -87,6 +89,8 @@ class ChatRenderer:
         self._id_count = id_count(tokenizer)
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         settings = json.dumps([tokenizer.chat_template, self._template_kwargs], sort_keys=True, default=str)
+        added = tokenizer.added_tokens_decoder.values()
+        self._specials = tuple([token.content for token in added if token.special])
         self._arguments_as_text = False  # until a template concatenates them
         self.template_digest = hashlib.blake2b(settings.encode(), digest_size=6).hexdigest()
         # SentencePiece decoders drop a leading space; after another token it stays.
@@ -252,20 +256,35 @@ class ChatRenderer:
         prompts = self.prompt_texts(conversations, tools)
         texts = self._answered(prompts, conversations, answers, tools)
         # Mistral's templates show the system message only until the last user message is answered.
+        without_system = [
+            [message for message in messages if message.get("role") != "system"] for messages in conversations
+        ]
         unknown = [
             number
             for number, text in enumerate(texts)
-            if text is None and any(message.get("role") == "system" for message in conversations[number])
+            if text is None and len(without_system[number]) < len(conversations[number])
         ]
-        without_system = [
-            [message for message in conversations[number] if message.get("role") != "system"]
-            for number in unknown
-        ]
-        own = [answers[number] for number in unknown]
-        again = self._answered(self.prompt_texts(without_system, tools), without_system, own, tools)
-        for number, text in zip(unknown, again, strict=True):
-            texts[number] = text
+        self._fill(texts, unknown, without_system, answers, tools)
+        # Nemotron's prompts begin reasoning, and its template writes an answer without any in another way.
+        unknown = [number for number, text in enumerate(texts) if text is None]
+        if unknown and self._shows_reasoning:
+            thinking = [{**answer, _REASONING_KEYS[0]: _BLANK} for answer in answers]
+            self._fill(texts, unknown, conversations, thinking, tools)
         return prompts, texts
+
+    def _fill(
+        self,
+        texts: list[str | None],
+        unknown: Sequence[int],
+        conversations: Sequence[Sequence[JsonObject]],
+        answers: Sequence[JsonObject],
+        tools: Sequence[JsonObject],
+    ) -> None:
+        """Fill in the texts of the unknown answers."""
+        asked, own = [conversations[number] for number in unknown], [answers[number] for number in unknown]
+        found = self._answered(self.prompt_texts(asked, tools), asked, own, tools)
+        for number, text in zip(unknown, found, strict=True):
+            texts[number] = text and text.replace(_BLANK, "")
 
     def _answered(
         self,
@@ -276,16 +295,35 @@ class ChatRenderer:
     ) -> list[str | None]:
         whole = [[*messages, answer] for messages, answer in zip(conversations, answers, strict=True)]
         texts = self.prompt_texts(whole, tools, add_generation_prompt=False)
-        return [self._after(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+        found = [self._after(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+        for number, text in enumerate(found):
+            if text is not None and self._specials and not text.endswith(self._specials):
+                found[number] = text + self._next_special(whole[number], texts[number], tools)
+        return found
 
     def _after(self, prompt: str, whole: str) -> str | None:
         """What follows the prompt up to the end token; None where the text does not begin with the prompt."""
         if not whole.startswith(prompt):
             return None
         end = self.tokenizer.eos_token
-        # A newline may follow the end token; the model never writes it.
         length = whole.find(end, len(prompt)) if end else -1
-        return whole[len(prompt) : length + len(end) if length >= 0 else None]
+        if end and length >= 0:
+            return whole[len(prompt) : length + len(end)]
+        # A newline may follow the end token; the model never writes it.
+        body = whole.rstrip()
+        return (body if body.endswith(self._specials) else whole)[len(prompt) :]
+
+    def _next_special(self, messages: Sequence[JsonObject], text: str, tools: Sequence[JsonObject]) -> str:
+        """Return the token that begins the next message, and so ends an answer of GLM; "": none does."""
+        result = {"role": "tool", "tool_call_id": "call00000", "content": "?"}
+        try:
+            follower = result if messages[-1].get("tool_calls") else QUESTION
+            longer = self.prompt_text([*messages, follower], tools)
+        except BadChatRequest:
+            return ""
+        if not longer.startswith(text):
+            return ""
+        return next((token for token in self._specials if longer.startswith(token, len(text))), "")
 
     def encode(self, text: str) -> list[int]:
         """Encode rendered text; special tokens in the text are recognised, none are added."""

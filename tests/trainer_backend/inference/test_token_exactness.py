@@ -240,6 +240,21 @@ def test_reasoning_stays_among_tool_calls_and_is_dropped_behind_the_next_questio
     assert len(played.segments()) == 2 and "hm" not in played.prompts[4].text
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_the_model_has_to_write_ends_with_its_stop_token(name: str, tokenizers: dict[str, Any]):
+    renderer = ChatRenderer(tokenizers[name])
+    question = [{"role": "user", "content": "wood 2"}]
+    call = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    answers = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": "wood"},
+    ]
+    if name == "mistral_plain":
+        answers = answers[1:]
+    for answer, stop in zip(answers, TEMPLATES[name][3 - len(answers) : 3], strict=True):
+        assert renderer.answer_text(question, answer, TOOLS).endswith(stop)
+
+
 def test_deepseek_drops_reasoning_behind_every_answer(tokenizers: dict[str, Any]):
     played = Played(ChatRenderer(tokenizers["deepseek"]), TEMPLATES["deepseek"][1:3])
     for number in range(3):
