@@ -77,15 +77,20 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         openers=(CALL,),
         leaves_out_name=lambda tools: ShortForm.of(tools) is not None,
     ),
-    "harmony": ToolFormat(parse_harmony, markers=("<|channel|>commentary",)),
+    "harmony": ToolFormat(parse_harmony, markers=("<|channel|>commentary",), ends=("<|call|>", "<|return|>")),
     "gemma4": ToolFormat(
-        parse_gemma4, markers=("<|tool_call>call:",), openers=("", GEMMA_OPEN), arguments_start=r"\{"
+        parse_gemma4,
+        markers=("<|tool_call>call:",),
+        openers=("", GEMMA_OPEN),
+        arguments_start=r"\{",
+        ends=("<turn|>", "<|tool_response>"),
     ),
     "function_gemma": ToolFormat(
         parse_function_gemma,
         markers=(FUNCTION_GEMMA_OPEN,),
         openers=(FUNCTION_GEMMA_OPEN,),
         arguments_start=r"\{",
+        ends=("<end_of_turn>", "<start_function_response>"),
     ),
     "mistral": ToolFormat(parse_mistral, markers=(CALLS,), openers=(CALLS,)),
     "deepseek": ToolFormat(parse_deepseek, markers=(DEEPSEEK_OPEN,), openers=(DEEPSEEK_OPEN,)),
@@ -101,7 +106,13 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "qwen3_coder": ToolFormat(
         parse_qwen3_coder, markers=("<function=",), openers=(OPEN,), arguments_start=f"(?={PARAMETER})"
     ),
-    "glm": ToolFormat(parse_glm, markers=(KEY,), openers=(OPEN,), arguments_start=f"(?={KEY})"),
+    "glm": ToolFormat(
+        parse_glm,
+        markers=(KEY,),
+        openers=(OPEN,),
+        arguments_start=f"(?={KEY})",
+        ends=("<|user|>", "<|observation|>"),
+    ),
     "hermes": ToolFormat(parse_hermes, markers=(OPEN,), openers=(OPEN,), write=write_hermes),
     "llama": ToolFormat(parse_llama, markers=("ipython",), openers=("{", PYTHON_TAG)),
 }

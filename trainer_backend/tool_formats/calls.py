@@ -46,6 +46,8 @@ class ToolFormat:
     end."""
     arguments_start: str = r"(?=\{)"
     """Pattern at whose end a call's arguments begin, after the name of its tool."""
+    ends: tuple[str, ...] = ()
+    """Tokens that end an answer, beside those that the model's files name."""
     write: Callable[[Sequence[ParsedCall]], str] | None = None
     """Writes calls as the models do, for chat templates that leave out the calls of a message."""
     leaves_out_name: Callable[[Tools], bool] = lambda tools: False

@@ -17,6 +17,7 @@ from trainer_backend.core.segments import Segment, segments_of
 from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.answers import Answer, hash_of
 from trainer_backend.inference.conversations import Conversations, Prompt, Turn
+from trainer_backend.inference.engine import stop_token_ids
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.reply import assistant_message
 from trainer_backend.inference.tool_format import tool_format_in_use
@@ -145,6 +146,11 @@ def tokenizers(model_folders: Mapping[str, Path]) -> dict[str, PreTrainedTokeniz
     for name, (family, *stops, _) in TEMPLATES.items():
         found[name] = load_tokenizer(model_folders[family])
         found[name].add_special_tokens({"additional_special_tokens": list(stops)})
+        if name in (
+            "harmony",
+            "deepseek",
+        ):  # what ends answers of the others stands in no tokenizer_config.json
+            found[name].eos_token = stops[-1]
         found[name].chat_template = chat_template(name)
     return found
 
@@ -253,6 +259,7 @@ def test_what_the_model_has_to_write_ends_with_its_stop_token(name: str, tokeniz
         answers = answers[1:]
     for answer, stop in zip(answers, TEMPLATES[name][3 - len(answers) : 3], strict=True):
         assert renderer.answer_text(question, answer, TOOLS).endswith(stop)
+        assert renderer.encode(stop)[-1] in stop_token_ids(None, tokenizers[name])
 
 
 def test_deepseek_drops_reasoning_behind_every_answer(tokenizers: dict[str, Any]):
