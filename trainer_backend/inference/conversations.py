@@ -224,5 +224,6 @@ def _cause(turn: Turn, hashes: RequestHashes, text: str) -> str:
         return TOOLS
     if not newest.stands_in(hashes.messages) or turn.hashes.messages != hashes.messages[: newest.index]:
         return EDITED
-    is_dropped = any(answer.thought(turn.renderer) not in text for answer in turn.answers)
+    thoughts = {answer.thought(turn.renderer) for answer in turn.answers} - {""}
+    is_dropped = any(text.count(thought) < turn.text.count(thought) for thought in thoughts)
     return REASONING if is_dropped else TEMPLATE

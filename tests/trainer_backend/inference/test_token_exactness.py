@@ -156,7 +156,9 @@ def tokenizers(model_folders: Mapping[str, Path]) -> dict[str, PreTrainedTokeniz
 
 
 TEXTS = st.sampled_from(["go", " wood ", "tree\n", "a  b", "<think>\nhm\n</think>\n\nwood", "1 + 1 = 2"])
-WORDS = st.fixed_dictionaries({"call": st.booleans(), "text": TEXTS, "cut": st.booleans()})
+WORDS = st.fixed_dictionaries(
+    {"thinks": st.booleans(), "call": st.booleans(), "text": TEXTS, "cut": st.booleans()}
+)
 EDITS = st.one_of(st.none(), st.integers(0, 20))
 TURNS = st.lists(st.tuples(WORDS, EDITS), min_size=2, max_size=6)
 
@@ -165,7 +167,8 @@ def play(played: Played, name: str, turns: list[tuple[dict[str, Any], int | None
     """Which decisions came right behind an edit that changed something, from 0."""
     edits = []
     for number, (words, edit) in enumerate(turns):
-        played.turn(CALLS[name] % number if words["call"] else words["text"], cut=words["cut"])
+        thought = THOUGHTS.get(name, "") if words["thinks"] else ""
+        played.turn(thought + (CALLS[name] % number if words["call"] else words["text"]), cut=words["cut"])
         played.answered(f"tree {number}")
         # From here on the last message is new: an edit of it is none.
         if edit is not None:
@@ -218,7 +221,7 @@ def test_every_prompt_is_spelled_and_every_sampled_token_trained_once_on_its_vie
 @pytest.mark.parametrize("name", [name for name, (*_, extends) in TEMPLATES.items() if extends])
 def test_a_dialogue_that_nobody_edits_is_one_segment(name: str, tokenizers: dict[str, Any]):
     played = Played(ChatRenderer(tokenizers[name]), TEMPLATES[name][1:3])
-    words = [{"call": t % 2 == 0, "text": f" wood  {t}\n", "cut": t == 3} for t in range(12)]
+    words = [{"thinks": False, "call": t % 2 == 0, "text": f" wood  {t}\n", "cut": t == 3} for t in range(12)]
     assert play(played, name, [(said, None) for said in words]) == []
     assert len(played.segments()) == 1
     assert [prompt.reused for prompt in played.prompts[1:]] == [
