@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainer_backend.errors import BadChatRequest
-from trainer_backend.inference.rendering import ChatRenderer, JsonObject
+from trainer_backend.inference.rendering import BLANK, ChatRenderer, JsonObject
 
 # Guards for text whose outer white space a template would trim. Unicode reserves them for private use.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
@@ -35,7 +35,7 @@ class Answer:
 
     def thought(self, renderer: ChatRenderer) -> str:
         """The reasoning in the answer, wherever its message has it."""
-        return self.reasoning or renderer.find_reasoning(self.written)
+        return self.reasoning.strip(BLANK) or renderer.find_reasoning(self.written)
 
     def shown(self, message: JsonObject, renderer: ChatRenderer) -> JsonObject:
         """Return what the template is given for the answer. The caller may have dropped its reasoning."""
@@ -86,42 +86,44 @@ class View:
     tools: Sequence[JsonObject]
     earlier: Sequence[Answer]
     renderer: ChatRenderer
-    _texts: dict[str | None, str | None] = field(default_factory=dict)
+    _texts: dict[Answer, str | None] = field(default_factory=dict)
 
     def text(self, newest: Answer) -> str | None:
         """Return the prompt with the last answer in this form, or None if the template cannot write it."""
-        if newest.content not in self._texts:
+        if newest not in self._texts:
             answers = [*self.earlier, newest]
-            self._texts[newest.content] = text_with(self.messages, answers, self.tools, self.renderer)
-        return self._texts[newest.content]
+            self._texts[newest] = text_with(self.messages, answers, self.tools, self.renderer)
+        return self._texts[newest]
 
     def form_extending(self, newest: Answer, text: str) -> Answer | None:
         """Return the form with which the prompt begins with `text`, or None."""
         return next((form for form in newest.forms() if (self.text(form) or "").startswith(text)), None)
 
-    def continuation(self, newest: Answer, prompt: str) -> tuple[int, str] | None:
-        """Return the whole text as the template writes it, and where in it the last answer ends.
+    def continuation(self, newest: Answer, prompt: str) -> tuple[Answer, int] | None:
+        """Return a form with which the text continues `prompt`, and where in the text the answer ends.
 
         The template's writing of the answer is of no use: the sampled text stands in its place. None: the
         template writes what was before the answer in another way than in `prompt`, which it wrote for this
         answer; or it drops the answer's reasoning; or it writes the answer otherwise now that other messages
         follow.
         """
-        plain = replace(newest, content=None, has_guards=False)
-        whole = self.text(plain)
-        upto = text_with(
-            self.messages[: newest.index + 1],
-            [*self.earlier, plain],
-            self.tools,
-            self.renderer,
-            add_generation_prompt=False,
-        )
-        if whole is None or upto is None or not upto.startswith(prompt):
-            return None
-        end = _end_of_answer(upto, whole, newest.stop_text, self.renderer.tokenizer.eos_token or "")
-        if end is None or newest.thought(self.renderer) not in whole[len(prompt) : end]:
-            return None
-        return end, whole
+        thought = newest.thought(self.renderer)
+        form = replace(newest, content=None, has_guards=False)
+        # Where the prompt begins reasoning, some templates (GLM, Nemotron) write an answer without any otherwise.
+        forms = [form] if thought else [form, replace(form, reasoning=BLANK)]
+        for form in forms:
+            upto = text_with(
+                self.messages[: newest.index + 1],
+                [*self.earlier, form],
+                self.tools,
+                self.renderer,
+                add_generation_prompt=False,
+            )
+            if upto is not None and upto.startswith(prompt) and (whole := self.text(form)) is not None:
+                end = _end_of_answer(upto, whole, newest.stop_text, self.renderer.tokenizer.eos_token or "")
+                is_shown = end is not None and thought in whole[len(prompt) : end]
+                return (form, end) if end is not None and is_shown else None
+        return None
 
     def exact(self, newest: Answer) -> Answer:
         """Return the form that reproduces the sampled answer after an edited conversation.
@@ -165,6 +167,8 @@ def text_with(
         (text,) = renderer.prompt_texts([shown], tools, add_generation_prompt=add_generation_prompt)
     except BadChatRequest:
         return None  # some templates count turns, and count a call differently from its text
+    if any([answer.reasoning == BLANK for answer in answers]):
+        text = text.replace(BLANK, "")
     guards = sum([answer.has_guards for answer in answers])
     if not guards:
         return text

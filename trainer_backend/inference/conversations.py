@@ -7,7 +7,7 @@ may give other text. Either would break the prefix, and with it the training seq
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from cachetools import LRUCache
@@ -198,8 +198,9 @@ def _render(
             if turn.text.startswith(turn.plain):
                 form = view.form_extending(newest, turn.text)
             if form is None and (place := view.continuation(newest, turn.plain)) is not None:
-                end, plain = place
-                return turn.text + plain[end:], plain, (*present, replace(newest, content=None))
+                form, end = place
+                plain = view.text(form) or ""
+                return turn.text + plain[end:], plain, (*present, form)
         form = form or view.exact(newest)
         present, text = (*present, form), view.text(form)
     else:

@@ -37,7 +37,7 @@ _BYTES = {text: byte for byte, text in bytes_to_unicode().items()}  # type: igno
 _START = 16
 
 # Reasoning that is nothing, which no template trims away. Unicode reserves it for private use.
-_BLANK = "\ufdd2"
+BLANK = "\ufdd2"
 # Names under which templates read the reasoning of an answer; gpt-oss's and LFM2.5's are the last one.
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
@@ -200,9 +200,8 @@ class ChatRenderer:
         Args:
             reasoning: that the message lacks; "": what its content has, if any.
         """
-        content = _text(message.get("content"))
-        if not reasoning:
-            reasoning, content = split_reasoning(content, str(self.tokenizer.chat_template))
+        thought, content = split_reasoning(_text(message.get("content")), str(self.tokenizer.chat_template))
+        reasoning = reasoning or thought
         if not reasoning or not self._shows_reasoning:
             return message
         return {**message, "content": content, _REASONING_KEYS[0]: reasoning}
@@ -268,7 +267,7 @@ class ChatRenderer:
         # Nemotron's prompts begin reasoning, and its template writes an answer without any in another way.
         unknown = [number for number, text in enumerate(texts) if text is None]
         if unknown and self._shows_reasoning:
-            thinking = [{**answer, _REASONING_KEYS[0]: _BLANK} for answer in answers]
+            thinking = [{**answer, _REASONING_KEYS[0]: BLANK} for answer in answers]
             self._fill(texts, unknown, conversations, thinking, tools)
         return prompts, texts
 
@@ -284,7 +283,7 @@ class ChatRenderer:
         asked, own = [conversations[number] for number in unknown], [answers[number] for number in unknown]
         found = self._answered(self.prompt_texts(asked, tools), asked, own, tools)
         for number, text in zip(unknown, found, strict=True):
-            texts[number] = text and text.replace(_BLANK, "")
+            texts[number] = text and text.replace(BLANK, "")
 
     def _answered(
         self,
