@@ -109,7 +109,7 @@ class View:
         """
         thought = newest.thought(self.renderer)
         form = replace(newest, content=None, has_guards=False)
-        # Where the prompt begins reasoning, some templates (GLM, Nemotron) write an answer without any otherwise.
+        # Where prompts begin reasoning, GLM and Nemotron write an answer without any otherwise.
         forms = [form] if thought else [form, replace(form, reasoning=BLANK)]
         for form in forms:
             upto = text_with(

@@ -139,7 +139,7 @@ class ChatRenderer:
 
     def _apply(
         self,
-        conversations: Sequence[Sequence[dict[str, Any]]],
+        conversations: list[list[dict[str, Any]]],
         tools: Sequence[JsonObject],
         add_generation_prompt: bool,
     ) -> list[str]:

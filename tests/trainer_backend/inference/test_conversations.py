@@ -164,7 +164,7 @@ def test_an_edit_right_behind_an_answer_keeps_that_answer_as_sampled(renderer: C
     assert prompt.reused == 0 and RAW in prompt.text
 
 
-# The shape of GLM-4.7's template: the prompt begins reasoning, and an answer without any has the end mark alone.
+# The shape of GLM-4.7's template: prompts begin reasoning; an answer without any has the end mark alone.
 BEGINS_REASONING = """\
 {%- for m in messages -%}
 <|{{ m.role }}|>
