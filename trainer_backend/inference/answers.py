@@ -164,7 +164,7 @@ def text_with(
     for answer in answers:
         shown[answer.index] = answer.shown(messages[answer.index], renderer)
     try:
-        (text,) = renderer.prompt_texts([shown], tools, add_generation_prompt=add_generation_prompt)
+        text = renderer.prompt_text(shown, tools, add_generation_prompt=add_generation_prompt)
     except BadChatRequest:
         return None  # some templates count turns, and count a call differently from its text
     if any([answer.reasoning == BLANK for answer in answers]):

@@ -86,7 +86,7 @@ class Turn:
     text: str
     ids: "array[int]"
     hashes: RequestHashes
-    plain: str  # of its prompt
+    plain: str | None  # of its prompt, where it differs from the beginning of the text
     answers: tuple[Answer, ...]  # those in the prompt, and the new one, whose form the next prompt determines
     cuts: tuple[Cut, ...]  # as in a prompt; the last two are the ends of prompt and response
     renderer: ChatRenderer  # of the ids, which no other tokenizer understands
@@ -98,7 +98,14 @@ class Turn:
         ids = prompt.packed_ids + array("i", token_ids)
         ends = (len(prompt.text), len(prompt.packed_ids)), (len(text), len(ids))
         answers, cuts = (*prompt.answers, answer), (*prompt.cuts, *ends)
-        return cls(text, ids, prompt.hashes, prompt.plain, answers, cuts, renderer)
+        plain = None if prompt.text == prompt.plain + prompt.opening else prompt.plain
+        return cls(text, ids, prompt.hashes, plain, answers, cuts, renderer)
+
+    @property
+    def plain_prompt(self) -> str:
+        """The prompt as the template wrote it."""
+        end = self.cuts[-2][0] - len(self.answers[-1].opening)
+        return self.text[:end] if self.plain is None else self.plain
 
 
 class Conversations:
@@ -195,9 +202,9 @@ def _render(
         form = None
         if is_unedited:
             # After one answer that the template does not write as sampled, no form reproduces the text.
-            if turn.text.startswith(turn.plain):
+            if turn.plain is None:
                 form = view.form_extending(newest, turn.text)
-            if form is None and (place := view.continuation(newest, turn.plain)) is not None:
+            if form is None and (place := view.continuation(newest, turn.plain_prompt)) is not None:
                 form, end = place
                 plain = view.text(form) or ""
                 return turn.text + plain[end:], plain, (*present, form)

@@ -100,9 +100,15 @@ class ChatRenderer:
             whole[len(self._before) :]
         )
 
-    def prompt_text(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject]) -> str:
-        """Return the text that the model continues."""
-        return self.prompt_texts([messages], tools)[0]
+    def prompt_text(
+        self,
+        messages: Sequence[JsonObject],
+        tools: Sequence[JsonObject],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return the text that the model continues; without a generation prompt, all text up to there."""
+        return self.prompt_texts([messages], tools, add_generation_prompt=add_generation_prompt)[0]
 
     def prompt_texts(
         self,
@@ -210,7 +216,7 @@ class ChatRenderer:
     def _shows_reasoning(self) -> bool:
         """Whether the template writes reasoning that a message has apart from its content."""
         try:
-            (text,) = self.prompt_texts([_PROBE], [], add_generation_prompt=False)
+            text = self.prompt_text(_PROBE, [], add_generation_prompt=False)
         except BadChatRequest:
             return False
         return _PROBE_THOUGHT in text
