@@ -72,6 +72,32 @@ def _refuse_unread_call(answer: str, name: str | None, *, where: str) -> None:
     raise ModelFolderError(f"it writes a call {reason}: {answer!r:.200}", where=where, hint=hint)
 
 
+# Reasoning of a probe, which no template writes of its own.
+_THOUGHT = "turnwise_probe_thought"
+_RESULT = {"role": "tool", "tool_call_id": "call_0", "content": "tree"}
+_NEXT = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "Say stone."}]
+
+
+def describe_chat(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return a sentence: the model's tool-call format, and what its template does with earlier reasoning."""
+    name, renderer = tool_format_of(tokenizer), ChatRenderer(tokenizer)
+    answer = renderer.with_thought(ANSWER, _THOUGHT)
+    try:
+        shown = [
+            _THOUGHT in renderer.prompt_text([*QUESTION, answer, _RESULT, *after], TOOLS)
+            for after in ([], _NEXT)
+        ]
+    except BadChatRequest:
+        kept = "cannot be told from the template"
+    else:
+        kept = {
+            (True, True): "stays in later prompts",
+            (True, False): "is dropped behind the user's next question, where a new segment begins",
+            (False, False): "is dropped behind every answer, where a new segment begins",
+        }.get((shown[0], shown[1]), "is shown in some later prompts")
+    return f"tool calls: {name or 'in no format that is known here'}; reasoning {kept} (docs/models.md)"
+
+
 # Weights of samples compare probabilities of equal ids, so both models must map an id to the same text.
 
 Tokenizer = PreTrainedTokenizerFast

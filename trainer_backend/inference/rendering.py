@@ -20,7 +20,7 @@ from trainer_backend.errors import BadChatRequest, ModelFolderError
 from trainer_backend.inference.tool_format import tool_format_in_use
 from trainer_backend.models.tokenizer import CHAT_TEMPLATE_KWARGS_KEY, id_count
 from trainer_backend.tool_formats.calls import ParsedCall
-from trainer_backend.tool_formats.tags import split_reasoning
+from trainer_backend.tool_formats.tags import THINK_END, THINK_START, split_reasoning
 
 JsonObject = Mapping[str, Any]
 
@@ -211,6 +211,12 @@ class ChatRenderer:
         if not reasoning or not self._shows_reasoning:
             return message
         return {**message, "content": content, _REASONING_KEYS[0]: reasoning}
+
+    def with_thought(self, answer: JsonObject, thought: str) -> JsonObject:
+        """Return an answer without content that begins with this reasoning."""
+        if self._shows_reasoning:
+            return {**answer, _REASONING_KEYS[0]: thought}
+        return {**answer, "content": f"{THINK_START}\n{thought}\n{THINK_END}\n\n"}
 
     @cached_property
     def _shows_reasoning(self) -> bool:

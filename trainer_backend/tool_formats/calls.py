@@ -64,7 +64,13 @@ def read_json(text: str, start: int = 0) -> tuple[object, int]:
 
     ValueError: it is not JSON, as NaN and Infinity; RecursionError: it is nested too deeply.
     """
-    return _DECODER.raw_decode(text, skip_space(text, start))
+    try:
+        return _DECODER.raw_decode(text, skip_space(text, start))
+    except json.JSONDecodeError as error:
+        found = text[error.pos : error.pos + 20]
+        raise ValueError(
+            f"{error.msg}, found {found!r}" if found else f"{error.msg}, found its end"
+        ) from error
 
 
 def skip_space(text: str, start: int) -> int:

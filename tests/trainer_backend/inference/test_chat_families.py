@@ -18,7 +18,7 @@ from shared_schemas.trajectory import Sampling
 from tests.model_folders import FAMILIES, Family, chat_template
 from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.actor import NO_EXTRAS, Extras, FrozenEngine, Generation
-from trainer_backend.inference.chat_check import refuse_without_tools
+from trainer_backend.inference.chat_check import describe_chat, refuse_without_tools
 from trainer_backend.inference.engine import LocalEngine, stop_token_ids
 from trainer_backend.inference.forced_call import find_opening
 from trainer_backend.inference.gateway_app import create_gateway
@@ -326,6 +326,25 @@ def test_a_forced_call_begins_as_its_format_does(
     tokenizer.chat_template = chat_template(template)
     found = find_opening(ChatRenderer(tokenizer), TOOL_FORMATS[tool_format])
     assert (found.lead + found.text("turnwise_probe")).lstrip("\n") == opening
+
+
+@pytest.mark.parametrize(
+    ("template", "kept"),
+    [
+        ("harmony", "tool calls: harmony; reasoning is dropped behind the user's next question"),
+        ("gemma4", "tool calls: gemma4; reasoning is dropped behind the user's next question"),
+        ("qwen3_5", "tool calls: qwen3_coder; reasoning is dropped behind the user's next question"),
+        ("qwen3", "tool calls: hermes; reasoning is dropped behind the user's next question"),
+        ("deepseek", "tool calls: deepseek; reasoning is dropped behind every answer"),
+        ("qwen3_coder", "tool calls: qwen3_coder; reasoning stays in later prompts"),
+    ],
+)
+def test_what_becomes_of_earlier_reasoning_is_told_before_a_run(
+    template: str, kept: str, model_folders: Mapping[str, Path]
+):
+    tokenizer = load_tokenizer(model_folders["qwen3"])
+    tokenizer.chat_template = chat_template(template)
+    assert describe_chat(tokenizer).startswith(kept)
 
 
 # The shape of SmolLM3's and LFM2's templates: they print no calls of earlier answers.
