@@ -47,7 +47,7 @@ class ToolFormat:
     arguments_start: str = r"(?=\{)"
     """Pattern at whose end a call's arguments begin, after the name of its tool."""
     ends: tuple[str, ...] = ()
-    """Tokens that end an answer, beside those that the model's files name."""
+    """Tokens that end an answer, in addition to those that the model's files name."""
     write: Callable[[Sequence[ParsedCall]], str] | None = None
     """Writes calls as the models do, for chat templates that leave out the calls of a message."""
     leaves_out_name: Callable[[Tools], bool] = lambda tools: False
@@ -119,7 +119,7 @@ def as_calls(value: object) -> list[ParsedCall]:
     return [as_call(item) for item in (value if isinstance(value, list) else [value])]
 
 
-def json_of(call: ParsedCall) -> str:
+def write_json(call: ParsedCall) -> str:
     """Return a call as an object, as models write it."""
     return json.dumps({"name": call.name, "arguments": json.loads(call.arguments)}, ensure_ascii=False)
 

@@ -21,11 +21,11 @@ from trainer_backend.tool_formats.calls import (
     as_call,
     as_calls,
     expect,
-    json_of,
     read_json,
     read_until,
     skip_space,
     unreadable,
+    write_json,
 )
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -123,7 +123,7 @@ parse_hermes = partial(parse_marked, opening=OPEN, read=partial(read_json_calls,
 
 def write_hermes(calls: Sequence[ParsedCall]) -> str:
     """Write calls as Hermes does."""
-    return "\n".join([f"{OPEN}\n{json_of(call)}\n{CLOSE}" for call in calls])
+    return "\n".join([f"{OPEN}\n{write_json(call)}\n{CLOSE}" for call in calls])
 
 
 # IBM's and Microsoft's chat templates. Granite ends a list by the end of its answer alone.

@@ -8,7 +8,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainer_backend.tool_formats.calls import ParsedCall, ParsedReply, Tools, as_call, read_json, unreadable
+from trainer_backend.tool_formats.calls import (
+    ParsedCall,
+    ParsedReply,
+    Tools,
+    argument_schemas,
+    as_call,
+    read_json,
+    unreadable,
+)
 
 CALL = "<|call|>"
 
@@ -26,9 +34,8 @@ class ShortForm:
         """None where the tools do not allow it."""
         if len(tools) != 1 or not isinstance(function := tools[0].get("function"), Mapping):
             return None
-        parameters = function.get("parameters")
-        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-        if not isinstance(properties, Mapping) or len(properties) != 1:
+        properties = argument_schemas(tools, function.get("name", ""))
+        if len(properties) != 1:
             return None
         ((argument, schema),) = properties.items()
         kind = schema.get("type") if isinstance(schema, Mapping) else None

@@ -109,7 +109,7 @@ def glm_call(name: str, arguments: dict[str, Any]) -> str:
     return f"<tool_call>{name}\n{pairs}</tool_call>"
 
 
-def coder_call_of(name: str, arguments: dict[str, Any]) -> str:
+def write_coder_call(name: str, arguments: dict[str, Any]) -> str:
     return coder_call(**{key: as_text(value) for key, value in arguments.items()}).replace("=act", f"={name}")
 
 
@@ -136,7 +136,7 @@ def deepseek_call(name: str, arguments: dict[str, Any]) -> str:
     return f"<｜tool▁calls▁begin｜>{call}<｜tool▁calls▁end｜>"  # noqa: RUF001
 
 
-def object_of(name: str, arguments: dict[str, Any]) -> str:
+def write_object(name: str, arguments: dict[str, Any]) -> str:
     return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
 
 
@@ -169,15 +169,15 @@ WRITERS: dict[str, tuple[Callable[[str, dict[str, Any]], str], str, int]] = {
     "deepseek": (deepseek_call, "hm</think>", 2),
     "lfm2": (lfm2_call, "<think>hm</think>", 2),
     "nemotron2": (
-        lambda name, arguments: f"<TOOLCALL>[{object_of(name, arguments)}]</TOOLCALL>",
+        lambda name, arguments: f"<TOOLCALL>[{write_object(name, arguments)}]</TOOLCALL>",
         "hm</think>",
         2,
     ),
-    "granite3": (lambda name, arguments: f"<|tool_call|>[{object_of(name, arguments)}]", "", 2),
-    "qwen3_coder": (coder_call_of, "hm\n</think>\n\n", 2),
+    "granite3": (lambda name, arguments: f"<|tool_call|>[{write_object(name, arguments)}]", "", 2),
+    "qwen3_coder": (write_coder_call, "hm\n</think>\n\n", 2),
     "glm": (glm_call, "\n<think>hm</think>\n", 2),
     "hermes": (
-        lambda name, arguments: f"<tool_call>\n{object_of(name, arguments)}\n</tool_call>",
+        lambda name, arguments: f"<tool_call>\n{write_object(name, arguments)}\n</tool_call>",
         "<think>\nhm\n</think>\n\n",
         2,
     ),
