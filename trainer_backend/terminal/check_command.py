@@ -110,6 +110,7 @@ def lines_before_a_run(job: JobConfig, *, trial: bool) -> Iterator[str]:
         for name, folder in checked_folders(job.fixed_policies, job.model).items():
             yield f"fixed policy {name!r}: {folder}, which speaks as the actor"
     _refuse_unread_names(job)
+    yield from _chat(job)
     yield from _slow_sampling(job)
     yield from _slow_layers(job)
     if trial and job.services.task_url:
@@ -136,6 +137,21 @@ def _refuse_unread_names(job: JobConfig) -> None:
 
         if (tokenizer := actors_tokenizer(job.model)) is not None:
             ChatRenderer(tokenizer).refuse_unread_settings(job.model.chat_template_kwargs)
+
+
+def _chat(job: JobConfig) -> Iterator[str]:
+    """How the model speaks, where its tokenizer is on this machine; a preset's is made by the run."""
+    if job.model.preset is not None:
+        return
+    from trainer_backend.inference.chat_check import describe_chat  # with torch
+    from trainer_backend.run.preflight import actors_tokenizer
+
+    try:
+        tokenizer = actors_tokenizer(job.model)
+        if tokenizer is not None:
+            yield describe_chat(tokenizer)
+    except ModelFolderError as error:  # perhaps the folder is on the machine that will train
+        yield f"its chat template is not checked: {error}"
 
 
 def _slow_sampling(job: JobConfig) -> Iterator[str]:
