@@ -33,6 +33,7 @@ from trainer_backend.learner.broadcast import WeightSender, checkpoint_tensors, 
 from trainer_backend.learner.checkpoints import restore_progress, save_checkpoint, save_weights
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement, place
+from trainer_backend.learner.fit import less_memory
 from trainer_backend.learner.loading import (
     checked_base,
     copy_to_serve,
@@ -42,7 +43,6 @@ from trainer_backend.learner.loading import (
     load_named,
 )
 from trainer_backend.learner.lora import Adapter
-from trainer_backend.learner.memory import less_memory
 from trainer_backend.learner.operators import operators_for
 from trainer_backend.learner.optimizer import adamw_of
 from trainer_backend.learner.own_critic import OwnCritic

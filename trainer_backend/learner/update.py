@@ -22,7 +22,7 @@ from trainer_backend.errors import NonFiniteLoss, UpdateStopped
 from trainer_backend.job.training_table import MISMATCH_LIMIT_FLOAT32, MISMATCH_LIMIT_LOW
 from trainer_backend.learner.behaviour import FirstStep, Scores, Weighed, mismatch, mixture_metrics, weighed
 from trainer_backend.learner.config import LearnerConfig
-from trainer_backend.learner.memory import less_memory
+from trainer_backend.learner.fit import less_memory
 from trainer_backend.learner.policy_terms import DRIFT, PolicyTerms, StepSums
 from trainer_backend.learner.scoring import Scorer, refuse_unknown_ids, row_width, score_by
 from trainer_backend.learner.sharding import clip_gradient
