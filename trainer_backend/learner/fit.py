@@ -84,6 +84,10 @@ class Search:
         return config.inference.server_share * self.placement.card_bytes() < self.server_least(config)
 
 
+# What may be set with a job as it stands, the mildest first.
+Step = Callable[[Search, LearnerConfig], Iterator[Settings]]
+
+
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """Settings, and the plan of the job with them.
@@ -113,7 +117,7 @@ def propose(search: Search) -> Proposal:
     """Settings with which a job fits, those that cost least; or all of them where they are not enough.
 
     Settings are added from the cheapest on until the job fits. Then each is taken back, or made milder, as
-    far as the others allow, from the dearest on.
+    far as the others allow, from the dearest on; those that sample get what is left.
     """
     chosen = dict[Step, Settings]()
     for step in STEPS:
@@ -125,14 +129,33 @@ def propose(search: Search) -> Proposal:
         if _fits(search, _with_all(search.config, chosen)):
             break
     fits = _fits(search, _with_all(search.config, chosen))
-    for step in reversed(list(chosen)) if fits else ():
-        own = chosen.pop(step)
-        config = _with_all(search.config, chosen)
-        if not _fits(search, config):
-            milder = _first_that_fits(search, config, list(_possible(search, step, config)))
-            chosen = {each: chosen.get(each, milder or own) for each in STEPS if each in {*chosen, step}}
-    settings = {key: value for own in chosen.values() for key, value in own.items()}
+    if fits:
+        _ease(search, chosen)
+    settings = {
+        key: value
+        for own in chosen.values()
+        for key, value in own.items()
+        if not _is_set(search.config, key, value)
+    }
     return Proposal(settings, search.plan(_with_all(search.config, chosen)), fits)
+
+
+def _ease(search: Search, chosen: dict[Step, Settings]) -> None:
+    """Take settings back, or make them milder, as far as the job still fits."""
+    shared = {*_SHARED, *_SHARED_LEAST}
+    # What is left is for those that sample, so they come a second time.
+    for step, is_last in [(each, False) for each in reversed(STEPS)] + [(each, True) for each in shared]:
+        if step not in chosen:
+            continue
+        others = {each: own for each, own in chosen.items() if each is not step}
+        config = _with_all(search.config, others)
+        if _fits(search, config):
+            del chosen[step]
+            continue
+        options = list(_possible(search, step, config))
+        if step in shared and not is_last:
+            options.reverse()
+        chosen[step] = _first_that_fits(search, config, options) or chosen[step]
 
 
 def report_for_card(
@@ -183,10 +206,6 @@ def _table(plan: MemoryPlan) -> Iterator[str]:
     yield from (f"  {kind.ljust(width)} {size / GIB:8.2f}" for kind, size in lines.items())
 
 
-# What a step may set with a job as it stands, the mildest first.
-Step = Callable[[Search, LearnerConfig], Iterator[Settings]]
-
-
 def _fits(search: Search, config: LearnerConfig) -> bool:
     plan = search.plan(config)
     return plan.need <= plan.free and plan.shortage() is None and not search.starves_servers(config)
@@ -234,6 +253,11 @@ def with_settings(config: LearnerConfig, settings: Settings) -> LearnerConfig:
     return config
 
 
+def _is_set(config: LearnerConfig, key: str, value: Any) -> bool:
+    table, _, name = key.partition(".")
+    return table in _TABLES and getattr(getattr(config, _TABLES[table]), name, None) == value
+
+
 def write_setting(key: str, value: Any) -> str:
     """A setting as the TOML has it."""
     if key in ("lora", "cluster"):
@@ -263,13 +287,9 @@ def _lower_cache(search: Search, config: LearnerConfig, *, requests: int) -> Ite
     plan, row = search.plan(config), cached_row(shape, use)
     now = plan.needs.device.get("cache", 0) / config.engines
     over = max(plan.need - plan.free, 0) / (config.engines + config.fixed_copies)
-    least = min(requests, use.keys.slots) * row
-    size = max(now - over, least)
-    if size < now:
-        tenths = int(size / GIB * 10) / 10
-        yield {
-            "inference.cache_gib": tenths if tenths * GIB >= least else math.ceil(least / GIB * 1000) / 1000
-        }
+    least = math.ceil(min(requests, use.keys.slots) * row / GIB * 1000) / 1000
+    left = math.floor((now - over) / GIB * 10) / 10
+    yield from ({"inference.cache_gib": size} for size in (left, least) if least <= size < now / GIB)
 
 
 def _lower_share(search: Search, config: LearnerConfig, *, requests: int) -> Iterator[Settings]:
@@ -285,9 +305,10 @@ def _lower_share(search: Search, config: LearnerConfig, *, requests: int) -> Ite
     rows = (requests - 1) * cached_row(shape, use) // config.inference.server_devices
     least = (search.server_least(config) + rows) / card
     left = share - (plan.need - plan.free) / servers / card
-    value = max(math.floor(left * 100), math.ceil(least * 100)) / 100
-    if 0 < value < share:
-        yield {_SHARE: value}
+    least = math.ceil(least * 100) / 100
+    if search.starves_servers(config):
+        share = 1.0
+    yield from ({_SHARE: value} for value in (math.floor(left * 100) / 100, least) if least <= value < share)
 
 
 def _lower_micro_batches(search: Search, config: LearnerConfig) -> Iterator[Settings]:

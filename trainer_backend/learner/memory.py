@@ -451,6 +451,9 @@ def plan_on(placement: Placement, config: LearnerConfig, models: Models, ranks: 
         wide_products=multiplies_wide(),
         wide_sums=adds_wide(),
     )
+    if use.vllm_sleeps and servers:
+        turn = "an update" if "activations" in needs.device else "the time when it is awake"
+        notes += (f"vLLM sleeps during updates: the plan is that of {turn}, which needs more",)
     here = f"rank {ranks.index}" if is_gpu else str(config.ranks.nproc_per_node)
     whose = f"{here} of {ranks.count} ranks" if ranks.are_several else ""
     return _beside_what_is_free(needs, placement, notes, whose)
