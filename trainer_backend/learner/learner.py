@@ -3,7 +3,8 @@
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -216,12 +217,26 @@ class LocalLearner:
         segments = demonstrations(episodes, self._renderer, min_outcome_reward=table.min_outcome_reward)
         self.model.train()
         self._draw_apart(0)
-        with memory_watched("the warm-up ran out of memory", hint=less_memory(self.config)):
+        with self._given_back("the warm-up ran out of memory"):
             metrics = warm_up(self.scorer, segments, table, training, seed=self.config.seed, tell=tell)
         self.model.train(False)
         if self._adapter is not None:
             self._adapter.begin()
         return metrics
+
+    @contextmanager
+    def _given_back(self, doing: str) -> Iterator[None]:
+        """Watch work as `memory_watched` has it; then vLLM may wake on the same GPU (inference.sleep)."""
+        try:
+            with memory_watched(doing, hint=less_memory(self.config)):
+                yield
+        finally:
+            if self.config.inference.sleep:
+                for part in (self._optimizer, self._head, self._critic):
+                    if part is not None:
+                        part.zero_grad()
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
 
     def values(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, OfEpisode]:
         """V of each episode by rollout id, by decision or by token as the job's estimator reads it."""
@@ -229,7 +244,7 @@ class LocalLearner:
         segments = [segment for parts in episodes.values() for segment in parts]
         level = self.config.value_level
         assert level is not None, "asked only where the estimator needs values"
-        with memory_watched("scoring the values ran out of memory", hint=less_memory(self.config)):
+        with self._given_back("scoring the values ran out of memory"):
             if (head := self._head) is None:
                 values = self._own_critic().values(segments)
             else:  # the pass gives the log-probs too, which are kept
@@ -250,7 +265,7 @@ class LocalLearner:
         """By rollout id, log-probs of its tokens, under the policy and the one that RL started from."""
         torch.set_num_threads(self.config.training.threads)
         new = {name: parts for name, parts in episodes.items() if name not in self._proximal}
-        with memory_watched("scoring the log-probs ran out of memory", hint=less_memory(self.config)):
+        with self._given_back("scoring the log-probs ran out of memory"):
             self._proximal |= self._logprobs(new, self.scorer.logprobs)
             self._of_reference |= self._logprobs(episodes, self._held_reference())
         return {
@@ -276,7 +291,7 @@ class LocalLearner:
         self._draw_apart(iteration)
         cache = LogprobCache(self._proximal, self._of_reference)
         self._proximal, self._of_reference = {}, {}
-        with self._weights_rest:
+        with self._weights_rest, self._given_back("the update ran out of memory"):
             was_on_offer, self._is_on_offer = self._is_on_offer, False
             sender, self._sender = self._sender, None
             metrics = self._update_policy(episodes, iteration, policy_version, cache)

@@ -93,12 +93,16 @@ class OwnCritic:
         self.steps += 1
         return loss
 
+    def zero_grad(self) -> None:
+        """Forget the gradient of layers and head."""
+        self._optimizer.zero_grad(set_to_none=True)
+        self._head.zero_grad()
+
     def gradient(self, segments: Sequence[Segment], targets: Mapping[str, CriticTargets]) -> float:
         """The gradient of a step, left on layers and head, and its loss."""
         packed, pieces = cut_pieces(segments, self._table, ALONE)
         columns = critic_columns(segments, targets, list(dict.fromkeys(packed.segment_N.tolist())))
-        self._optimizer.zero_grad(set_to_none=True)
-        self._head.zero_grad()
+        self.zero_grad()
         total, first = 0.0, 0
         with stepping(self._scorer.model):
             for piece in pieces:

@@ -65,7 +65,14 @@ class Gateways:
         await self._weights.deliver(self.while_serving(self._load(version)))
 
     async def release(self) -> None:
-        """Engines of other processes keep their memory, which the plan counts."""
+        """Have vLLM's servers sleep, where they do; engines keep their memory, which the plan counts."""
+        self._weights.hold()
+        if self._weights.held is not None:
+            await self.while_serving(_all(gateway.release() for gateway in self.gateways))
+
+    async def resume(self) -> None:
+        if (version := self._weights.held) is not None:
+            await self._weights.deliver(self.while_serving(self._load(version)))
 
     async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
         return await while_unbroken(self._broken, work)

@@ -73,6 +73,8 @@ async def ready_server(url: str, table: InferenceTable, where: str, *, broadcast
                 line = await engine.refuse_unfit()
                 if broadcasts:
                     await engine.refuse_deaf()
+                if table.sleep and table.urls:
+                    await engine.refuse_sleepless()
                 return line
             except (EngineBusy, RemoteUnavailable) as error:
                 if time.monotonic() > deadline:
@@ -132,6 +134,7 @@ class VllmServer(Worker):
     Args:
         table: [inference]; `own` are further arguments of its command.
         tell: is given a line for each of its ends.
+        may_start: it is not started while this is not set.
     """
 
     stop_s, pauses_s, healthy_s = 20.0, (1.0, 60.0), 60.0
@@ -139,8 +142,10 @@ class VllmServer(Worker):
     def __init__(
         self, number: int, port: int, log_file: Path, devices: str | None, *, table: InferenceTable,
         own: Mapping[str, Any], launcher: Launcher, resources: Resources, tell: Callable[[str], None],
+        may_start: asyncio.Event,
     ) -> None:  # fmt: skip
         super().__init__()
+        self._may_start = may_start
         self._port, self._log_file, self._table, self._own = port, log_file, table, own
         self._launcher, self._tell = launcher, tell
         self._place = Place()  # on this machine until it is placed
@@ -159,6 +164,7 @@ class VllmServer(Worker):
         return f"http://{self._place.host or _LOOPBACK}:{self._place.port or self._port}"
 
     async def start(self) -> Process:
+        await self._may_start.wait()
         url = self.url
         process = await self._launcher.start(self._role)
         if self.url != url and self.fitness and self.moved is not None:
@@ -228,8 +234,13 @@ class VllmServers:
             "max_model_len": table.max_model_len,
             "dtype": hardware.dtype,
         }
+        if table.sleep and hardware.devices:  # vLLM on a CPU refuses it, and keeps its memory
+            own["enable_sleep_mode"] = True
+        self.may_start = asyncio.Event()
+        self.may_start.set()
         make = partial(
             VllmServer, table=table, own=own | CONTRACT, launcher=launcher, tell=tell,
+            may_start=self.may_start,
             resources=Resources("vllm", replicas, of_one, device),
         )  # fmt: skip
         log_files = map(directory.vllm_log, range(replicas))

@@ -107,6 +107,7 @@ class Run:
             if shown():
                 self.reporter.stage(name, done, total)
 
+        await until(stop, self.server.resume())
         rollouts = collected(requests, self.dispatcher, spool=spool, tell=tell, stop=stop)
         return await self.server.while_serving(rollouts)
 
