@@ -63,12 +63,10 @@ def test_two_replicas_sample_each_version_and_a_lost_one_loses_no_rollout(model_
     assert saved.keys() == served.keys() and all((saved[name] == served[name]).all() for name in saved)
 
 
-@pytest.mark.parametrize("cluster", [None, ClusterTable()])
-def test_servers_on_the_learners_gpu_sleep_during_each_update(cluster, model_folders, tmp_path):
+def test_servers_on_the_learners_gpu_sleep_during_each_update(model_folders, tmp_path):
     folder = model_folders["qwen3"]
     with fake_vllm(folder, max_model_len=640) as (fake, url):
-        job = vllm_job(folder, url, sleep=True).model_copy(update={"cluster": cluster})
-        directory, _, progress = train_job(job, tmp_path / "run")
+        directory, _, progress = train_job(vllm_job(folder, url, sleep=True), tmp_path / "run")
     assert progress.policy_version == 2
     update = ["sleep 2", "wake weights", "load", "wake kv_cache"]
     assert fake.turns == ["load", *update, *update]

@@ -143,9 +143,9 @@ def lines_before_a_run(job: JobConfig, *, trial: bool, card: int | None = None) 
 
 
 def _plan_for_card(job: JobConfig, card: int, fixed: Sequence[Path]) -> Iterator[str]:
-    """The memory of a job on a GPU that need not be here; a JobError says why it cannot fit."""
+    """The memory of a job on a CUDA GPU that need not be here; a JobError says why it cannot fit."""
     if job.model.device not in ("auto", "cuda"):
-        raise JobError(f"--memory plans for a CUDA GPU, and model.device is {job.model.device!r}")
+        yield f"the plan is that of model.device = 'cuda', and the job has {job.model.device!r}"
     from trainer_backend.learner.fit import report_for_card  # with torch, which takes seconds
     from trainer_backend.learner_parts import learner_config
 
