@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from trainer_backend.errors import JobError, ServiceError
+from service_kit.errors import ServiceError
+from trainer_backend.errors import JobError
 from trainer_backend.job.training_table import LoraTable
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement, place, place_on_card
