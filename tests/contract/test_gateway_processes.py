@@ -42,7 +42,9 @@ async def test_a_gateway_without_any_server_left_ends_the_run_with_the_reason(mo
             async with gateways.serving(learner) as server:
                 await server.publish(0)
                 await server.release()  # its process has the servers sleep
+                assert not server.gateways[0].may_start.is_set(), "another process would wake them"
                 await server.resume()  # an update without a step
+                assert server.gateways[0].may_start.is_set()
                 assert fake.turns == ["load", "sleep 2", "wake weights", "load", "wake kv_cache"]
                 await server.publish(1)
                 fake.down, fake.loads_at_most = True, 0

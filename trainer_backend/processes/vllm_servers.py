@@ -134,7 +134,6 @@ class VllmServer(Worker):
     Args:
         table: [inference]; `own` are further arguments of its command.
         tell: is given a line for each of its ends.
-        may_start: it is not started while this is not set.
     """
 
     stop_s, pauses_s, healthy_s = 20.0, (1.0, 60.0), 60.0
@@ -142,10 +141,8 @@ class VllmServer(Worker):
     def __init__(
         self, number: int, port: int, log_file: Path, devices: str | None, *, table: InferenceTable,
         own: Mapping[str, Any], launcher: Launcher, resources: Resources, tell: Callable[[str], None],
-        may_start: asyncio.Event,
     ) -> None:  # fmt: skip
         super().__init__()
-        self._may_start = may_start
         self._port, self._log_file, self._table, self._own = port, log_file, table, own
         self._launcher, self._tell = launcher, tell
         self._place = Place()  # on this machine until it is placed
@@ -164,7 +161,6 @@ class VllmServer(Worker):
         return f"http://{self._place.host or _LOOPBACK}:{self._place.port or self._port}"
 
     async def start(self) -> Process:
-        await self._may_start.wait()
         url = self.url
         process = await self._launcher.start(self._role)
         if self.url != url and self.fitness and self.moved is not None:
@@ -236,16 +232,17 @@ class VllmServers:
         }
         if table.sleep and hardware.devices:  # vLLM on a CPU refuses it, and keeps its memory
             own["enable_sleep_mode"] = True
-        self.may_start = asyncio.Event()
-        self.may_start.set()
         make = partial(
             VllmServer, table=table, own=own | CONTRACT, launcher=launcher, tell=tell,
-            may_start=self.may_start,
             resources=Resources("vllm", replicas, of_one, device),
         )  # fmt: skip
         log_files = map(directory.vllm_log, range(replicas))
         each = visible_devices(devices, replicas, of_one)
         self._servers = list(map(make, count(), _free_ports(replicas), log_files, each))
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+        for server in self._servers:
+            server.may_start = self.may_start
         self._keepers: list[asyncio.Task[NoReturn]] = []
 
     @property
