@@ -111,6 +111,10 @@ class Proposal:
         each = " on each rank" if self.plan.ranks else ""
         if self.fits:
             return f"with {with_them} it needs {need} of {free} GiB{each}"
+        if self.plan.shortage() is None:
+            return (
+                f"with {with_them} it runs, but needs {need} of {free} GiB for sequences as long as allowed"
+            )
         return f"no settings that are tried here are enough: with {with_them} it needs {need} of {free} GiB"
 
 
@@ -143,7 +147,7 @@ def propose(search: Search) -> Proposal:
 
 def _ease(search: Search, chosen: dict[Step, Settings]) -> None:
     """Take settings back, or make them milder, as far as the job still fits."""
-    shared = {*_SHARED, *_SHARED_LEAST}
+    shared = (*_SHARED, *_SHARED_LEAST)
     # What is left is for those that sample, so they come a second time.
     for step, is_last in [(each, False) for each in reversed(STEPS)] + [(each, True) for each in shared]:
         if step not in chosen:
@@ -208,6 +212,9 @@ def _table(plan: MemoryPlan) -> Iterator[str]:
 
 
 def _fits(search: Search, config: LearnerConfig) -> bool:
+    table = config.ranks
+    if table.fsdp_cpu_offload if table.ranks == 1 else config.training.optimizer_offload:
+        return False  # one of them is of several ranks, the other of one
     plan = search.plan(config)
     return plan.need <= plan.free and plan.shortage() is None and not search.starves_servers(config)
 
@@ -341,21 +348,24 @@ def _share_out_more(search: Search, config: LearnerConfig) -> Iterator[Settings]
     yield from ({"learner.data_parallel_replicate_degree": value} for value in _halves(degree, 1))
 
 
-def _offload(search: Search, config: LearnerConfig) -> Iterator[Settings]:
-    if search.placement.device.type == "cpu":
-        return
-    if config.ranks.ranks > 1:
-        if not config.ranks.fsdp_cpu_offload:
-            yield {"learner.fsdp_cpu_offload": True}
-    elif not config.training.optimizer_offload:
+def _offload_moments(search: Search, config: LearnerConfig) -> Iterator[Settings]:
+    is_here = search.placement.device.type == "cpu" or config.ranks.ranks > 1
+    if not (is_here or config.training.optimizer_offload):
         yield {"training.optimizer_offload": True}
 
 
+def _offload_shares(search: Search, config: LearnerConfig) -> Iterator[Settings]:
+    is_here = search.placement.device.type == "cpu" or config.ranks.ranks == 1
+    if not (is_here or config.ranks.fsdp_cpu_offload):
+        yield {"learner.fsdp_cpu_offload": True}
+
+
 def _train_less(search: Search, config: LearnerConfig) -> Iterator[Settings]:
-    if config.has_own_critic:  # which neither [lora] nor several ranks go with
-        yield {"training.critic": "head"}
-    elif config.lora is None:
-        yield {"lora": LoraTable()}
+    head = {"training.critic": "head"} if config.has_own_critic else {}
+    if head:  # neither [lora] nor several ranks go with a critic that has layers
+        yield head
+    if config.lora is None:
+        yield {**head, "lora": LoraTable()}
 
 
 def _run_fewer(search: Search, config: LearnerConfig) -> Iterator[Settings]:
@@ -403,12 +413,14 @@ STEPS: tuple[Step, ...] = (
     _free_gathered,
     _share_out_more,
     _checkpoint_layers,
-    _offload,
+    _offload_moments,
+    _offload_shares,
     _train_less,
     *_SHARED_LEAST,
     _run_fewer,
     _shorten,
     _add_ranks,
+    partial(_offload_shares),  # of ranks that were added
 )
 
 

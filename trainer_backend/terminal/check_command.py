@@ -149,7 +149,7 @@ def _plan_for_card(job: JobConfig, card: int, fixed: Sequence[Path]) -> Iterator
     from trainer_backend.learner.fit import report_for_card  # with torch, which takes seconds
     from trainer_backend.learner_parts import learner_config
 
-    # Half as much again as an answer for the prompt.
+    # A prompt may be as long as an answer.
     shortest = 2 * job.rollout.max_tokens
     try:
         yield from report_for_card(learner_config(job), card, fixed, shortest=shortest)

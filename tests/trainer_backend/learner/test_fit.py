@@ -71,6 +71,14 @@ def test_a_proposal_fits_and_needs_each_of_its_settings(card_gib, tables, keys):
     assert str(proposal).endswith(f"of {card_gib:.1f} GiB")
 
 
+def test_what_ranks_alone_read_is_proposed_with_more_ranks_alone():
+    search = search_of(3, **VLLM, training__optimizer_offload=True)
+    proposal = propose(search)
+    assert proposal.fits and proposal.settings["learner.nproc_per_node"] == 2
+    assert proposal.settings["training.optimizer_offload"] is False
+    assert "cluster" in proposal.settings and str(proposal).endswith(" on each rank")
+
+
 def test_what_no_setting_makes_fit_is_told_with_what_it_still_needs():
     proposal = propose(search_of(1.2, **SAMPLES_HERE))
     assert not proposal.fits and str(proposal).startswith("no settings that are tried here are enough: with ")
