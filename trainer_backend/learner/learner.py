@@ -402,7 +402,8 @@ class LocalLearner:
         """[len(ids) - 1] log-probs of ids[1:] under the policy, each given those before it."""
         length = len(ids)
         segment = Segment.of("", ids, logprobs=[0.0] * (length - 1), spans=[(1, length, 0, 0, 1.0)])
-        (logprobs,) = self._logprobs({"": [segment]}, self.scorer.logprobs).values()
+        with self._given_back("scoring a prompt ran out of memory"):
+            (logprobs,) = self._logprobs({"": [segment]}, self.scorer.logprobs).values()
         found: list[float] = logprobs[0].tolist()
         return found
 
