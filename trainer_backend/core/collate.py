@@ -197,7 +197,7 @@ def distinct_tokens(segments: Sequence[Segment], share_from: int) -> int:
 
 
 def _in_tries(segments: Sequence[Segment], row_tokens: int, share_from: int) -> list[Beginnings]:
-    """Segments in the order of their ids, so that those that begin alike meet in one row, until it is full."""
+    """Segments in the order of their ids: those that begin alike meet in one row, until it is full."""
     # Bytes in this order compare as the ids do.
     keys = [segment.token_ids.astype(">u4").tobytes() for segment in segments]
     order = sorted(range(len(segments)), key=keys.__getitem__)
@@ -215,7 +215,7 @@ def _in_tries(segments: Sequence[Segment], row_tokens: int, share_from: int) -> 
 
 
 def _branches(alike: Sequence[int], least: int) -> list[int]:
-    """How many first ids each of some sorted rows shares with the one before it, in place of all that it could.
+    """How many first ids each of some sorted rows shares with the one before it, of all that it could.
 
     They branch after `alike` ids. A branch costs attention a call of its own, so one less than `least` ids
     behind the one above it is left out: what is below it begins at that one, and holds those ids once more.

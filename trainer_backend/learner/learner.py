@@ -3,7 +3,8 @@
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -41,6 +42,7 @@ from trainer_backend.learner.checkpoints import restore_progress, save_checkpoin
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement, place
 from trainer_backend.learner.experts import experts_of
+from trainer_backend.learner.fit import less_memory
 from trainer_backend.learner.loading import (
     checked_base,
     copy_to_serve,
@@ -50,7 +52,6 @@ from trainer_backend.learner.loading import (
     load_named,
 )
 from trainer_backend.learner.lora import Adapter
-from trainer_backend.learner.memory import less_memory
 from trainer_backend.learner.operators import operators_for
 from trainer_backend.learner.optimizer import adamw_of
 from trainer_backend.learner.own_critic import OwnCritic
@@ -236,12 +237,26 @@ class LocalLearner:
         segments = demonstrations(episodes, self._renderer, min_outcome_reward=table.min_outcome_reward)
         self.model.train()
         self._draw_apart(0)
-        with memory_watched("the warm-up ran out of memory", hint=less_memory(self.config)):
+        with self._given_back("the warm-up ran out of memory"):
             metrics = warm_up(self.scorer, segments, table, training, seed=self.config.seed, tell=tell)
         self.model.train(False)
         if self._adapter is not None:
             self._adapter.begin()
         return metrics
+
+    @contextmanager
+    def _given_back(self, doing: str) -> Iterator[None]:
+        """Watch work as `memory_watched` has it; then vLLM may wake on the same GPU (inference.sleep)."""
+        try:
+            with memory_watched(doing, hint=less_memory(self.config)):
+                yield
+        finally:
+            if self.config.inference.sleep:
+                for part in (self._optimizer, self._head, self._critic):
+                    if part is not None:
+                        part.zero_grad()
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
 
     def values(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, OfEpisode]:
         """V of each episode by rollout id, by decision or by token as the job's estimator reads it."""
@@ -249,7 +264,7 @@ class LocalLearner:
         segments = [segment for parts in episodes.values() for segment in parts]
         level = self.config.value_level
         assert level is not None, "asked only where the estimator needs values"
-        with memory_watched("scoring the values ran out of memory", hint=less_memory(self.config)):
+        with self._given_back("scoring the values ran out of memory"):
             if (head := self._head) is None:
                 values = self._own_critic().values(segments)
             else:  # the pass gives the log-probs too, which are kept
@@ -270,7 +285,7 @@ class LocalLearner:
         """By rollout id, log-probs of its tokens, under the policy and the one that RL started from."""
         torch.set_num_threads(self.config.training.threads)
         new = {name: parts for name, parts in episodes.items() if name not in self._proximal}
-        with memory_watched("scoring the log-probs ran out of memory", hint=less_memory(self.config)):
+        with self._given_back("scoring the log-probs ran out of memory"):
             self._proximal |= self._logprobs(new, self.scorer.logprobs)
             self._of_reference |= self._logprobs(episodes, self._held_reference())
         return {
@@ -296,7 +311,7 @@ class LocalLearner:
         self._draw_apart(iteration)
         cache = LogprobCache(self._proximal, self._of_reference)
         self._proximal, self._of_reference = {}, {}
-        with self._weights_rest:
+        with self._weights_rest, self._given_back("the update ran out of memory"):
             was_on_offer, self._is_on_offer = self._is_on_offer, False
             sender, self._sender = self._sender, None
             metrics = self._update_policy(episodes, iteration, policy_version, cache)
@@ -407,7 +422,8 @@ class LocalLearner:
         """[len(ids) - 1] log-probs of ids[1:] under the policy, each given those before it."""
         length = len(ids)
         segment = Segment.of("", ids, logprobs=[0.0] * (length - 1), spans=[(1, length, 0, 0, 1.0)])
-        (logprobs,) = self._logprobs({"": [segment]}, self.scorer.logprobs).values()
+        with self._given_back("scoring a prompt ran out of memory"):
+            (logprobs,) = self._logprobs({"": [segment]}, self.scorer.logprobs).values()
         found: list[float] = logprobs[0].tolist()
         return found
 

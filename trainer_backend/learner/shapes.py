@@ -15,7 +15,7 @@ from trainer_backend.learner.attention import head_dim_of
 from trainer_backend.learner.lora import adapted_layers
 from trainer_backend.learner.operators import gates_are_known
 from trainer_backend.learner.packed_decoder import is_known
-from trainer_backend.models.folder import folder_config
+from trainer_backend.models.folder import config_alone, folder_config
 from trainer_backend.models.kinds import STATES, largest, layer_kinds, own_attention, why_not_by_position
 from trainer_backend.models.presets import preset_config
 from trainer_backend.models.sources import model_folder
@@ -184,3 +184,10 @@ def model_config(table: ModelTable, checkpoint: Path | None, vocabulary: int) ->
     if checkpoint is None and table.preset is not None:
         return preset_config(PRESETS[table.preset], vocabulary=vocabulary)
     return folder_config(checkpoint or model_folder(table))
+
+
+def cached_config(table: ModelTable, vocabulary: int) -> Any:
+    """The same of a model that is on this machine, with its weights or without; the hub is not asked."""
+    if table.preset is not None:
+        return model_config(table, None, vocabulary)
+    return config_alone(model_folder(table, cached_only=True))

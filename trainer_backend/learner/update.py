@@ -25,7 +25,7 @@ from trainer_backend.learner.attention import PaddedRows
 from trainer_backend.learner.behaviour import FirstStep, Scores, Weighed, mismatch, mixture_metrics, weighed
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.experts import Routing
-from trainer_backend.learner.memory import less_memory
+from trainer_backend.learner.fit import less_memory
 from trainer_backend.learner.policy_terms import DRIFT, PolicyTerms, StepSums
 from trainer_backend.learner.ranks import Ranks
 from trainer_backend.learner.scoring import Scorer, refuse_unknown_ids, score_by

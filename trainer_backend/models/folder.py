@@ -66,6 +66,11 @@ def load_model_folder(
 def folder_config(folder: Path) -> Any:
     """The config of a folder's model, or of the one that its adapters are over; no weights are read."""
     refuse_incomplete(folder)
+    return config_alone(folder)
+
+
+def config_alone(folder: Path) -> Any:
+    """The same of a folder that needs no weights."""
     refuse_untrainable(folder)
     try:
         model = base_folder(folder) or folder

@@ -208,6 +208,10 @@ class Gateway(Worker):
         self._version = version
         self._report("serving")
 
+    async def release(self) -> None:
+        """Have its vLLM servers sleep until the next load."""
+        await self._ask_until_answered("release")
+
     async def verify(self) -> list[str]:
         """Check that its fixed policies are as they were loaded; return a line for each local one."""
         return [f"{self.name}: {line}" for line in await self._ask_until_answered("verify")]

@@ -4,7 +4,7 @@ import asyncio
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from trainer_backend import job_parts
 from trainer_backend.collect.first_prompts import FirstPrompts
 from trainer_backend.collect.trial import try_job
 from trainer_backend.data.dataset import DataSet
-from trainer_backend.errors import ModelFolderError
+from trainer_backend.errors import JobError, ModelFolderError
 from trainer_backend.job.layers import DIGESTS
 from trainer_backend.job.load import dump_job
 from trainer_backend.job.plug_table import own_tables
@@ -29,6 +29,7 @@ from trainer_backend.terminal.templates import toml_value
 
 _TABLE = re.compile(r"\[+([^\]]+)\]+")
 _KEY = re.compile(r"([\w-]+) = ")
+_SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?) ?(GiB|GB)", re.IGNORECASE | re.ASCII)
 # The defaults stand right of lines up to this length, and behind longer ones.
 _COLUMN = 44
 
@@ -96,18 +97,34 @@ def _marked(document: Mapping[str, Any], defaults: Mapping[str, str]) -> list[Ma
     return [(line.ljust(width) if mark else line, mark) for line, mark in marks]
 
 
-def lines_before_a_run(job: JobConfig, *, trial: bool) -> Iterator[str]:
+def card_bytes(text: str) -> int:
+    """Read the size of a GPU's memory: `24GiB`, `80 GB`."""
+    size = _SIZE.fullmatch(text.strip())
+    number = float(size[1]) if size else 0.0
+    if size is None or not number:
+        raise JobError(
+            f"--memory is {text!r}, which is no size of a GPU's memory",
+            hint="Write a number above 0 with its unit, GiB or GB, such as 24GiB: a card that is sold with "
+            "24 GB has about 24 GiB.",
+        )
+    return int(number * (2**30 if size[2].lower() == "gib" else 10**9))
+
+
+def lines_before_a_run(job: JobConfig, *, trial: bool, card: int | None = None) -> Iterator[str]:
     """Check rows, fixed policies and offers of the own task app, and describe them to a person.
 
     Settings that bias the gradient are named too. A JobError says why the job cannot run as it is. A `trial`
-    starts the job's own task app for a moment, which runs the job's task_plugins.
+    starts the job's own task app for a moment, which runs the job's task_plugins. `card` are the bytes of a
+    GPU that the job's memory is planned for.
     """
     data = job_parts.data(job)
     yield from data.notes if data is not None else ()
+    folders: Mapping[str, Path] = {}
     if job.fixed_policies:
         from trainer_backend.run.preflight import checked_folders  # with torch, which takes seconds
 
-        for name, folder in checked_folders(job.fixed_policies, job.model).items():
+        folders = checked_folders(job.fixed_policies, job.model)
+        for name, folder in folders.items():
             yield f"fixed policy {name!r}: {folder}, which speaks as the actor"
     _refuse_unread_names(job)
     yield from _chat(job)
@@ -123,6 +140,23 @@ def lines_before_a_run(job: JobConfig, *, trial: bool) -> Iterator[str]:
         yield from _long_rows(job, data)
     names = "; ".join(biases(job)) or "nothing that is known"
     yield f"expected policy gradient, biased by: {names} (docs/credit.md)"
+    if card is not None:
+        yield from _plan_for_card(job, card, [*folders.values()])
+
+
+def _plan_for_card(job: JobConfig, card: int, fixed: Sequence[Path]) -> Iterator[str]:
+    """The memory of a job on a CUDA GPU that need not be here; a JobError says why it cannot fit."""
+    if job.model.device not in ("auto", "cuda"):
+        yield f"the plan is that of model.device = 'cuda', and the job has {job.model.device!r}"
+    from trainer_backend.learner.fit import report_for_card  # with torch, which takes seconds
+    from trainer_backend.learner_parts import learner_config
+
+    # A prompt may be as long as an answer.
+    shortest = 2 * job.rollout.max_tokens
+    try:
+        yield from report_for_card(learner_config(job), card, fixed, shortest=shortest)
+    except ModelFolderError as error:
+        yield f"memory is not planned, for it needs the model's config.json: {error}"
 
 
 def _refuse_unread_names(job: JobConfig) -> None:

@@ -350,3 +350,11 @@ def test_log_probs_that_a_kl_in_the_reward_needed_are_those_of_what_is_left(toke
     (of_cache, steps), (scored_anew, passes) = found
     assert of_cache == pytest.approx(scored_anew, abs=1e-6)
     assert (steps, passes) == (2, 4)  # else policy and reference, a copy with its hook, score once more
+
+
+def test_where_vllm_sleeps_meanwhile_an_update_leaves_no_gradient_behind(tokenizer):
+    learner = learner_of(tokenizer)
+    inference = learner.config.inference.model_copy(update={"sleep": True})
+    learner.config = replace(learner.config, inference=inference)
+    learner.update(episodes_of(learner, [1.0, -1.0]), iteration=1)
+    assert all(weight.grad is None for weight in learner.model.parameters())

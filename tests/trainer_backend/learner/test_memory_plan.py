@@ -18,6 +18,7 @@ from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.learner.attention import BlockMask, ByLength, PaddedRows
 from trainer_backend.learner.by_length import SHORTEST_SHARE
 from trainer_backend.learner.device import Found, Placement, place
+from trainer_backend.learner.fit import less_memory
 from trainer_backend.learner.learner import scorer_of
 from trainer_backend.learner.loading import copy_to_serve
 from trainer_backend.learner.memory import (
@@ -25,7 +26,6 @@ from trainer_backend.learner.memory import (
     MemoryPlan,
     MemoryUse,
     activations,
-    less_memory,
     main_memory,
     memory_needs,
     memory_plan,

@@ -45,6 +45,12 @@ class TurnwiseWorker:
             raise RuntimeError("turnwise_receives: --weight-transfer-config names no backend of Turnwise")
         return True
 
+    def turnwise_sleeps(self: Any) -> bool:
+        """Say that it gives its GPU's memory back while it sleeps, or raise a RuntimeError."""
+        if not self.vllm_config.model_config.enable_sleep_mode:
+            raise RuntimeError("turnwise_sleeps: it was started without --enable-sleep-mode")
+        return True
+
     def turnwise_load(self: Any, folder: str, files: list[str], adapter: str | None = None) -> dict[str, Any]:
         """Replace all weights by those of a folder that this process can read, a layer at a time.
 
