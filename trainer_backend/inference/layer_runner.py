@@ -1,0 +1,121 @@
+"""Forward passes of the running batch by a model's own layers, with the cache that they ask for."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from trainer_backend.inference.cache import CACHE_NAME
+from trainer_backend.inference.layer_cache import Bounds, LayerCache, Stack
+from trainer_backend.inference.request import Request
+from trainer_backend.models.precision import tokens_for
+
+# Prompts of one length are prefilled together, up to so many tokens.
+GROUP_TOKENS = 2048
+
+
+class LayerRunner:
+    """Runs any causal model whose layers `LayerCache` can hold; as `DecoderRunner`.
+
+    Prompts are not padded, since a state would take a pad for a token: those that begin and end at the same
+    places are computed together, each other one alone. A step is one pass of all rows.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, slots: int, max_len: int) -> None:
+        self._pass = Pass(model)
+        self._config = model.config
+        self.cache = LayerCache(model.config, Bounds(slots, max_len, self._pass.dtype))
+
+    @property
+    def cost(self) -> str:
+        """What this way costs, for the log."""
+        prompts = "prompts of different lengths are computed one by one"
+        if self.cache.cuts:
+            return prompts
+        return f"{prompts}, and a prompt goes on from a kept state alone, not from any part of a known one"
+
+    def prefill(
+        self, requests: Sequence[Request], *, first_row: int, keep: Callable[[Sequence[int], int], None]
+    ) -> None:
+        """Compute what is known of requests but for the last token, in the rows `first_row` and on.
+
+        Where a request has a mark, `keep` is called with the ids up to it and the row.
+        """
+        stops = {
+            row: [stop for stop in sorted({*request.marks, request.cached}) if stop > request.reused]
+            for row, request in enumerate(requests, first_row)
+        }
+        while any(stops.values()):
+            groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+            for row, ahead in stops.items():
+                if ahead:
+                    groups[self.cache.waiting[row].length, ahead[0]].append(row)
+            for (start, stop), rows in groups.items():
+                self._compute({row: requests[row - first_row] for row in rows}, start, stop)
+                for row in rows:
+                    if stops[row].pop(0) in requests[row - first_row].marks:
+                        keep(requests[row - first_row].cached_ids()[:stop], row)
+
+    def decode(self, ids_B: NDArray[np.int64], cached_B: NDArray[np.int64]) -> Tensor:
+        """Feed a token to each of the first B rows, which have `cached` tokens; return [B, V] logits."""
+        rows = len(ids_B)
+        self.cache.enter(rows)
+        stack = self.cache.stack
+        mask = stack.mask(rows)
+        stack.begin(rows)
+        ids_B1, positions_B1 = (self._pass.on_device(torch.from_numpy(x)[:, None]) for x in (ids_B, cached_B))
+        seen = {} if mask is None else {"attention_mask": self._pass.on_device(mask)}
+        logits_BV = self._pass(ids_B1, stack, position_ids=positions_B1, **seen)
+        stack.commit(rows, 1)
+        return logits_BV
+
+    def take_weights(self) -> None:
+        """Do nothing: a pass reads the model's own weights."""
+
+    def _compute(self, requests: dict[int, Request], start: int, stop: int) -> None:
+        """Compute the tokens from `start` to `stop` of rows that have `start` tokens each."""
+        most = max(1, GROUP_TOKENS // (stop - start))
+        rows = list(requests)
+        for part in (rows[first : first + most] for first in range(0, len(rows), most)):
+            # Of rows that have keys already, those are allocated with the room for what comes.
+            spare = stop - start if start else 0
+            stack = Stack(self._config, Bounds(len(part), stop, self._pass.dtype, spare))
+            for number, row in enumerate(part):
+                stack.put(number, self.cache.waiting[row])
+            ids_BL = torch.tensor([requests[row].cached_ids()[start:stop] for row in part])
+            positions_BL = torch.arange(start, stop).expand(len(part), -1)
+            stack.begin(len(part))
+            self._pass(self._pass.on_device(ids_BL), stack, position_ids=self._pass.on_device(positions_BL))
+            stack.commit(len(part), stop - start)
+            for number, row in enumerate(part):
+                self.cache.waiting[row] = stack.take(number, stop)
+
+
+class Pass:
+    """Runs a model over tokens and a cache of `transformers`; the engine's arithmetic is `models.precision`."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        # Stored, because `transformers` walks over all modules for each answer.
+        self.device, self.dtype = model.device, model.dtype
+        self._low = None if self.dtype == torch.float32 else self.dtype
+
+    def __call__(self, ids_BL: Tensor, cache: Any, **positions: Tensor) -> Tensor:
+        """[B, V] logits of each row's last token; the cache has all tokens then."""
+        low = self._low
+        tokens = tokens_for(self._model, ids_BL, low)
+        with nullcontext() if low is None else torch.autocast(self.device.type, dtype=low):
+            output = self._model(
+                **tokens, **positions, **{CACHE_NAME: cache}, use_cache=True, logits_to_keep=1
+            )
+        logits_BV: Tensor = output.logits[:, -1]
+        return logits_BV
+
+    def on_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device)
