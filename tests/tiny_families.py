@@ -74,6 +74,6 @@ def tiny_model(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     torch.manual_seed(seed)
     known = AutoConfig.for_model(name)
     told = {key: value for key, value in {**_SIZE, **KEYS[name]}.items() if hasattr(known, key)}
-    config = AutoConfig.for_model(name, **told, **changes)
+    config = AutoConfig.for_model(name, **{**told, **changes})
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float().eval()
     return model

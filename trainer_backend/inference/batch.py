@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from trainer_backend.inference.actor import SampledToken
 from trainer_backend.inference.cache import RowCache
-from trainer_backend.inference.paged_runner import BY_DEVICE, Likeliest, PagedRunner, PageLimits, Step
 from trainer_backend.inference.layer_runner import LayerRunner
+from trainer_backend.inference.paged_runner import BY_DEVICE, Likeliest, PagedRunner, PageLimits, Step
 from trainer_backend.inference.pages import victim
 from trainer_backend.inference.prefixes import NOTHING, Prefix, Prefixes, PrefixIndex, mark_at
 from trainer_backend.inference.request import Request

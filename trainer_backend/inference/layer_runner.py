@@ -98,7 +98,7 @@ class LayerRunner:
 
 
 class Pass:
-    """Runs a model over tokens and a cache of `transformers`; the engine's arithmetic is `models.precision`."""
+    """Runs a model by `transformers` over tokens and a cache, in the arithmetic of `models.precision`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model

@@ -30,19 +30,22 @@ def runner_of(
     model: PreTrainedModel, *, slots: int, max_len: int, kept: int = 0, pages: PageLimits = BY_DEVICE
 ) -> "DecoderRunner | TransformersRunner | LayerRunner | PagedRunner":
     """The runner of a model, for `kept` kept prefixes; the log says why where it is not our decoder's."""
+    layers = why_not_by_position(model, longest=max_len)
+    if layers is not None:
+        runner = LayerRunner(model, slots=slots, max_len=max_len)
+        _tell(model, f"its {layers}", cache="by layer", cost=runner.cost)
+        return runner
     reason = unsupported_because(model)
     if reason is None and pages.wanted_on(model.device):
         return PagedRunner(model, slots=slots, max_len=max_len, kept=kept, most_bytes=pages.most_bytes)
     if reason is None:
         return DecoderRunner(model, slots=slots, max_len=max_len)
-    facts = {"model": type(model).__name__, "reason": reason}
-    layers = why_not_by_position(model, longest=max_len)
-    if layers is None:
-        log.warning("engine_decodes_by_transformers", **facts, cache="by position")
-        return TransformersRunner(model, slots=slots, max_len=max_len)
-    runner = LayerRunner(model, slots=slots, max_len=max_len)
-    log.warning("engine_decodes_by_transformers", **facts, cache=f"by layer: {layers}", cost=runner.cost)
-    return runner
+    _tell(model, reason, cache="by position", cost="rows are padded to the longest")
+    return TransformersRunner(model, slots=slots, max_len=max_len)
+
+
+def _tell(model: PreTrainedModel, reason: str, **facts: str) -> None:
+    log.warning("engine_decodes_by_transformers", model=type(model).__name__, reason=reason, **facts)
 
 
 class DecoderRunner:
@@ -101,7 +104,7 @@ class DecoderRunner:
 
 
 class TransformersRunner:
-    """Runs models whose layers all have full attention by `transformers`, in padded rows; as `DecoderRunner`."""
+    """Runs models whose layers have full attention, by `transformers` in padded rows; as `DecoderRunner`."""
 
     def __init__(self, model: PreTrainedModel, *, slots: int, max_len: int) -> None:
         self._pass = Pass(model)
