@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from bench import kit
 from tests.tiny_families import tiny_model
-from trainer_backend.inference.layer_cache import RowState
+from trainer_backend.inference.layer_cache import Bounds, RowState, Stack
 from trainer_backend.inference.layer_runner import LayerRunner
 
 KINDS = ("qwen3_5_text", "lfm2", "gpt_oss")
@@ -48,8 +48,6 @@ def by_stack(model: PreTrainedModel, lengths: list[int]) -> Callable[[], object]
 
 def prefilled(runner: LayerRunner, length: int) -> RowState:
     """A row of some tokens."""
-    from trainer_backend.inference.layer_cache import Bounds, Stack
-
     stack = Stack(runner._config, Bounds(1, length, torch.float32))
     stack.lengths = [0]
     stack.begin(1)
@@ -104,7 +102,7 @@ def main() -> None:
                 for name, times in taken.items()
             }
             print(
-                f"{kind:14} lengths {apart:2} apart: a step in a stack {1e3 * statistics.median(stack):.1f} ms, "
+                f"{kind:14} lengths {apart:2} apart: {1e3 * statistics.median(stack):.1f} ms in a stack, "
                 f"row by row {ratios['rows']:.1f} x, in cohorts {ratios['cohorts']:.1f} x"
             )
 

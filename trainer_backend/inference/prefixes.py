@@ -151,7 +151,8 @@ class Prefixes:
             return known
         whole = self._index.longest_whole(target, self._cache.holds)
         mark = mark_at(known, target)
-        return whole._replace(lost=known.length - whole.length, mark=mark if mark > whole.length else 0)
+        lost = max(0, known.length - whole.length)  # `known` is exact to the block
+        return whole._replace(lost=lost, mark=mark if mark > whole.length else 0)
 
     def mark(self, ids: Sequence[int], row: int) -> None:
         """Keep the state of a row after these ids, all that it has."""

@@ -1,4 +1,4 @@
-"""Models with states, windows, sinks, experts and scales: what the engine samples is what one plain pass gives."""
+"""Models with states, windows, sinks, experts or scales: what is sampled is what one plain pass gives."""
 
 import asyncio
 import os
