@@ -12,8 +12,8 @@ moves only when all layers are through. What a window hides is kept, so that a r
 state cannot be cut, only be copied where it is.
 
 Measured by bench/layer_rows.py (a CPU, tiny models, 16 rows of 40 to 240 tokens): one row after another takes
-7 to 12 times as long as a stack. Cohorts of rows that happen to have one length take 3 to 7 times as long with
-8 different lengths, and as long as single rows where lengths are any: so there are none.
+7 to 12 times as long as a stack. Cohorts of rows that happen to have one length take 3 to 7 times as long where
+there are 8 lengths, and as long as single rows where lengths are any: so there are none.
 """
 
 from collections.abc import Callable
@@ -328,16 +328,17 @@ class LayerCache:
         self.waiting[row] = NO_TOKENS
 
     def share_row(self, source: int, target: int, length: int, *, room: int) -> None:
-        self.waiting[target] = self.copy_out(source, length)
+        shared = self.waiting.get(source)
+        self.waiting[target] = self.copy_out(source, length) if shared is None else self._cut(shared, length)
 
     def copy_in(self, copy: RowState, target: int, length: int, *, room: int) -> None:
         self.waiting[target] = self._cut(copy, length)
 
     def copy_out(self, row: int, length: int) -> RowState:
-        if row in self.waiting:
-            return self._cut(self.waiting[row], length)
         assert self.holds(row, length), f"a state of {self._length(row)} tokens is none of {length}"
-        state = self.stack.take(row, length)
+        held = self.waiting.get(row)
+        state = self.stack.take(row, length) if held is None else self._cut(held, length)
+        # A view would keep the memory of all rows that were computed with it.
         copies = [tuple(None if tensor is None else tensor.clone() for tensor in of) for of in state.layers]
         return RowState(length, tuple(copies))
 
@@ -374,6 +375,5 @@ class LayerCache:
     def _cut(self, state: RowState, length: int) -> RowState:
         if state.length == length:
             return state
-        assert self.cuts, f"a state of {state.length} tokens is none of {length}"
         layers = (tuple(None if t is None else t[:, :length] for t in layer) for layer in state.layers)
         return RowState(length, tuple(layers))

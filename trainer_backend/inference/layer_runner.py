@@ -1,7 +1,7 @@
 """Forward passes of the running batch by a model's own layers, with the cache that they ask for."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from trainer_backend.errors import ModelFolderError
 from trainer_backend.inference.cache import CACHE_NAME
 from trainer_backend.inference.layer_cache import Bounds, LayerCache, Stack
 from trainer_backend.inference.request import Request
@@ -18,6 +19,8 @@ from trainer_backend.models.precision import tokens_for
 
 # Prompts of one length are prefilled together, up to so many tokens.
 GROUP_TOKENS = 2048
+# How far logits of rows may lie from those of a plain pass, relative to them: roundings of float32.
+EXACT = 1e-3
 
 
 class LayerRunner:
@@ -30,7 +33,10 @@ class LayerRunner:
     def __init__(self, model: PreTrainedModel, *, slots: int, max_len: int) -> None:
         self._pass = Pass(model)
         self._config = model.config
-        self.cache = LayerCache(model.config, Bounds(slots, max_len, self._pass.dtype))
+        self._bounds = Bounds(slots, max_len, self._pass.dtype)
+        self.cache = LayerCache(model.config, self._bounds)
+        self._refuse_inexact()
+        self.cache = LayerCache(model.config, self._bounds)
 
     @property
     def cost(self) -> str:
@@ -57,7 +63,7 @@ class LayerRunner:
                 if ahead:
                     groups[self.cache.waiting[row].length, ahead[0]].append(row)
             for (start, stop), rows in groups.items():
-                self._compute({row: requests[row - first_row] for row in rows}, start, stop)
+                self._compute({row: requests[row - first_row].cached_ids() for row in rows}, start, stop)
                 for row in rows:
                     if stops[row].pop(0) in requests[row - first_row].marks:
                         keep(requests[row - first_row].cached_ids()[:stop], row)
@@ -78,23 +84,48 @@ class LayerRunner:
     def take_weights(self) -> None:
         """Do nothing: a pass reads the model's own weights."""
 
-    def _compute(self, requests: dict[int, Request], start: int, stop: int) -> None:
-        """Compute the tokens from `start` to `stop` of rows that have `start` tokens each."""
+    def _compute(self, ids: Mapping[int, Sequence[int]], start: int, stop: int) -> None:
+        """Compute the tokens from `start` to `stop` of rows, by number, that have `start` tokens each."""
         most = max(1, GROUP_TOKENS // (stop - start))
-        rows = list(requests)
+        rows = list(ids)
         for part in (rows[first : first + most] for first in range(0, len(rows), most)):
             # Of rows that have keys already, those are allocated with the room for what comes.
             spare = stop - start if start else 0
             stack = Stack(self._config, Bounds(len(part), stop, self._pass.dtype, spare))
             for number, row in enumerate(part):
                 stack.put(number, self.cache.waiting[row])
-            ids_BL = torch.tensor([requests[row].cached_ids()[start:stop] for row in part])
+            ids_BL = torch.tensor([ids[row][start:stop] for row in part])
             positions_BL = torch.arange(start, stop).expand(len(part), -1)
             stack.begin(len(part))
             self._pass(self._pass.on_device(ids_BL), stack, position_ids=self._pass.on_device(positions_BL))
             stack.commit(len(part), stop - start)
             for number, row in enumerate(part):
                 self.cache.waiting[row] = stack.take(number, stop)
+
+    @torch.inference_mode()
+    def _refuse_inexact(self) -> None:
+        """Compare two rows that decode together with plain passes: no list of families is complete.
+
+        In float32 alone: with less, what each order of the sums gives lies too far apart.
+        """
+        if self._pass.dtype != torch.float32:
+            return
+        texts = [list(range(1, 2 + 6 * row)) for row in range(min(2, self.cache.slots))]
+        for row, text in enumerate(texts):
+            self.cache.open_row(row, room=len(text) + 2)
+            self._compute({row: text}, 0, len(text))
+        for token in (7, 3):
+            logits_BV = self.decode(np.full(len(texts), token), np.array([len(text) for text in texts]))
+            texts = [[*text, token] for text in texts]
+        alone_BV = torch.cat([self._pass(self._pass.on_device(torch.tensor([text])), None) for text in texts])
+        apart = float((logits_BV - alone_BV).abs().max()) / max(1.0, float(alone_BV.abs().max()))
+        # Weights that are not finite are told of where they give no token.
+        if apart > EXACT:
+            raise ModelFolderError(
+                f"its rows give logits up to {apart:.3g} of their size from those of each text alone",
+                where="model",
+                hint='Sample at vLLM servers: inference.engine = "vllm".',
+            )
 
 
 class Pass:
@@ -107,12 +138,16 @@ class Pass:
         self._low = None if self.dtype == torch.float32 else self.dtype
 
     def __call__(self, ids_BL: Tensor, cache: Any, **positions: Tensor) -> Tensor:
-        """[B, V] logits of each row's last token; the cache has all tokens then."""
+        """[B, V] logits of each row's last token; the cache, if any, has all tokens then."""
         low = self._low
         tokens = tokens_for(self._model, ids_BL, low)
         with nullcontext() if low is None else torch.autocast(self.device.type, dtype=low):
             output = self._model(
-                **tokens, **positions, **{CACHE_NAME: cache}, use_cache=True, logits_to_keep=1
+                **tokens,
+                **positions,
+                **{CACHE_NAME: cache},
+                use_cache=cache is not None,
+                logits_to_keep=1,
             )
         logits_BV: Tensor = output.logits[:, -1]
         return logits_BV

@@ -18,6 +18,7 @@ from trainer_backend.inference.actor import Generation
 from trainer_backend.inference.cache import CACHE_NAME
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.layer_cache import Bounds, held_layers
+from trainer_backend.inference.layer_runner import LayerRunner
 
 StartEngine = Callable[..., LocalEngine]
 EVERY_FAMILY = pytest.mark.parametrize("family", KEYS if os.getenv("TURNWISE_ALL_FAMILIES") else EACH_KIND)
@@ -140,8 +141,9 @@ async def test_a_step_that_runs_out_of_memory_in_its_last_layer_is_repeated_from
             if errors % 2:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
+    engine = start_engine(model)
     model.model.layers[-1].register_forward_pre_hook(fail)
-    result = await ask(start_engine(model), ids(30), tokens=8)
+    result = await ask(engine, ids(30), tokens=8)
     assert not errors
     assert_plain(tiny_model(family), ids(30), result)
 
@@ -192,6 +194,14 @@ async def test_a_conversation_without_its_reasoning_computes_two_turns_at_most_a
         computed.append(len(prompt) - 1 - result.prompt_tokens_reused)
         prompt = [*prompt, *ids(32, seed=turn + 1)]  # none of what was sampled
     assert computed == [95, 127, 63, 63]
+
+
+def test_a_model_whose_layers_read_the_cache_in_a_way_of_their_own_is_refused():
+    model = tiny_model("gpt_oss")
+    # As if its states were those of the row that was computed last.
+    model.model.layers[1].register_forward_hook(lambda layer, given, output: output.roll(1, 0))
+    with pytest.raises(ModelFolderError, match="of their size from those of each text alone"):
+        LayerRunner(model, slots=2, max_len=64)
 
 
 @pytest.mark.parametrize(("family", "kind"), [("deepseek_v32", "indexed_attention")])
