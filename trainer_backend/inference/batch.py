@@ -45,7 +45,8 @@ class RunningBatch:
         self._settings: RowSettings | None = None  # made when the rows have changed
         self._runner = runner_of(model, slots=slots, max_len=max_len, kept=kept_prefixes, pages=pages)
         self._cache: RowCache = self._runner.cache
-        self.prefixes = Prefixes(self._cache, most=kept_prefixes)
+        can_go_on = not isinstance(self._runner, LayerRunner) or self._runner.goes_on
+        self.prefixes = Prefixes(self._cache, most=kept_prefixes if can_go_on else 0)
         self._is_full = False
 
     @property

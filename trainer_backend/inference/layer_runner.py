@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from trainer_backend.models.precision import tokens_for
 
 # Prompts of one length are prefilled together, up to so many tokens.
 GROUP_TOKENS = 2048
-# How far logits of rows may lie from those of a plain pass, relative to them: roundings of float32.
-EXACT = 1e-3
+# How far logits of rows may lie from those of a plain pass, relative to them: roundings of float32, of less.
+EXACT, ROUNDED = 1e-3, 0.1
+_AT_SERVERS = 'Sample at vLLM servers: inference.engine = "vllm".'
 
 
 class LayerRunner:
@@ -34,14 +36,15 @@ class LayerRunner:
         self._pass = Pass(model)
         self._config = model.config
         self._bounds = Bounds(slots, max_len, self._pass.dtype)
-        self.cache = LayerCache(model.config, self._bounds)
-        self._refuse_inexact()
+        self.goes_on = self._tried_out()
         self.cache = LayerCache(model.config, self._bounds)
 
     @property
     def cost(self) -> str:
         """What this way costs, for the log."""
         prompts = "prompts of different lengths are computed one by one"
+        if not self.goes_on:
+            return f"{prompts}, each whole: the layers cannot go on with several tokens from a state"
         if self.cache.cuts:
             return prompts
         return f"{prompts}, and a prompt goes on from a kept state alone, not from any part of a known one"
@@ -102,30 +105,46 @@ class LayerRunner:
             for number, row in enumerate(part):
                 self.cache.waiting[row] = stack.take(number, stop)
 
-    @torch.inference_mode()
-    def _refuse_inexact(self) -> None:
-        """Compare two rows that decode together with plain passes: no list of families is complete.
+    def _tried_out(self) -> bool:
+        """Whether prompts may go on from what is kept. No list of families is complete, so it is tried.
 
-        In float32 alone: with less, what each order of the sums gives lies too far apart.
+        Raises:
+            ModelFolderError: rows give other logits than each text alone, or the layers take no such cache.
         """
-        if self._pass.dtype != torch.float32:
-            return
-        texts = [list(range(1, 2 + 6 * row)) for row in range(min(2, self.cache.slots))]
+        limit = EXACT if self._pass.dtype == torch.float32 else ROUNDED
+        try:
+            together, goes_on = self._apart(pieces=1), self._apart(pieces=2)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise ModelFolderError(
+                f"its layers take no cache of the engine's: {error}", where="model", hint=_AT_SERVERS
+            ) from error
+        # Of weights that are not finite no token is sampled, and the engine says so.
+        if together > limit:
+            raise ModelFolderError(
+                f"its rows give logits up to {together:.3g} of their size from those of each text alone",
+                where="model",
+                hint=_AT_SERVERS,
+            )
+        return not goes_on > limit
+
+    @torch.inference_mode()
+    def _apart(self, *, pieces: int) -> float:
+        """How far logits of rows lie from those of plain passes, relative to them.
+
+        The rows' prompts are computed in so many pieces, and two tokens more together.
+        """
+        self.cache = LayerCache(self._config, self._bounds)
+        texts = [list(range(1, 3 + 6 * row)) for row in range(min(2, self.cache.slots))]
         for row, text in enumerate(texts):
             self.cache.open_row(row, room=len(text) + 2)
-            self._compute({row: text}, 0, len(text))
+            stops = [len(text) * piece // pieces for piece in range(pieces + 1)]
+            for start, stop in pairwise(stops):
+                self._compute({row: text}, start, stop)
         for token in (7, 3):
             logits_BV = self.decode(np.full(len(texts), token), np.array([len(text) for text in texts]))
             texts = [[*text, token] for text in texts]
         alone_BV = torch.cat([self._pass(self._pass.on_device(torch.tensor([text])), None) for text in texts])
-        apart = float((logits_BV - alone_BV).abs().max()) / max(1.0, float(alone_BV.abs().max()))
-        # Weights that are not finite are told of where they give no token.
-        if apart > EXACT:
-            raise ModelFolderError(
-                f"its rows give logits up to {apart:.3g} of their size from those of each text alone",
-                where="model",
-                hint='Sample at vLLM servers: inference.engine = "vllm".',
-            )
+        return float((logits_BV - alone_BV).abs().max()) / max(1.0, float(alone_BV.abs().max()))
 
 
 class Pass:

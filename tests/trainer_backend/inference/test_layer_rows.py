@@ -8,7 +8,15 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, DynamicCache, MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    DynamicCache,
+    JambaConfig,
+    JambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
 
 from shared_schemas.trajectory import Sampling
 from tests.tiny_families import EACH_KIND, KEYS, VOCABULARY, tiny_model
@@ -202,6 +210,25 @@ def test_a_model_whose_layers_read_the_cache_in_a_way_of_their_own_is_refused():
     model.model.layers[1].register_forward_hook(lambda layer, given, output: output.roll(1, 0))
     with pytest.raises(ModelFolderError, match="of their size from those of each text alone"):
         LayerRunner(model, slots=2, max_len=64)
+
+
+async def test_prompts_are_computed_whole_where_layers_cannot_go_on_with_several_tokens(
+    start_engine: StartEngine,
+):
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    layers = {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4}
+    config = JambaConfig(
+        vocab_size=VOCABULARY, num_key_value_heads=2, num_experts=1, initializer_range=0.1, **size, **layers
+    )
+    model, prompt = JambaForCausalLM(config).eval(), ids(110)
+    engine = start_engine(model, max_model_len=256)
+    first = await ask(engine, prompt)
+    turn = [*prompt, *first.token_ids, *ids(20, seed=1)]
+    second = await ask(engine, turn)
+    assert engine.counters.prompt_tokens_reused == 0
+    assert_plain(model, prompt, first)
+    assert_plain(model, turn, second)
 
 
 @pytest.mark.parametrize(("family", "kind"), [("deepseek_v32", "indexed_attention")])
