@@ -70,11 +70,11 @@ class Held(Protocol):
     def clear(self, row: int) -> None: ...
 
 
-class Attention(cache_utils.DynamicLayer):  # type: ignore[misc]
+class Attention(cache_utils.DynamicLayer):  # type: ignore[no-untyped-call]
     """Keys and values of a layer, whose rows all end before the column `end`."""
 
     def __init__(self, bounds: Bounds, *, window: int | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._bounds, self._window = bounds, window
         self.is_sliding = window is not None
         self._held: tuple[Tensor, ...] = ()
@@ -164,7 +164,8 @@ class States:
 
     def begin(self, rows: int, length: int) -> Any:
         """A layer over copies: some models write to what they are given."""
-        layer = self._layer = cache_utils.LinearAttentionLayer(number_of_states=self._states)
+        layer: Any = cache_utils.LinearAttentionLayer(number_of_states=self._states)
+        self._layer = layer
         for number in range(self._states):
             conv, recurrent = (
                 None if held is None else held[:rows].clone()
@@ -219,7 +220,7 @@ class Nothing:
     """A layer that keeps nothing, or reads what another one keeps."""
 
     def begin(self, rows: int, length: int) -> Any:
-        return cache_utils.DummyLayer()
+        return cache_utils.DummyLayer()  # type: ignore[no-untyped-call]
 
     def commit(self, new: int) -> None: ...
 
@@ -256,7 +257,7 @@ def held_layers(config: PreTrainedConfig, bounds: Bounds) -> list[Held]:
     return [_KINDS[type(layer).__name__](layer, bounds) for layer in layers]
 
 
-class Stack(Cache):  # type: ignore[misc]
+class Stack(Cache):
     """Rows that compute together, the first ones of each tensor."""
 
     def __init__(self, config: PreTrainedConfig, bounds: Bounds) -> None:
