@@ -50,8 +50,8 @@ class LocalEngine(Engine):
     tokens, whatever else is being generated.
 
     Args:
-        model: any causal model with full attention, in evaluation mode, on its device. Its weights may be
-            moved together (`decoder`); it must not be moved to another device afterwards.
+        model: any causal model whose layers a runner can hold (`runner`), in evaluation mode, on its device.
+            Its weights may be moved together (`decoder`); it must not be moved to another device afterwards.
         stop_ids: see `stop_token_ids`.
         keys: absent: the defaults, and the model's `max_position_embeddings` as the longest request.
         read: finds the weights of a version; by default they are its folder's.
