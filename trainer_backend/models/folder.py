@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -26,6 +26,7 @@ from trainer_backend.models.layout import (
     refuse_own_tokenizer,
     refuse_untrainable,
 )
+from trainer_backend.models.origin import WRAPPED_NAMES, origin_of, remember_origin, text_name
 from trainer_backend.models.tokenizer import id_count
 
 # One of these holds a tokenizer's vocabulary. Without any, the library makes an empty tokenizer in silence.
@@ -45,18 +46,21 @@ def load_model_folder(
     # The libraries raise a dozen types for a broken file; each means the same to the caller.
     try:
         with _no_progress_bar():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            config = text_config(folder)
+            loaded: Any = causal_class(config).from_pretrained(
                 folder,
+                config=config,
+                key_mapping=WRAPPED_NAMES,
                 local_files_only=True,
                 use_safetensors=True,
-                trust_remote_code=False,
                 dtype=dtype,
                 output_loading_info=True,
             )
     except Exception as error:
         raise ModelFolderError(f"the model cannot be loaded: {error}", where=str(folder)) from error
     model: PreTrainedModel = loaded[0]
-    _refuse_other_weights(loaded[1], folder)
+    remember_origin(model, folder)
+    _refuse_other_weights(loaded[1], set(origin_of(model).kept), folder)
     model.eval()  # type: ignore[no-untyped-call]
     tokenizer = load_tokenizer(folder, known_ids=embedding_rows(model))
     _refuse_foreign_tokenizer(model, tokenizer, folder)
@@ -69,9 +73,25 @@ def folder_config(folder: Path) -> Any:
     refuse_untrainable(folder)
     try:
         model = base_folder(folder) or folder
-        return AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+        return text_config(model)
     except Exception as error:  # a dozen types for a value that the library does not take
         raise ModelFolderError(f"config.json cannot be used: {error}", where=str(folder)) from error
+
+
+def text_config(folder: Path) -> Any:
+    """The config of a folder's model; of a wrapper of text and vision that of its text part."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    text = config.get_text_config(decoder=True)
+    if text is not config and hasattr(config, "tie_word_embeddings"):
+        text.tie_word_embeddings = config.tie_word_embeddings  # what the wrapper's class goes by
+    return text
+
+
+def causal_class(config: Any) -> type[PreTrainedModel]:
+    """The class of the causal language model of a config."""
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    own: type[PreTrainedModel] = found[0] if isinstance(found, tuple) else found
+    return own
 
 
 def load_tokenizer(folder: str | Path, *, known_ids: int | None = None) -> PreTrainedTokenizerFast:
@@ -116,12 +136,15 @@ def save_model_folder(
     """
     with _no_progress_bar():
         model.save_pretrained(path, safe_serialization=True, state_dict=dict(weights) if weights else None)
+    dtype = next(iter(weights.values())).dtype if weights else model.dtype
+    origin_of(model).write(Path(path), dtype)
     _save_tokenizer(path, tokenizer)
 
 
 def save_settings(path: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     """Write what `save_model_folder` does, but for the weights."""
     model.config.save_pretrained(path)
+    origin_of(model).write_settings(Path(path), model.dtype)
     model.generation_config.save_pretrained(path)
     _save_tokenizer(path, tokenizer)
 
@@ -140,20 +163,26 @@ def _save_tokenizer(path: str | Path, tokenizer: PreTrainedTokenizerFast | None)
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """The library draws a bar for a file of one megabyte, across the live display of a run."""
-    was_enabled = logging.is_progress_bar_enabled()
+    """The library draws a bar for a file of one megabyte, across the live display of a run.
+
+    It also lists in a table what it leaves out of a folder, which is told here where it is an error.
+    """
+    was_enabled, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(level)
         if was_enabled:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _refuse_other_weights(loading: Mapping[str, Any], folder: Path) -> None:
+def _refuse_other_weights(loading: Mapping[str, Any], kept: Collection[str], folder: Path) -> None:
     """Weights that are missing would be random, and others left out: both in silence."""
+    known = {*kept, *map(text_name, kept)}
     for what, meaning in (("missing", "would be random"), ("unexpected", "would be left out")):
-        names: Collection[str] = loading[f"{what}_keys"]
+        names: Collection[str] = set(loading[f"{what}_keys"]) - known
         if names:
             raise ModelFolderError(
                 f"the weights do not fit config.json: {len(names)} {meaning}, such as {min(names)}",
