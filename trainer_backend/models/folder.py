@@ -2,8 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
-from transformers.utils import logging
 
 from trainer_backend.errors import EngineOutOfMemory, ModelFolderError
 from trainer_backend.models.layout import (
@@ -26,7 +24,13 @@ from trainer_backend.models.layout import (
     refuse_own_tokenizer,
     refuse_untrainable,
 )
-from trainer_backend.models.origin import WRAPPED_NAMES, origin_of, remember_origin, text_name
+from trainer_backend.models.origin import (
+    WRAPPED_NAMES,
+    origin_of,
+    quiet_library,
+    remember_origin,
+    text_name,
+)
 from trainer_backend.models.tokenizer import id_count
 
 # One of these holds a tokenizer's vocabulary. Without any, the library makes an empty tokenizer in silence.
@@ -45,7 +49,7 @@ def load_model_folder(
     refuse_untrainable(folder)
     # The libraries raise a dozen types for a broken file; each means the same to the caller.
     try:
-        with _no_progress_bar():
+        with quiet_library():
             config = text_config(folder)
             loaded: Any = causal_class(config).from_pretrained(
                 folder,
@@ -134,10 +138,11 @@ def save_model_folder(
 
     `weights` stand in for the model's own: those of a model whose adapter is merged.
     """
-    with _no_progress_bar():
+    with quiet_library():
         model.save_pretrained(path, safe_serialization=True, state_dict=dict(weights) if weights else None)
     dtype = next(iter(weights.values())).dtype if weights else model.dtype
-    origin_of(model).write(Path(path), dtype)
+    origin_of(model).write_settings(Path(path), dtype)
+    origin_of(model).write_kept(Path(path))
     _save_tokenizer(path, tokenizer)
 
 
@@ -159,23 +164,6 @@ def _save_tokenizer(path: str | Path, tokenizer: PreTrainedTokenizerFast | None)
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
         file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """The library draws a bar for a file of one megabyte, across the live display of a run.
-
-    It also lists in a table what it leaves out of a folder, which is told here where it is an error.
-    """
-    was_enabled, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if was_enabled:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _refuse_other_weights(loading: Mapping[str, Any], kept: Collection[str], folder: Path) -> None:

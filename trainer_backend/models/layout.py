@@ -117,7 +117,7 @@ def _refuse_without_text(config: Mapping[str, Any], where: str) -> None:
 
 
 def text_sizes(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config.json with the text model's sizes: of a wrapper of text and vision its text_config."""
+    """The part of a config.json with the text model's sizes: of a wrapper its text_config."""
     part = config.get("text_config")
     return part if isinstance(part, dict) else config
 

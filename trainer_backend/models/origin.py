@@ -1,8 +1,9 @@
 """What a model folder holds beyond the text model that is trained; it stays unread, and is written back.
 
-A wrapper of text and vision (`...ForConditionalGeneration`) is trained in its text part alone, which is loaded
-as a causal language model. Its towers and projectors, heads of later tokens (`mtp.*`), and the settings of its
-processor are copied from folder to folder, so that other programs load each as the class that it came from.
+A wrapper of text and vision (`...ForConditionalGeneration`) is trained in its text part alone, which is
+loaded as a causal language model. Its towers and projectors, heads of later tokens (`mtp.*`), and the
+settings of its processor are copied from folder to folder, so that other programs load each as the class
+that it came from.
 
     in memory                        model.layers.0...                     the causal model of transformers
     in a folder (`as_stored`)        model.language_model.layers.0...      of experts one tensor each
@@ -11,7 +12,8 @@ processor are copied from folder to folder, so that other programs load each as 
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,9 +24,12 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING, AutoConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+from transformers.utils import logging
 
+from trainer_backend.errors import ModelFolderError
 from trainer_backend.models.layout import CONFIG, INDEX, KEPT, WEIGHTS, read_object, weight_files
 
 # The text part's names in a wrapper's folder, and in the causal model that is made of it.
@@ -66,15 +71,14 @@ class Origin:
             return "model"
         config = AutoConfig.for_model(**self.config)
         with torch.device("meta"):
-            wrapper = getattr(transformers, self.config["architectures"][0])._from_config(config)
+            wrapper: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]._from_config(config)
         decoder = wrapper.get_decoder()
         if hasattr(decoder, "lm_head"):  # Llama 4 has a whole causal model there
             decoder = decoder.model
         return next(name for name, module in wrapper.named_modules() if module is decoder)
 
-    def write(self, folder: Path, dtype: torch.dtype) -> None:
-        """Add what is kept to a folder with the text model's weights of a dtype, and its settings."""
-        self.write_settings(folder, dtype)
+    def write_kept(self, folder: Path) -> None:
+        """Add the kept tensors to a folder with the text model's weights."""
         if not self.kept:
             return
         if (folder / WEIGHTS).is_file():
@@ -153,3 +157,58 @@ def stored_names(files: Iterable[Path]) -> list[str]:
 def as_stored(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights of a model as its folder has them: under the wrapper's names, of experts one tensor each."""
     return dict(revert_weight_conversion(model, dict(weights)))
+
+
+def from_stored(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Tensors of a folder under the model's own names; those that it does not know are as they were."""
+    own = {name.replace(".base_layer.", ".") for name in model.state_dict()}
+    if own.issuperset(tensors) or any(".lora_" in name for name in tensors):
+        return tensors
+    types = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    plain: Any = type(model)
+    with quiet_library():
+        loaded, told = plain.from_pretrained(
+            None,
+            config=model.config,
+            state_dict=dict(tensors),
+            key_mapping=WRAPPED_NAMES,
+            dtype=torch.float32 if len(types) > 1 else types.pop(),
+            output_loading_info=True,
+        )
+    unread = {name for name in tensors if name in told["unexpected_keys"]}
+    weights = {
+        name: weight for name, weight in loaded.state_dict().items() if name not in told["missing_keys"]
+    }
+    return weights | {name: tensors[name] for name in unread}
+
+
+@contextmanager
+def quiet_library() -> Iterator[None]:
+    """The library draws a bar for a file of one megabyte, across the live display of a run.
+
+    It also lists in a table what it leaves out of a folder, which is told here where it is an error.
+    """
+    was_enabled, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if was_enabled:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def refuse_joined(model: PreTrainedModel) -> None:
+    """Refuse a model some of whose tensors are one tensor in a folder: they cannot be written one by one."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+    for conversion in conversions:
+        if isinstance(conversion, WeightConverter) and len(conversion.target_patterns) > 1:
+            joined = ", ".join(conversion.target_patterns)
+            raise ModelFolderError(
+                f"{joined} are one tensor in its folder, and its weights are sent one by one",
+                where="model",
+                hint="Train it on one rank, and publish whole folders of weights.",
+            )
