@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.errors import ModelFolderError
@@ -18,6 +17,7 @@ from trainer_backend.learner.packed_decoder import is_known
 from trainer_backend.models.folder import folder_config
 from trainer_backend.models.presets import preset_config
 from trainer_backend.models.sources import model_folder
+from trainer_backend.models.text_part import empty_model
 
 FLOAT32, BFLOAT16 = 4, 2
 
@@ -68,9 +68,7 @@ class ModelShape:
 def model_shape(config: Any, lora: LoraTable | None, *, critic: str | None = None) -> ModelShape:
     """Counted on a model without memory, so that any architecture is counted as it is."""
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-        return _shape(model, config.get_text_config(), lora, critic=critic)
+        return _shape(empty_model(config), config.get_text_config(), lora, critic=critic)
     except (AttributeError, ValueError) as error:  # the second: a size that fits no other
         raise ModelFolderError(
             f"{config.model_type!r} is no decoder of layers with attention, which is needed: {error}",

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -31,6 +29,7 @@ from trainer_backend.models.origin import (
     remember_origin,
     text_name,
 )
+from trainer_backend.models.text_part import causal_class, text_config
 from trainer_backend.models.tokenizer import id_count
 
 # One of these holds a tokenizer's vocabulary. Without any, the library makes an empty tokenizer in silence.
@@ -80,22 +79,6 @@ def folder_config(folder: Path) -> Any:
         return text_config(model)
     except Exception as error:  # a dozen types for a value that the library does not take
         raise ModelFolderError(f"config.json cannot be used: {error}", where=str(folder)) from error
-
-
-def text_config(folder: Path) -> Any:
-    """The config of a folder's model; of a wrapper of text and vision that of its text part."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    text = config.get_text_config(decoder=True)
-    if text is not config and hasattr(config, "tie_word_embeddings"):
-        text.tie_word_embeddings = config.tie_word_embeddings  # what the wrapper's class goes by
-    return text
-
-
-def causal_class(config: Any) -> type[PreTrainedModel]:
-    """The class of the causal language model of a config."""
-    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    own: type[PreTrainedModel] = found[0] if isinstance(found, tuple) else found
-    return own
 
 
 def load_tokenizer(folder: str | Path, *, known_ids: int | None = None) -> PreTrainedTokenizerFast:

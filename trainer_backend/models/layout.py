@@ -13,6 +13,7 @@ from transformers import __version__ as transformers_version
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
 )
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
@@ -110,9 +111,11 @@ def refuse_untrainable(folder: Path) -> None:
 
 
 def _refuse_without_text(config: Mapping[str, Any], where: str) -> None:
-    """Refuse a wrapper whose text part is no causal language model."""
-    kind = text_sizes(config).get("model_type")
-    if kind is not None and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    """Refuse a wrapper whose text part is no decoder."""
+    sizes = text_sizes(config)
+    kind = str(sizes.get("model_type") or "")
+    has_class = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or MODEL_MAPPING_NAMES.get(kind)
+    if sizes.get("is_encoder_decoder") or (kind and not has_class):
         raise ModelFolderError(f"its text part is of model_type {kind!r}; {_NEEDED}", where=where)
 
 

@@ -150,6 +150,21 @@ def test_experts_are_one_tensor_each_in_every_folder_and_message(tmp_path: Path)
         assert torch.equal(weight, model.state_dict()[name]) and torch.equal(weight, again.state_dict()[name])
 
 
+def test_a_layer_of_later_tokens_that_the_class_leaves_out_is_written_back(tmp_path: Path):
+    tokenizer = tiny_tokenizer()
+    end = tokenizer.eos_token_id
+    model = tiny_model("glm4_moe", vocab_size=300, bos_token_id=None, eos_token_id=end, pad_token_id=end)
+    save_model_folder(tmp_path / "model", model, tokenizer)
+    mtp = {"model.layers.92.eh_proj.weight": torch.ones(2, 3, dtype=torch.bfloat16)}
+    path = tmp_path / "model" / "model.safetensors"
+    save_file(load_file(path) | mtp, path, metadata={"format": "pt"})
+    loaded, _ = load_model_folder(tmp_path / "model")
+    path.unlink()  # what was loaded from may be gone when it is written
+    save_model_folder(tmp_path / "again", loaded, tokenizer)
+    assert torch.equal(stored(tmp_path / "again")[[*mtp][0]], mtp[[*mtp][0]])
+    assert load_model_folder(tmp_path / "again")[1].get_vocab() == tokenizer.get_vocab()
+
+
 def test_a_tensor_of_the_text_part_that_no_layer_takes_is_refused(tmp_path: Path):
     wrapper_folder("qwen3_5", tmp_path)
     path = tmp_path / CONFIG
