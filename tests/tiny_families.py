@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 VOCABULARY = 64
 _SIZE = {
@@ -103,3 +103,45 @@ def _has(config: Any, key: str) -> bool:
         return hasattr(config, key)
     except RuntimeError:  # a size that differs by layer
         return True
+
+
+_TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+_PATCHES = {**_TOWER, "image_size": 16, "patch_size": 4}
+_BY_PLACE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+_BLOCKS = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+# Wrappers of text and vision by model_type: the text part's, what its config needs, and that of the tower.
+WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen3_5": ("qwen3_5_text", {}, {**_BLOCKS, "num_position_embeddings": 16}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {}, {**_BLOCKS, "num_position_embeddings": 16}),
+    "gemma3": ("gemma3_text", {}, {"model_type": "siglip_vision_model", **_PATCHES}),
+    "qwen3_vl": (
+        "qwen3_vl_text",
+        _BY_PLACE,
+        {**_BLOCKS, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    ),
+    "glm4v": ("glm4v_text", _BY_PLACE, {**_BLOCKS, "image_size": 16, "patch_size": 4}),
+    "mistral3": ("mistral", {}, {"model_type": "pixtral", **_PATCHES, "head_dim": 8}),
+    "llama4": (
+        "llama4_text",
+        {"intermediate_size_mlp": 48},
+        {
+            **_PATCHES,
+            "intermediate_size": 64,
+            "vision_output_dim": 32,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+        },
+    ),
+}
+
+
+def tiny_wrapper(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A random wrapper of text and vision, float32, in evaluation mode; `changes` are of its text part."""
+    torch.manual_seed(seed)
+    text, needs, tower = WRAPPERS[name]
+    known = AutoConfig.for_model(text)
+    told = {**_SIZE, **KEYS.get(text, {}), **needs, **changes}
+    told = {key: value for key, value in told.items() if hasattr(known, key)}
+    config = AutoConfig.for_model(name, text_config={"model_type": text, **told}, vision_config=tower)
+    model: PreTrainedModel = AutoModelForImageTextToText.from_config(config).float().eval()
+    return model

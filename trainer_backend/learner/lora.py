@@ -33,11 +33,14 @@ from trainer_backend.learner.adapter_folder import (
     AdaptedLinear,
     delta,
     read_adapter,
+    read_settings,
     refuse_other_settings,
+    rename_for_wrapper,
     take_out,
 )
 from trainer_backend.learner.sharding import replace_whole, whole
 from trainer_backend.models.folder import weights_of
+from trainer_backend.models.origin import origin_of
 
 
 class Adapter:
@@ -81,7 +84,8 @@ class Adapter:
     def restore(self, folder: Path) -> None:
         """Become the adapters that `save` wrote."""
         stored = read_adapter(folder)
-        refuse_other_settings(folder, self._settings)
+        layers = [name.removesuffix(".weight") for name in self._adapted]
+        refuse_other_settings(folder, self._settings, layers)
         own = self.weights()
         shapes, stored_shapes = ({name: x.shape for name, x in part.items()} for part in (own, stored))
         if shapes != stored_shapes:
@@ -93,6 +97,7 @@ class Adapter:
         """adapter_model.safetensors and adapter_config.json, as peft lays them out."""
         # "auto" would ask the hub whether the base's embedding was changed.
         self._wrapped.save_pretrained(str(folder), save_embedding_layers=False)
+        rename_for_wrapper(folder, origin_of(self._model).decoder)
 
     def weights(self) -> dict[str, Tensor]:
         """A and B of every adapted layer, under their names in the model; not copied."""
@@ -154,7 +159,7 @@ def set_beside(model: PreTrainedModel, folder: Path) -> None:
     """Take merged adapters out of a float32 model's weights, and put them beside its base, as in training."""
     take_out(model, folder)
     with torch.random.fork_rng(devices=[]):
-        Adapter(_wrapped(model, LoraConfig.from_pretrained(str(folder)))).restore(folder)
+        Adapter(_wrapped(model, read_settings(folder))).restore(folder)
 
 
 def adapter_dropouts(model: PreTrainedModel) -> list[nn.Module]:

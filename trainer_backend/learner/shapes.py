@@ -4,8 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.errors import ModelFolderError
@@ -19,6 +18,7 @@ from trainer_backend.models.folder import config_alone, folder_config
 from trainer_backend.models.kinds import STATES, largest, layer_kinds, own_attention, why_not_by_position
 from trainer_backend.models.presets import preset_config
 from trainer_backend.models.sources import model_folder
+from trainer_backend.models.text_part import empty_model
 
 FLOAT32, BFLOAT16 = 4, 2
 
@@ -84,8 +84,7 @@ def model_shape(
     `longest` is the most tokens of a sequence; None: as many as the model has positions.
     """
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        model = empty_model(config)
         shape = _shape(model, config.get_text_config(), lora, critic=critic)
         longest = longest or getattr(config.get_text_config(), "max_position_embeddings", None) or 1
         apart = why_not_by_position(model, longest=longest) or ""

@@ -10,7 +10,11 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING
 from transformers import __version__ as transformers_version
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from trainer_backend.errors import ModelFolderError
@@ -19,6 +23,8 @@ from trainer_backend.errors import ModelFolderError
 BASE = "base.json"
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Of a checkpoint: the tensors of its first folder that are no part of the model that is trained.
+KEPT = "model-kept.safetensors"
 _NEEDED = "a causal language model (decoder only) is needed"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -95,10 +101,28 @@ def refuse_untrainable(folder: Path) -> None:
     architecture = str((config.get("architectures") or [kind])[0])
     if config.get("is_encoder_decoder"):
         raise ModelFolderError(f"{architecture} is an encoder with a decoder; {_NEEDED}", where=where)
+    if "text_config" in config and str(kind) in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
+        _refuse_without_text(config, where)
+        return
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(kind), ())
     known = {names} if isinstance(names, str) else set(names)
     if not known & set(config.get("architectures") or known):
         raise ModelFolderError(f"it holds {architecture}; {_NEEDED}", where=where)
+
+
+def _refuse_without_text(config: Mapping[str, Any], where: str) -> None:
+    """Refuse a wrapper whose text part is no decoder."""
+    sizes = text_sizes(config)
+    kind = str(sizes.get("model_type") or "")
+    has_class = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or MODEL_MAPPING_NAMES.get(kind)
+    if sizes.get("is_encoder_decoder") or (kind and not has_class):
+        raise ModelFolderError(f"its text part is of model_type {kind!r}; {_NEEDED}", where=where)
+
+
+def text_sizes(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json with the text model's sizes: of a wrapper its text_config."""
+    part = config.get("text_config")
+    return part if isinstance(part, dict) else config
 
 
 def refuse_own_tokenizer(folder: Path) -> None:
@@ -134,7 +158,8 @@ def described(config: Mapping[str, Any]) -> str:
 
     By `model_type`: every config.json has it, while `architectures` is what the class that saved it adds.
     """
-    layers, width = config.get("num_hidden_layers"), config.get("hidden_size")
+    sizes = text_sizes(config)
+    layers, width = sizes.get("num_hidden_layers"), sizes.get("hidden_size")
     return f"{config.get('model_type')} with {layers} layers of width {width}"
 
 
