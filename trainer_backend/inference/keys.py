@@ -123,7 +123,8 @@ class EngineKeys(Table):
 
     The cache of `slots` running requests takes at most slots * max_model_len * 2 * layers * key-value heads *
     head_dim * bytes of a number; a kept prefix takes at most what a slot takes. In pages, which are allocated
-    as they are needed, one longest request always fits.
+    as they are needed, one longest request always fits. Layers with a state take its size for each request
+    and each kept prefix instead, and a model that has any keeps as many prefixes again, amid prompts.
     """
 
     own_process: bool = False
