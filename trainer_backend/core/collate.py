@@ -244,7 +244,7 @@ def _alike(rows: Sequence[NDArray[Any]]) -> list[int]:
     first_S = shortest_S.cumsum() - shortest_S
     ones, others = (
         np.concatenate(
-            [row[:count] for row, count in zip(side, shortest_S[1:].tolist(), strict=True)] or [[]]
+            [rows[0][:0], *(row[:count] for row, count in zip(side, shortest_S[1:].tolist(), strict=True))]
         )
         for side in (rows[1:], rows[:-1])
     )

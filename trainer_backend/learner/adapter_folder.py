@@ -61,9 +61,9 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
 
 def read_settings(folder: Path) -> LoraConfig:
     """The settings of stored adapters, with the layers' names in the model that is trained."""
-    settings = LoraConfig.from_pretrained(str(folder))
+    settings: LoraConfig = LoraConfig.from_pretrained(str(folder))
     if isinstance(settings.target_modules, set | list):
-        settings.target_modules = {text_name(name) for name in settings.target_modules}
+        settings.target_modules = [text_name(name) for name in settings.target_modules]
     return settings
 
 
@@ -123,7 +123,7 @@ def refuse_adapters(checkpoint: Path) -> None:
 def refuse_other_settings(folder: Path, ours: LoraConfig, layers: Collection[str]) -> None:
     """Refuse adapters of another rank, scale or place in the model; `layers` are the names of ours."""
     theirs = read_settings(folder)
-    if theirs.target_modules == set(layers):
+    if set(theirs.target_modules or ()) == set(layers):
         theirs.target_modules = ours.target_modules
     for key, field in (("rank", "r"), ("alpha", "lora_alpha"), ("target_modules", "target_modules")):
         own, stored = _plain(getattr(ours, field)), _plain(getattr(theirs, field))

@@ -152,17 +152,17 @@ class ByLength:
                 "turnwise_reads": reads,
             }
         groups = groups_of(bounds).to(device)
-        reads = reads_of(bounds, row.predict_position_N, dtype)
+        some = reads_of(bounds, row.predict_position_N, dtype)
         return row.to(device), {
             "attention_mask": None,
             "turnwise_attend": partial(attend_by_length, groups),
-            "turnwise_attend_read": reads and partial(attend_reads, groups, reads.to(device)),
+            "turnwise_attend_read": some and partial(attend_reads, groups, some.to(device)),
         }
 
 
 def reads_once(row: Packed, device: torch.device) -> tuple[Tensor, Tensor]:
     """Where a row's tokens are predicted, each place once and in order, and which one is each token's."""
-    read_N, which_N = row.predict_position_N.unique(return_inverse=True)
+    read_N, which_N = torch.unique(row.predict_position_N, return_inverse=True)
     return read_N.to(device), which_N.to(device)
 
 

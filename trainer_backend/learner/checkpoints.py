@@ -139,8 +139,9 @@ def _save_model(
     ranks.first_alone(partial(save_settings, folder, model, tokenizer))
 
     def finished(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        is_merged = adapter is not None and part != "base"
-        return as_stored(model, {name: adapter.merged_in(name, weight) if is_merged else weight})
+        if adapter is not None and part != "base":
+            weight = adapter.merged_in(name, weight)
+        return as_stored(model, {name: weight})
 
     weights = weights_of(model) if adapter is None else adapter.under()
     write_weights(folder, weights, ranks, finished=finished)

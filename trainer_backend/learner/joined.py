@@ -103,7 +103,7 @@ class _Places:
 
     def spread(self, tokens: Tensor, times: int = 1) -> Tensor:
         """[G, H, P, D] of tokens [L, H, D], each head `times` times."""
-        side = tokens.index_select(0, self.token_GP.flatten()).unflatten(0, self.token_GP.shape)
+        side = tokens.index_select(0, self.token_GP.flatten()).view(*self.token_GP.shape, *tokens.shape[1:])
         side = side.transpose(1, 2)
         return side.repeat_interleave(times, dim=1) if times > 1 else side.contiguous()
 
@@ -111,7 +111,7 @@ class _Places:
         """As `spread`, 0 in padding."""
         side = tokens.new_zeros((self.token_GP.numel(), *tokens.shape[1:]))
         side.index_copy_(0, self.real_N, tokens.index_select(0, self.real_token_N))
-        return side.unflatten(0, self.token_GP.shape).transpose(1, 2).contiguous()
+        return side.view(*self.token_GP.shape, *tokens.shape[1:]).transpose(1, 2).contiguous()
 
     def gather(self, side: Tensor, tokens: Tensor) -> None:
         """Write what stands side by side, [G, H, P, D], back to tokens [L, H, D]."""
@@ -224,7 +224,7 @@ class _Joined(torch.autograd.Function):
             )  # fmt: skip
             side.queries.gather(parts[0], dq)
             for whole, part in zip((dk, dv), parts[1:], strict=True):
-                side.keys.gather(part.unflatten(1, (-1, heads)).sum(2) if heads > 1 else part, whole)
+                side.keys.gather(_summed(part, heads), whole)
         for keys, queries in plan.shared:
             kept = (grad, q, out, lse[..., None])
             grad_part, q_part, out_part, lse_part = (_folded(part[queries], k.shape[1]) for part in kept)
@@ -263,11 +263,15 @@ class Level:
         counts = [[end - begin for begin, end in ranges] for ranges in (queries, keys)]
         tokens = [torch.cat([torch.arange(*bounds) for bounds in ranges]) for ranges in (queries, keys)]
         starts = [torch.tensor([0, *accumulate(count)], dtype=torch.int32) for count in counts]
-        return cls(*tokens, *starts, (max(counts[0]), max(counts[1])), causal)
+        longest = max(counts[0]), max(counts[1])
+        return cls(tokens[0], tokens[1], starts[0], starts[1], longest, causal)
 
     def to(self, device: torch.device) -> Level:
-        columns = (self.query_N, self.key_N, self.queries_S, self.keys_S)
-        return Level(*(column.to(device, non_blocking=True) for column in columns), self.longest, self.causal)
+        query_N, key_N, queries_S, keys_S = (
+            column.to(device, non_blocking=True)
+            for column in (self.query_N, self.key_N, self.queries_S, self.keys_S)
+        )
+        return Level(query_N, key_N, queries_S, keys_S, self.longest, self.causal)
 
 
 def levels_of(runs: Runs) -> list[Level]:
@@ -432,13 +436,21 @@ def _folded(tokens: Tensor, kv_heads: int) -> Tensor:
     times = tokens.shape[1] // kv_heads
     if times == 1:
         return _heads_first(tokens)
-    return tokens.unflatten(1, (kv_heads, times)).permute(1, 0, 2, 3).flatten(1, 2)[None]
+    by_key = tokens.reshape(len(tokens), kv_heads, times, -1)
+    return by_key.permute(1, 0, 2, 3).flatten(1, 2)[None]
 
 
 def _unfolded(part: Tensor, heads: int) -> Tensor:
     """[n, H, D] of what `_folded` gave."""
     times = heads // part.shape[1]
-    return part[0].unflatten(1, (-1, times)).permute(1, 0, 2, 3).flatten(1, 2)
+    by_key = part[0].reshape(part.shape[1], -1, times, part.shape[-1])
+    return by_key.permute(1, 0, 2, 3).flatten(1, 2)
+
+
+def _summed(part: Tensor, times: int) -> Tensor:
+    """[G, H_kv, P, D] of [G, H, P, D], where `times` heads in a row share keys."""
+    groups, heads, places, size = part.shape
+    return part if times == 1 else part.reshape(groups, heads // times, times, places, size).sum(2)
 
 
 def _attended(

@@ -49,7 +49,7 @@ def write_weights(
     rank; `finished` makes of a gathered tensor those that are written.
     """
     writers = _writers(weights, ranks.count)
-    mine = {}
+    mine: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         full = sent_to(tensor, writers[name])
         if full is not None:

@@ -71,11 +71,13 @@ class Origin:
             return "model"
         config = AutoConfig.for_model(**self.config)
         with torch.device("meta"):
-            wrapper: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]._from_config(config)
+            kind: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
+            wrapper: Any = kind._from_config(config)
         decoder = wrapper.get_decoder()
         if hasattr(decoder, "lm_head"):  # Llama 4 has a whole causal model there
             decoder = decoder.model
-        return next(name for name, module in wrapper.named_modules() if module is decoder)
+        name: str = next(name for name, module in wrapper.named_modules() if module is decoder)
+        return name
 
     def write_kept(self, folder: Path) -> None:
         """Add the kept tensors to a folder with the text model's weights."""
@@ -120,7 +122,7 @@ def remember_origin(model: PreTrainedModel, folder: Path) -> None:
     own = set(as_stored(model, {name: weight.to("meta") for name, weight in model.state_dict().items()}))
     kept: dict[str, Any] = {}
     for path in weight_files(folder):
-        file = safe_open(path, "pt")
+        file: Any = safe_open(path, "pt")
         others = (name for name in file.keys() if name not in own)  # noqa: SIM118  # it is no mapping
         kept |= {name: file for name in others if _is_kept(model, name, is_wrapper)}
     found = ((name, folder / name) for name in (PROCESSOR_FILES if is_wrapper else ()))
@@ -190,7 +192,7 @@ def quiet_library() -> Iterator[None]:
     """
     was_enabled, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.set_verbosity_error()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:

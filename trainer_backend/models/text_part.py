@@ -64,7 +64,7 @@ def _with_head(decoder: Any) -> type[PreTrainedModel]:
         def forward(self, input_ids: Any = None, **inputs: Any) -> CausalLMOutputWithPast:
             outputs = self.model(input_ids=input_ids, **inputs)
             logits_BLV = self.lm_head(outputs.last_hidden_state)
-            return CausalLMOutputWithPast(logits=logits_BLV, past_key_values=outputs.past_key_values)
+            return CausalLMOutputWithPast(logits=logits_BLV, past_key_values=outputs.past_key_values)  # type: ignore[call-arg]
 
     TextForCausalLM.__name__ = decoder.__name__.removesuffix("Model") + "ForCausalLM"
     return TextForCausalLM

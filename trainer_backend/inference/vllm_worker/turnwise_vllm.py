@@ -142,7 +142,7 @@ def _load(model: Any, config: Any, weights: Iterable[tuple[str, Tensor]]) -> Non
 def _forget_packed_experts(model: Any) -> None:
     """Let the experts be packed anew: on a CPU vLLM packs them once, where their kernel is set up."""
     for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
+        method: Any = getattr(layer, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 
