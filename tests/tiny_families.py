@@ -94,7 +94,7 @@ def tiny_model(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     known = AutoConfig.for_model(name)
     told = {key: value for key, value in {**_SIZE, **KEYS[name], **changes}.items() if _has(known, key)}
     config = AutoConfig.for_model(name, **told)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float().eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float().eval()  # type: ignore[no-untyped-call]
     return model
 
 
@@ -143,5 +143,5 @@ def tiny_wrapper(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel
     told = {**_SIZE, **KEYS.get(text, {}), **needs, **changes}
     told = {key: value for key, value in told.items() if hasattr(known, key)}
     config = AutoConfig.for_model(name, text_config={"model_type": text, **told}, vision_config=tower)
-    model: PreTrainedModel = AutoModelForImageTextToText.from_config(config).float().eval()
+    model: PreTrainedModel = AutoModelForImageTextToText.from_config(config).float().eval()  # type: ignore[no-untyped-call]
     return model
