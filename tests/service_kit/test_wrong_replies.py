@@ -29,6 +29,7 @@ from trainer_backend.inference.actor import Extras
 from trainer_backend.inference.remote_engine import RemoteEngine
 from trainer_backend.inference.vllm_engine import VllmEngine
 from trainer_backend.learner.scoring import refuse_unknown_ids
+from trainer_backend.processes.learner_process import LearnerConnection
 from trainer_backend.terminal.jobs_client import JobsClient, JobsReply, LogReply
 
 Ask = Callable[[str], Awaitable[Any]]
@@ -78,6 +79,12 @@ def app(ask: Callable[[TaskAppClient], Awaitable[Any]]) -> Ask:
 
 def terminal(ask: Callable[[JobsClient], Any]) -> Ask:
     return lambda url: asyncio.to_thread(ask, JobsClient(url, {}))
+
+
+def learner(ask: Callable[[LearnerConnection], Any]) -> Ask:
+    return lambda url: asyncio.to_thread(
+        ask, LearnerConnection(url, "k", silence_s=30, log_file=None, session="s")
+    )
 
 
 def policy(*, counts: bool = False, **config: Any) -> Ask:
@@ -402,6 +409,16 @@ async def test_a_reply_that_is_encoded_redirects_or_breaks_off_is_an_error_of_ou
         with flood(reply, b"") as (url, _), pytest.raises(ServiceError) as caught:
             await ASKS[name](url)
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["about", "call"])
+async def test_a_learner_that_encodes_its_reply_is_refused(name: str):
+    asks = {"about": lambda one: one.fault("run"), "call": lambda one: one.ask("open", "job")}
+    with (
+        flood(ODD["Content-Encoding"], b"") as (url, _),
+        pytest.raises(ServiceError, match="Content-Encoding"),
+    ):
+        await learner(asks[name])(url)
 
 
 PROBLEM = {"type": "about:blank", "title": "t", "status": 422, "code": "c", "detail": "d", "where": "w"}
