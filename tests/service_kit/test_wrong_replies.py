@@ -21,7 +21,7 @@ from task_app.policies.openai import OpenAIAgentPolicy
 from task_app.policies.openai_config import OpenAIConfig
 from tests.service_kit.wrong_replies import Reading, served, wrong_replies
 from tests.task_app.environments.foreign.contracts import environment
-from trainer_backend.collect.arrival import checked
+from trainer_backend.collect.arrival import WRONG_ROLLOUT, checked
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.core.segments import segments_of
 from trainer_backend.errors import TaskAppError
@@ -101,9 +101,11 @@ def policy(*, counts: bool = False, **config: Any) -> Ask:
 async def learn_from(client: TaskAppClient) -> Any:
     """A page as the trainer takes it: each rollout is compared with its request, and cut into segments."""
     page = await client.poll("run", None, wait_s=0)
+    if not page.rollouts:
+        raise TaskAppError("GET /rollouts: rollouts: none with an id that was asked for")
     for rollout in page.rollouts:
         answer = checked(REQUEST, rollout)
-        if answer.failure is not None and rollout.failure is None:
+        if answer.failure is not None and (rollout.failure is None or answer.failure.code == WRONG_ROLLOUT):
             raise TaskAppError(f"GET /rollouts: {answer.failure.detail}")
         if answer.trajectory is not None:
             where = f"GET /rollouts: {rollout.rollout_id}"
