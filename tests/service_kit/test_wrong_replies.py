@@ -21,8 +21,10 @@ from task_app.policies.openai import OpenAIAgentPolicy
 from task_app.policies.openai_config import OpenAIConfig
 from tests.service_kit.wrong_replies import Reading, served, wrong_replies
 from tests.task_app.environments.foreign.contracts import environment
+from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.arrival import WRONG_ROLLOUT, checked
 from trainer_backend.collect.client import TaskAppClient
+from trainer_backend.collect.dispatcher import Dispatcher, Queue
 from trainer_backend.core.segments import segments_of
 from trainer_backend.errors import TaskAppError
 from trainer_backend.inference.actor import Extras
@@ -104,8 +106,10 @@ async def learn_from(client: TaskAppClient) -> Any:
     if not page.rollouts:
         raise TaskAppError("GET /rollouts: rollouts: none with an id that was asked for")
     for rollout in page.rollouts:
+        if rollout.failure is not None and rollout.failure.code == WRONG_ROLLOUT:
+            raise TaskAppError(rollout.failure.detail)
         answer = checked(REQUEST, rollout)
-        if answer.failure is not None and (rollout.failure is None or answer.failure.code == WRONG_ROLLOUT):
+        if answer.failure is not None and rollout.failure is None:
             raise TaskAppError(f"GET /rollouts: {answer.failure.detail}")
         if answer.trajectory is not None:
             where = f"GET /rollouts: {rollout.rollout_id}"
@@ -337,6 +341,24 @@ async def test_a_wrong_field_of_a_reply_is_an_error_of_ours_that_names_it(name: 
     with served(replies) as url:
         faults = await reading.find_faults(lambda body: replies.update({route: body}), lambda: ask(url))
     assert faults == [], "\n".join(faults)
+
+
+async def test_a_rollout_of_a_wrong_form_is_lost_alone():
+    wrong = [{**ROLLOUT, "rollout_id": "s", "sibling": "one"}, {**ROLLOUT, "rollout_id": 3}]
+    page = json.dumps({**PAGE, "rollouts": [*wrong, ROLLOUT]}).encode()
+    queue = Queue([REQUEST.model_copy(update={"rollout_id": "s", "sibling": 1}), REQUEST])
+    with served({"/rollouts": page}) as url:
+        async with TaskAppClient(url, SecretStr("k"), timeout_s=30) as client:
+            lost, kept = (await client.poll("run", None, wait_s=0)).rollouts
+            apps = TaskApps([url], SecretStr("k"), timeout_s=30)
+            apps.members = (client,)
+            dispatcher = Dispatcher(apps, timeout_s=30)
+            dispatcher.add(queue)
+            dispatcher.end(client, lost)
+            dispatcher.end(client, kept)
+    assert kept.trajectory is not None and lost.failure is not None
+    assert "GET /rollouts: rollouts.0: sibling is 'one' (str); " in lost.failure.detail
+    assert queue.failures == {WRONG_ROLLOUT: 1} and [one.rollout_id for one in queue.ended] == ["r"]
 
 
 ASKS: dict[str, Ask] = {
