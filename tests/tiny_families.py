@@ -92,7 +92,9 @@ def tiny_model(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random model of a `model_type`, float32, in evaluation mode."""
     torch.manual_seed(seed)
     known = AutoConfig.for_model(name)
-    told = {key: value for key, value in {**_SIZE, **KEYS[name], **changes}.items() if _has(known, key)}
+    told = {
+        key: value for key, value in {**_SIZE, **KEYS.get(name, {}), **changes}.items() if _has(known, key)
+    }
     config = AutoConfig.for_model(name, **told)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float().eval()  # type: ignore[no-untyped-call]
     return model

@@ -29,7 +29,7 @@ from trainer_backend.inference.layer_cache import Bounds, held_layers
 from trainer_backend.inference.layer_runner import LayerRunner
 
 StartEngine = Callable[..., LocalEngine]
-EVERY_FAMILY = pytest.mark.parametrize("family", KEYS if os.getenv("TURNWISE_ALL_FAMILIES") else EACH_KIND)
+EVERY_FAMILY = pytest.mark.parametrize("family", KEYS if os.getenv("TURNWISE_TEST_FAMILIES") else EACH_KIND)
 # A state, of which a row cannot be cut, and windows, of which it can.
 STATES = "lfm2"
 
