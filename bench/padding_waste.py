@@ -29,7 +29,6 @@ from trainer_backend.core.segments import Segment
 from trainer_backend.learner.attention import attention_for
 from trainer_backend.learner.by_length import groups_of, one_row
 from trainer_backend.learner.device import place
-from trainer_backend.learner.scoring import row_width
 
 LIMIT = 0.03
 
@@ -73,7 +72,7 @@ def waste(segments: Sequence[Segment], sizes: Sizes) -> dict[str, float]:
     places = dict.fromkeys(("model", "attention", "rows", "left-padded"), 0)
     attention = attention_for(place("auto"), head_dim=32)  # of the demo's preset
     for step in steps:
-        width = row_width(step, sizes.row_tokens)
+        width = max(sizes.row_tokens, max(map(len, step)))
         packed = pack_segments(step, row_tokens=width)
         for piece in cut_packed(packed, max(1, sizes.micro_batch_tokens // width)):
             arranged, _ = attention.arranged(piece, piece.target_N.device, piece.temperature_N.dtype)

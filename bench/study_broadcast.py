@@ -105,7 +105,7 @@ class Senders:
         for place, (name, tensor) in enumerate(load_file(folder / "model.safetensors").items()):
             if place == self._killed_at:
                 self._killed_at = None
-                os.killpg(server_processes()[0], signal.SIGKILL)  # and the process of its engine
+                os.killpg(os.getpgid(server_processes()[0]), signal.SIGKILL)  # and the process of its engine
             yield name, tensor
 
 

@@ -96,19 +96,26 @@ class Killer:
 
     def came_back(self) -> int:
         """How many of the killed servers serve again."""
-        killed = re.findall(r"vLLM server (\S+) ended with exit code -9", "\n".join(self.lines))
+        killed = re.findall(r"vLLM server (\S+) ended with SIGKILL", "\n".join(self.lines))
         return sum(any(f"replica {url} serves version" in line for line in self.lines) for url in killed)
 
 
+def parents_of(process: int) -> Iterator[int]:
+    while process > 1:
+        status = Path(f"/proc/{process}/status").read_text()
+        process = int(status.partition("\nPPid:\t")[2].partition("\n")[0])
+        yield process
+
+
 def server_processes() -> list[int]:
-    """The servers that this process has started."""
+    """The servers of this process; the guards between them and it have the same words, after their own."""
     processes = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            words, status = (folder / "cmdline").read_text(), (folder / "status").read_text()
+            words, parents = (folder / "cmdline").read_text(), list(parents_of(int(folder.name)))
         except OSError:  # it has ended
             continue
-        if "\0turnwise_serve\0" in words and f"\nPPid:\t{os.getpid()}\n" in status:
+        if "\0turnwise_serve\0" in words and "/guard.py\0" not in words and os.getpid() in parents:
             processes.append(int(folder.name))
     return sorted(processes)
 

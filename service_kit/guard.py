@@ -5,7 +5,8 @@
 The first guard is the service's child, each further one the child of the one before, and the command is the
 child of the last. All are subreapers: whatever the command starts, in another session too, becomes a child of
 theirs when its own parent ends, and they kill it. Each notices the end of its parent by the kernel. So the
-death of any two of them, or of one and its neighbour, leaves nothing behind.
+death of any two of them, or of one and its neighbour, leaves nothing behind. Each has a process group of its
+own, so a signal to a group kills one of them.
 
 SIGQUIT kills the command and all that it has started at once. Other signals are passed on to the command. The
 guard ends as the command does, with its exit code or by its signal. The descriptor REPORT receives the
@@ -43,6 +44,8 @@ def main() -> None:
     for further in reversed(range(_GUARDS)):
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         signals, own = _watch_signals(), os.getpid()
+        if ended is None:
+            os.setpgid(0, 0)
         if os.getppid() != parent:
             os._exit(1)
         child = os.fork()

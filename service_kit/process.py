@@ -320,6 +320,9 @@ class Worker:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.process: Process | None = None
         self.ready = asyncio.Event()
+        self.may_start = asyncio.Event()
+        """While it is not set, no process is started; workers may share one."""
+        self.may_start.set()
         self.restarts = 0
         self._clock = clock
 
@@ -357,6 +360,7 @@ class Worker:
         pause_s = 0.0
         while True:
             await asyncio.sleep(pause_s)
+            await self.may_start.wait()
             start_s, self.process, fault = self._clock(), None, None
             try:
                 self.process = await self.start()

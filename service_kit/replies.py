@@ -18,6 +18,8 @@ from urllib.parse import urljoin, urlsplit
 
 from pydantic import BaseModel, ValidationError
 
+from shared_schemas.json_text import RepeatedKey, refuse_repeated
+
 Model = TypeVar("Model", bound=BaseModel)
 
 _SHOWN = 200
@@ -86,16 +88,29 @@ def read_reply(kind: type[Model], content: bytes, part: str) -> Model:
         part: what replied, for the error.
 
     Raises:
-        ReplyInvalid: it is no JSON, or no such value.
+        ReplyInvalid: it is no JSON, no such value, or has a key twice.
     """
     try:
-        return kind.model_validate_json(content, strict=True)
+        value = kind.model_validate_json(content, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
+    else:
+        refuse_repeats(content, part)
+        return value
     if first["type"] == "json_invalid":
         found = show_found(content) if content.strip() else "empty"
         raise ReplyInvalid(part, "", found, f"JSON is needed ({first['msg'].partition(': ')[2]})")
     raise _fault(first, part)
+
+
+def refuse_repeats(content: bytes, part: str) -> None:
+    """Raise ReplyInvalid where an object of a reply in JSON has a key twice."""
+    try:
+        refuse_repeated(content)
+    except RepeatedKey as error:
+        raise ReplyInvalid(part, error.key[:_SHOWN], "there twice", "each key is given once") from error
+    except ValueError as error:
+        raise ReplyInvalid(part, "", show_found(content), f"JSON is needed ({error})") from error
 
 
 def read_value(kind: type[Model], value: Any, part: str) -> Model:

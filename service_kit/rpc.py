@@ -37,7 +37,7 @@ from service_kit.keys import Keys
 from service_kit.problems import install_problem_handlers
 from service_kit.replies import Lines, ReplyTooLarge, redirect_target
 from shared_schemas.base import FIRST_ERROR_ONLY, Body
-from shared_schemas.json_text import encodable
+from shared_schemas.json_text import encodable, refuse_repeated
 from shared_schemas.problem import Problem
 
 log = structlog.get_logger("calls")
@@ -269,6 +269,7 @@ class Reply:
         if kind == b"error":
             raise self._table.read_error(text, self.name)
         try:
+            refuse_repeated(text)
             return self._call.result.validate_json(text)[0]
         except ValueError as error:
             raise self._table.misfit(f"the result of {self.name!r}", error, outer=1) from error

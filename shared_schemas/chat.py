@@ -23,7 +23,8 @@ counts `prompt_tokens` and `max_tokens`, and the limit as `max_model_len`.
 
 With or without the header: `sampling_finish_reason` in choices[0] tells how sampling ended ("stop", "length"
 or "abort"), since OpenAI's `finish_reason` is "tool_calls" whenever a call was parsed. If a tool call in the
-text cannot be parsed, the message has the reason as `tool_call_error` and the raw text as content.
+text cannot be parsed, the message has the reason as `tool_call_error` and the raw text as content. Reasoning
+that a model's format sets apart from the content is `reasoning_content`.
 
 A key whose value is null counts as absent (`without_nulls`), here and at the endpoints of captures. Both
 name the settings of a request that they leave out in the header IGNORED_HEADER of the reply.

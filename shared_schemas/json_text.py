@@ -8,7 +8,7 @@ of a model or an environment, which nobody could correct, is made encodable inst
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -52,6 +52,31 @@ def read_json(text: bytes | str, *, keeps_nul: bool = False) -> Any:
             place, what = fault
             raise ValueError(f"{place.lstrip('.') or 'the value'} holds {what}")
     return value
+
+
+class RepeatedKey(ValueError):
+    """An object has a `key` twice: readers differ on which one counts."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"the key {key[:80]!r} comes twice")
+        self.key = key
+
+
+def each_key_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these keys and values, for Python's reader. Raises RepeatedKey."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise RepeatedKey(next(name for name in names if names.count(name) > 1))
+    return record
+
+
+def refuse_repeated(text: bytes | str) -> None:
+    """Refuse a JSON text in which an object has a key twice, where pydantic takes the last value in silence.
+
+    Raises RepeatedKey, and another ValueError for what Python's reader does not take.
+    """
+    json.loads(text, object_pairs_hook=each_key_once)
 
 
 def read_quotation(text: bytes) -> Any:

@@ -127,17 +127,27 @@ def check(
     every_key: Annotated[
         bool, typer.Option("--all", help="print the keys that have their defaults too")
     ] = False,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="a GPU's memory, such as 24GiB: plan for that card, and say what to change to fit"),
+    ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Check a job, and print as TOML what differs from the defaults; nothing is written.
 
     A job's own task app is started for a moment, and tries environment, policies and their configs.
     """
-    from trainer_backend.terminal.check_command import lines_before_a_run, own_choices, whole_job
+    from trainer_backend.terminal.check_command import (
+        card_bytes,
+        lines_before_a_run,
+        own_choices,
+        whole_job,
+    )
 
+    card = None if memory is None else card_bytes(memory)
     loaded = load_new_job(job, overrides or ())
     warn(_err, loaded)
-    for line in lines_before_a_run(loaded.config, trial=trial):
+    for line in lines_before_a_run(loaded.config, trial=trial, card=card):
         tell(_err, line)
     for toml, mark in whole_job(loaded.config) if every_key else own_choices(loaded.config):
         if _out.is_terminal:

@@ -31,7 +31,15 @@ def learner_config(job: JobConfig) -> LearnerConfig:
         seed=job.job.seed,
         fixed_copies=fixed_copies,
         ranks=job.learner,
+        servers=_servers_on_this_machine(job),
     )
+
+
+def _servers_on_this_machine(job: JobConfig) -> int:
+    """How many vLLM servers the run starts where the learner is; Ray gives each a place of its own."""
+    starts_them = job.inference.engine == "vllm" and not job.inference.urls
+    is_here = job.cluster is None or job.cluster.launcher == "local"
+    return job.inference.replicas if starts_them and is_here else 0
 
 
 def _is_beside_gateways(job: JobConfig) -> bool:

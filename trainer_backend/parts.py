@@ -183,6 +183,9 @@ class InferenceServer(Protocol):
     async def release(self) -> None:
         """Free the memory that it shares with the learner, because nothing is sampled for a while."""
 
+    async def resume(self) -> None:
+        """Serve again after a release, where nothing new was published since."""
+
     async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run work that uses the server, and return its result; the work has ended in any case.
 

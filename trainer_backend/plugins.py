@@ -24,9 +24,31 @@ from trainer_backend.core.schedules import SCHEDULES, FallPlug
 from trainer_backend.errors import JobError
 from trainer_backend.sinks import OpenSink, TensorBoard, Trackio, Wandb
 from trainer_backend.tool_formats.calls import ToolFormat
-from trainer_backend.tool_formats.json_calls import CALLS, PYTHON_TAG, parse_llama, parse_mistral
-from trainer_backend.tool_formats.qwen3_coder import PARAMETER, parse_qwen3_coder
-from trainer_backend.tool_formats.tags import OPEN, parse_hermes
+from trainer_backend.tool_formats.harmony import parse_harmony
+from trainer_backend.tool_formats.literals import (
+    FUNCTION_GEMMA_OPEN,
+    GEMMA_OPEN,
+    LFM2_OPEN,
+    parse_function_gemma,
+    parse_gemma4,
+    parse_lfm2,
+    write_pythonic,
+)
+from trainer_backend.tool_formats.llama import PYTHON_TAG, parse_llama
+from trainer_backend.tool_formats.parameters import KEY, PARAMETER, parse_glm, parse_qwen3_coder
+from trainer_backend.tool_formats.tags import (
+    CALLS,
+    DEEPSEEK_OPEN,
+    LIST_OPEN,
+    NEMOTRON_OPEN,
+    OPEN,
+    parse_deepseek,
+    parse_granite3,
+    parse_hermes,
+    parse_mistral,
+    parse_nemotron2,
+    write_hermes,
+)
 from trainer_backend.tool_formats.turnwise import CALL, ShortForm, parse_turnwise
 
 Plug = TypeVar("Plug")
@@ -45,21 +67,54 @@ SINKS: dict[str, OpenSink] = {
 }
 # Schedules of alpha, the probability that the actor instead of a fixed policy samples.
 ALLOCATIONS = {**CONSTANT_ALLOCATIONS, "adaptive": AllocationPlug(AdaptiveSchedule)}
-# Formats of tool calls. The first marker found in a chat template decides: the template of Qwen3-Coder
-# contains that of Hermes too.
+# Formats of tool calls. The first marker found in a chat template decides: templates with parameters in tags
+# contain the mark of Hermes too. Gemma 4's and harmony's replies are sent at their end: text that stands
+# apart from the content must not be streamed as content.
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "turnwise": ToolFormat(
         parse_turnwise,
-        marker="'<|call|> '",
+        markers=("'<|call|> '",),
         openers=(CALL,),
         leaves_out_name=lambda tools: ShortForm.of(tools) is not None,
     ),
-    "mistral": ToolFormat(parse_mistral, marker="[TOOL_CALLS]", openers=(CALLS,)),
-    "qwen3_coder": ToolFormat(
-        parse_qwen3_coder, marker="<function=", openers=(OPEN,), arguments_start=PARAMETER
+    "harmony": ToolFormat(parse_harmony, markers=("<|channel|>commentary",), ends=("<|call|>", "<|return|>")),
+    "gemma4": ToolFormat(
+        parse_gemma4,
+        markers=("<|tool_call>call:",),
+        openers=("", GEMMA_OPEN),
+        arguments_start=r"\{",
+        ends=("<turn|>", "<|tool_response>"),
     ),
-    "hermes": ToolFormat(parse_hermes, marker="<tool_call>", openers=(OPEN,)),
-    "llama": ToolFormat(parse_llama, marker="ipython", openers=("{", PYTHON_TAG)),
+    "function_gemma": ToolFormat(
+        parse_function_gemma,
+        markers=(FUNCTION_GEMMA_OPEN,),
+        openers=(FUNCTION_GEMMA_OPEN,),
+        arguments_start=r"\{",
+        ends=("<end_of_turn>", "<start_function_response>"),
+    ),
+    "mistral": ToolFormat(parse_mistral, markers=(CALLS,), openers=(CALLS,)),
+    "deepseek": ToolFormat(parse_deepseek, markers=(DEEPSEEK_OPEN,), openers=(DEEPSEEK_OPEN,)),
+    "lfm2": ToolFormat(
+        parse_lfm2,
+        markers=(LFM2_OPEN, "<|tool_list_start|>"),
+        openers=(LFM2_OPEN,),
+        arguments_start=r"\(",
+        write=write_pythonic,
+    ),
+    "nemotron2": ToolFormat(parse_nemotron2, markers=(NEMOTRON_OPEN,), openers=(NEMOTRON_OPEN,)),
+    "granite3": ToolFormat(parse_granite3, markers=(LIST_OPEN,), openers=(LIST_OPEN,)),
+    "qwen3_coder": ToolFormat(
+        parse_qwen3_coder, markers=("<function=",), openers=(OPEN,), arguments_start=f"(?={PARAMETER})"
+    ),
+    "glm": ToolFormat(
+        parse_glm,
+        markers=(KEY,),
+        openers=(OPEN,),
+        arguments_start=f"(?={KEY})",
+        ends=("<|user|>", "<|observation|>"),
+    ),
+    "hermes": ToolFormat(parse_hermes, markers=(OPEN,), openers=(OPEN,), write=write_hermes),
+    "llama": ToolFormat(parse_llama, markers=("ipython",), openers=("{", PYTHON_TAG)),
 }
 OperatorPlug = EstimatorPlug[Any] | LossPlug | AggregationPlug | AllocationPlug
 # The boards to which an operator adds (operator_plugins.py), by the key of a job that takes their names. Each

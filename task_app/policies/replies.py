@@ -17,7 +17,7 @@ from pydantic_core import from_json, to_json
 from service_kit import replies
 from service_kit.replies import Model
 from shared_schemas.base import Count, StrictReply
-from shared_schemas.json_text import read_quotation
+from shared_schemas.json_text import read_quotation, refuse_repeated
 from shared_schemas.trajectory import DrawnLogprob, Logprob, PolicyLogprobs, TokenId, cover
 from task_app.episode.actions import NO_TOOL_CALL, json_object
 from task_app.errors import PolicyUnavailable
@@ -202,7 +202,9 @@ def _read(kind: type[Model], body: bytes, hint: str = "") -> Model:
         fault = exc
     if not fault.field and b"\\ud" in body.lower():  # half a character that the model wrote is data
         with suppress(ValueError):
-            return _read(kind, to_json(read_quotation(body)), hint)
+            plain = to_json(read_quotation(body))
+            refuse_repeated(body)  # of which the plain text keeps the last alone
+            return _read(kind, plain, hint)
     raise protocol_error(fault.finding + hint) from fault
 
 

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tests.conftest import rows_of, tiny_job, train_job
+from tests.tiny_families import EACH_KIND, tiny_model
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.models.folder import load_model_folder
+from trainer_backend.models.folder import load_model_folder, load_tokenizer
 from trainer_backend.rundir.rollout_files import read_rollouts
 
 
@@ -63,3 +65,27 @@ def test_a_warmed_up_model_calls_its_tool_in_its_own_format(
     model, _ = load_model_folder(directory.checkpoints / "iteration_1")
     assert type(model).__name__ == "MistralForCausalLM"
     assert any(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", EACH_KIND)
+def test_each_kind_of_layer_is_sampled_trained_and_loaded_again(
+    kind: str, model_folders: Mapping[str, Path], tmp_path: Path
+):
+    tokenizer, folder = load_tokenizer(model_folders["qwen3"]), tmp_path / "model"
+    ends = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
+    model = tiny_model(kind, vocab_size=len(tokenizer) + 8, max_position_embeddings=1024, **ends)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    directory, _, _ = train_job(short_job(folder, None), tmp_path / "run")
+    (row,) = rows_of(directory, "iteration")
+    assert row["mismatch/logprob_max"] < 1e-4
+    assert row["optim/steps"] > 0
+    trained, told = AutoModelForCausalLM.from_pretrained(
+        directory.checkpoints / "iteration_1", output_loading_info=True
+    )
+    assert (type(trained), told["missing_keys"], told["unexpected_keys"]) == (type(model), set(), set())
+    assert any(not torch.equal(*pair) for pair in zip(trained.parameters(), model.parameters(), strict=True))

@@ -34,12 +34,18 @@ async def played(inference: Inference) -> None:
 async def test_a_gateway_without_any_server_left_ends_the_run_with_the_reason(model_folders, tmp_path: Path):
     folder = model_folders["qwen3"]
     with fake_vllm(folder, max_model_len=640) as (fake, url):
-        job = vllm_job(folder, url, replica_wait_s=2.0).model_copy(update={"cluster": ClusterTable()})
+        job = vllm_job(folder, url, replica_wait_s=2.0, sleep=True)
+        job = job.model_copy(update={"cluster": ClusterTable()})
         learner = LocalLearner.fresh(learner_parts.learner_config(job), [])
         directory = create_run(job, tmp_path / "run")
         with job_parts.gateways(job, FixedSetup(), directory, print) as gateways:
             async with gateways.serving(learner) as server:
                 await server.publish(0)
+                await server.release()  # its process has the servers sleep
+                assert not server.gateways[0].may_start.is_set(), "another process would wake them"
+                await server.resume()  # an update without a step
+                assert server.gateways[0].may_start.is_set()
+                assert fake.turns == ["load", "sleep 2", "wake weights", "load", "wake kv_cache"]
                 await server.publish(1)
                 fake.down, fake.loads_at_most = True, 0
                 with pytest.raises(
@@ -47,6 +53,6 @@ async def test_a_gateway_without_any_server_left_ends_the_run_with_the_reason(mo
                 ) as caught:
                     await server.while_serving(played(gateways.inference))
     assert f"{url}: " in str(caught.value)
-    assert [Path(load).name for load in fake.loads] == ["version_0", "version_1"]
+    assert [Path(load).name for load in fake.loads] == ["version_0", "version_0", "version_1"]
     log = (tmp_path / "run" / "gateway_0.log").read_text(encoding="utf-8")
     assert log.splitlines()[-1].startswith("no replica has served for 2 s")

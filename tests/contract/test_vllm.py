@@ -63,6 +63,18 @@ def test_two_replicas_sample_each_version_and_a_lost_one_loses_no_rollout(model_
     assert saved.keys() == served.keys() and all((saved[name] == served[name]).all() for name in saved)
 
 
+def test_servers_on_the_learners_gpu_sleep_during_each_update(model_folders, tmp_path):
+    folder = model_folders["qwen3"]
+    with fake_vllm(folder, max_model_len=640) as (fake, url):
+        directory, _, progress = train_job(vllm_job(folder, url, sleep=True), tmp_path / "run")
+    assert progress.policy_version == 2
+    update = ["sleep 2", "wake weights", "load", "wake kv_cache"]
+    assert fake.turns == ["load", *update, *update]
+    for row in rows_of(directory, "iteration"):
+        assert row["mismatch/logprob_max"] < 1e-4
+        assert row["inference/sleep_s"] > 0 and row["inference/wake_s"] > 0
+
+
 # With [cluster] there is one server, which lives and fails every sample; rollouts wait until it was killed
 # and serves again. That job trains adapters, which the server merges into their base.
 @pytest.mark.parametrize(("cluster", "code"), [(None, "exit code 9"), (ClusterTable(), r"SIGKILL \(.*\)")])
@@ -77,6 +89,7 @@ def test_servers_that_the_run_starts_lose_no_rollout_when_one_dies_or_fails_and_
         "replicas": 2 if cluster is None else 1,
         "vllm_python": python,
         "vllm": {"max_num_seqs": 8},
+        "sleep": cluster is None,
     }
     lora = None if cluster is None else LoraTable(rank=2)
     job = vllm_job(folder, **own).model_copy(update={"cluster": cluster, "lora": lora})

@@ -19,10 +19,11 @@ from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.learner.attention import BlockMask, OneRow, varlen_is_here, varlen_kernel
 from trainer_backend.learner.checkpoints import restore_progress
 from trainer_backend.learner.device import place
+from trainer_backend.learner.joined import Flash
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.operators import by_kernels
 from trainer_backend.learner.optimizer import OffloadedAdamW, adamw_of
-from trainer_backend.learner.scoring import Scorer
+from trainer_backend.learner.scoring import Scorer, cut_pieces
 from trainer_backend.parts import CreditedEpisode, Progress
 
 DEVICE = "cuda"
@@ -242,3 +243,33 @@ def test_grouped_heads_of_a_packed_row_score_and_learn_as_by_torch_under_a_mask(
     (kernel_N, kernel_grad), (torch_N, torch_grad), (exact_N, exact_grad) = found
     assert relative(kernel_N, exact_N) < 1.5 * relative(torch_N, exact_N) + 1e-4
     assert relative(kernel_grad, exact_grad) < 1.5 * relative(torch_grad, exact_grad) + 1e-3
+
+
+@pytest.mark.skipif(not varlen_is_here(), reason="this torch has no varlen_attn")
+@pytest.mark.parametrize("kv_heads", [2, 8])
+def test_what_segments_share_scores_and_learns_as_by_torch_under_a_mask(kv_heads: int):
+    config = Qwen3Config(
+        vocab_size=300, hidden_size=128, intermediate_size=320, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=kv_heads, head_dim=64, initializer_range=0.1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config).to(DEVICE).eval()
+    placement, rules = place(DEVICE), list(range(20, 60))
+    prompts = [[*rules[: 10 + 15 * (n % 3)], 100 + n] for n in range(9)]
+    parts = [segment(f"r{n}", prompt, [7, 8, 9], [-1.0] * 3) for n, prompt in enumerate(prompts)]
+    by_levels = Scorer(model, placement, OneRow(varlen_kernel, Flash()), 64, share_from=4)
+    by_torch = Scorer(model, placement, BlockMask(), 64)
+    exact = replace(by_torch, placement=replace(placement, low=None))
+    found = []
+    for scorer in (by_levels, by_torch, exact):
+        model.set_attn_implementation(scorer.attention.implementation)
+        model.zero_grad()
+        (piece,) = cut_pieces(parts, LoopKeys(row_tokens=400, micro_batch_tokens=400), scorer)[1]
+        logprobs_N = scorer.logprobs(piece)
+        logprobs_N.sum().backward()
+        grads = torch.cat([weight.grad.flatten().cpu() for weight in model.parameters()])
+        order = torch.argsort(piece.segment_N, stable=True)
+        found.append((logprobs_N.detach().cpu()[order], grads))
+    (levels_N, levels_grad), (torch_N, torch_grad), (exact_N, exact_grad) = found
+    assert relative(levels_N, exact_N) < 1.5 * relative(torch_N, exact_N) + 1e-4
+    assert relative(levels_grad, exact_grad) < 1.5 * relative(torch_grad, exact_grad) + 1e-3

@@ -14,6 +14,7 @@ from service_kit.settings import find_variables, read_settings
 from task_app.__main__ import app as task_app
 from task_app.plugins import ENVIRONMENTS, POLICIES
 from task_app.settings import Settings as TaskAppSettings
+from tests import families_table
 from tests.conftest import rows_of
 from trainer_backend.__main__ import app
 from trainer_backend.job.docs import configuration_markdown
@@ -160,3 +161,9 @@ def test_no_registry_address_is_committed():
         path = ROOT / name
         if path.is_file() and path.suffix not in {".png"}:
             assert not any(host in path.read_text(encoding="utf-8", errors="replace") for host in hosts), name
+
+
+def test_the_table_of_families_is_what_their_layers_decide():
+    assert families_table.table() in text_of("docs/models.md"), (
+        "run: .venv/bin/python -m tests.families_table"
+    )

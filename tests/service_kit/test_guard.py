@@ -86,6 +86,15 @@ def test_a_killed_service_leaves_nothing(mark: str):
         assert not alive
 
 
+def test_a_kill_of_the_group_of_the_first_guard_leaves_nothing(mark: str):
+    with start(mark) as guarded:
+        family = running(mark)
+        assert os.getpgid(guarded.pid) == guarded.pid
+        os.killpg(guarded.pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs(family, timeout=5)
+        assert not alive
+
+
 @pytest.mark.parametrize("kill", [signal.SIGKILL, None])
 def test_its_end_and_a_kill_end_what_it_started(kill: int | None, mark: str):
     with start(mark) as guarded:

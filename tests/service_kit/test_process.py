@@ -76,3 +76,25 @@ async def test_a_worker_starts_its_process_again_after_a_pause_that_doubles(monk
     assert worker.pauses == [0.5, 1.0, 2.0, 4.0, 4.0, 0.0, 0.5]
     assert worker.restarts == 7
     assert [pause for pause in slept if pause] == [pause for pause in worker.pauses if pause]
+
+
+async def test_a_worker_that_may_not_start_waits_until_it_may():
+    worker, is_held = Scripted([40, 2]), asyncio.Event()
+    on_end = worker.on_end
+
+    def hold(code: int, lasted_s: float, pause_s: float) -> None:
+        on_end(code, lasted_s, pause_s)
+        if not is_held.is_set():
+            worker.may_start.clear()
+            is_held.set()
+
+    worker.on_end = hold  # type: ignore[method-assign]
+    running = asyncio.ensure_future(worker.run_forever())
+    await is_held.wait()
+    for _ in range(10):  # it has lived long, so nothing but this keeps it from a start at once
+        await asyncio.sleep(0)
+    assert worker.now_s == 40
+    worker.may_start.set()
+    with pytest.raises(FileNotFoundError):
+        await running
+    assert worker.now_s == 42

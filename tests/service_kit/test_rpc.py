@@ -257,7 +257,7 @@ def test_no_bytes_of_a_stranger_raise_anything_else(content: bytes, cut: int):
 
 def test_a_reply_may_be_as_long_as_its_arguments_allow():
     line = b"result " + b"x" * MOST
-    for body, fault in ((b"[3]", "more than 10006 bytes"), (b"[30]", "does not fit its type: Invalid JSON")):
+    for body, fault in ((b"[3]", "more than 10006 bytes"), (b"[30]", "does not fit its type")):
         reply = Reply(TABLE, "count", body)
         with pytest.raises(Failure, match=fault):
             assert reply.take(line + b"\n") and reply.result()

@@ -21,14 +21,17 @@ from task_app.policies.openai import OpenAIAgentPolicy
 from task_app.policies.openai_config import OpenAIConfig
 from tests.service_kit.wrong_replies import Reading, served, wrong_replies
 from tests.task_app.environments.foreign.contracts import environment
-from trainer_backend.collect.arrival import checked
+from trainer_backend.collect.apps import TaskApps
+from trainer_backend.collect.arrival import WRONG_ROLLOUT, checked
 from trainer_backend.collect.client import TaskAppClient
+from trainer_backend.collect.dispatcher import Dispatcher, Queue
 from trainer_backend.core.segments import segments_of
 from trainer_backend.errors import TaskAppError
 from trainer_backend.inference.actor import Extras
 from trainer_backend.inference.remote_engine import RemoteEngine
 from trainer_backend.inference.vllm_engine import VllmEngine
 from trainer_backend.learner.scoring import refuse_unknown_ids
+from trainer_backend.processes.learner_process import LearnerConnection
 from trainer_backend.terminal.jobs_client import JobsClient, JobsReply, LogReply
 
 Ask = Callable[[str], Awaitable[Any]]
@@ -80,6 +83,12 @@ def terminal(ask: Callable[[JobsClient], Any]) -> Ask:
     return lambda url: asyncio.to_thread(ask, JobsClient(url, {}))
 
 
+def learner(ask: Callable[[LearnerConnection], Any]) -> Ask:
+    return lambda url: asyncio.to_thread(
+        ask, LearnerConnection(url, "k", silence_s=30, log_file=None, session="s")
+    )
+
+
 def policy(*, counts: bool = False, **config: Any) -> Ask:
     async def call(url: str) -> Any:
         one = OpenAIAgentPolicy(OpenAIConfig(inference_url=url, model="m", max_attempts=1, **config))
@@ -94,7 +103,11 @@ def policy(*, counts: bool = False, **config: Any) -> Ask:
 async def learn_from(client: TaskAppClient) -> Any:
     """A page as the trainer takes it: each rollout is compared with its request, and cut into segments."""
     page = await client.poll("run", None, wait_s=0)
+    if not page.rollouts:
+        raise TaskAppError("GET /rollouts: rollouts: none with an id that was asked for")
     for rollout in page.rollouts:
+        if rollout.failure is not None and rollout.failure.code == WRONG_ROLLOUT:
+            raise TaskAppError(rollout.failure.detail)
         answer = checked(REQUEST, rollout)
         if answer.failure is not None and rollout.failure is None:
             raise TaskAppError(f"GET /rollouts: {answer.failure.detail}")
@@ -330,6 +343,24 @@ async def test_a_wrong_field_of_a_reply_is_an_error_of_ours_that_names_it(name: 
     assert faults == [], "\n".join(faults)
 
 
+async def test_a_rollout_of_a_wrong_form_is_lost_alone():
+    wrong = [{**ROLLOUT, "rollout_id": "s", "sibling": "one"}, {**ROLLOUT, "rollout_id": 3}]
+    page = json.dumps({**PAGE, "rollouts": [*wrong, ROLLOUT]}).encode()
+    queue = Queue([REQUEST.model_copy(update={"rollout_id": "s", "sibling": 1}), REQUEST])
+    with served({"/rollouts": page}) as url:
+        async with TaskAppClient(url, SecretStr("k"), timeout_s=30) as client:
+            lost, kept = (await client.poll("run", None, wait_s=0)).rollouts
+            apps = TaskApps([url], SecretStr("k"), timeout_s=30)
+            apps.members = (client,)
+            dispatcher = Dispatcher(apps, timeout_s=30)
+            dispatcher.add(queue)
+            dispatcher.end(client, lost)
+            dispatcher.end(client, kept)
+    assert kept.trajectory is not None and lost.failure is not None
+    assert "GET /rollouts: rollouts.0: sibling is 'one' (str); " in lost.failure.detail
+    assert queue.failures == {WRONG_ROLLOUT: 1} and [one.rollout_id for one in queue.ended] == ["r"]
+
+
 ASKS: dict[str, Ask] = {
     **{
         name: READINGS[name][1]
@@ -402,6 +433,16 @@ async def test_a_reply_that_is_encoded_redirects_or_breaks_off_is_an_error_of_ou
         with flood(reply, b"") as (url, _), pytest.raises(ServiceError) as caught:
             await ASKS[name](url)
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["about", "call"])
+async def test_a_learner_that_encodes_its_reply_is_refused(name: str):
+    asks = {"about": lambda one: one.fault("run"), "call": lambda one: one.ask("open", "job")}
+    with (
+        flood(ODD["Content-Encoding"], b"") as (url, _),
+        pytest.raises(ServiceError, match="Content-Encoding"),
+    ):
+        await learner(asks[name])(url)
 
 
 PROBLEM = {"type": "about:blank", "title": "t", "status": 422, "code": "c", "detail": "d", "where": "w"}

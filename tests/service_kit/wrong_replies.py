@@ -15,8 +15,9 @@ from starlette.routing import Route
 from service_kit.errors import ServiceError
 from service_kit.server import Listener, ServerThread
 
-MISSING = object()
-# By the name of the kind. A list also loses and repeats its last element, and a member is left out.
+MISSING, TWICE = object(), object()
+# By the name of the kind. A list also loses and repeats its last element, and a member is left out, or there
+# twice.
 VALUES: dict[str, Any] = {
     "null": None,
     "true": True,
@@ -46,6 +47,13 @@ BROKEN: dict[str, bytes] = {
 _LONGEST_MESSAGE = 3_000
 
 
+class Again(str):
+    """A key that an object holds although it has it already."""
+
+    __slots__ = ()
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+
 @dataclass(frozen=True)
 class Wrong:
     """One wrong reply: the field at `path` is `new` instead of `old`."""
@@ -59,6 +67,8 @@ class Wrong:
     @property
     def names(self) -> list[str]:
         """The names of the path, from the last one; indexes are left out."""
+        if self.new is TWICE:
+            return [self.path.rpartition(".")[2]]
         return [name for name in reversed(self.path.split(".")) if not name.isdecimal()]
 
     def __str__(self) -> str:
@@ -89,6 +99,7 @@ def _changes(right: Any, path: str) -> Iterator[tuple[str, str, Any, Any, Any]]:
                 {name: one for name, one in right.items() if name != key},
             )
             yield place, "missing", part, MISSING, others
+            yield place, "twice", part, TWICE, {**right, Again(key): part}
             for *change, value in _changes(part, place):
                 yield *change, {**right, key: value}  # type: ignore[misc]
 
@@ -145,7 +156,7 @@ class Reading:
             except Exception as error:
                 fault = f"escapes as {type(error).__name__}: {error}"
             else:
-                is_right = repr(value) == right or self._may_be_taken(wrong)
+                is_right = wrong.new is not TWICE and (repr(value) == right or self._may_be_taken(wrong))
                 fault = "" if is_right else "is taken"
             faults += [f"{wrong} {fault[:300]}"] if fault else []
         return faults

@@ -98,6 +98,9 @@ class Server:
     async def release(self) -> None:
         self.calls.append("release")
 
+    async def resume(self) -> None:
+        """It serves all the time."""
+
     async def while_serving(self, work: Coroutine[Any, Any, Any]) -> Any:
         return await work
 

@@ -1,8 +1,12 @@
 """Pure: whether a finished rollout answers its own request, with numbers that can be summed."""
 
 from collections.abc import Iterator
+from typing import Any
 
-from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutRequest
+from pydantic_core import from_json, to_json
+
+from service_kit.replies import ReplyInvalid, read_reply, refuse_repeats
+from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutPage, RolloutRequest
 from shared_schemas.trajectory import StepData, Trajectory
 
 # The failure code of a rollout that is none of what was asked for.
@@ -20,6 +24,40 @@ def checked(request: RolloutRequest, rollout: Rollout) -> Rollout:
     detail = f"the task app sent another episode than was asked for, or a broken one: {fault}"
     failure = RolloutFailure(code=WRONG_ROLLOUT, detail=detail)
     return rollout.model_copy(update={"status": "failed", "trajectory": None, "failure": failure})
+
+
+def read_each(content: bytes, part: str, fault: ReplyInvalid) -> RolloutPage:
+    """Read a page that has a fault, rollout by rollout: those of a wrong form have failed.
+
+    Raises:
+        ReplyInvalid: the fault is of the page itself, not of a rollout.
+    """
+    if not fault.field.startswith("rollouts."):
+        raise fault
+    refuse_repeats(content, part)
+    page = from_json(content)
+    rollouts = page.pop("rollouts")
+    empty = read_reply(RolloutPage, _written({**page, "rollouts": []}), part)
+    read = [_read_one(one, f"{part}: rollouts.{place}", empty) for place, one in enumerate(rollouts)]
+    return empty.model_copy(update={"rollouts": tuple(one for one in read if one is not None)})
+
+
+def _read_one(one: Any, part: str, page: RolloutPage) -> Rollout | None:
+    try:
+        return read_reply(Rollout, _written(one), part)
+    except ReplyInvalid as error:
+        rollout_id = one.get("rollout_id") if isinstance(one, dict) else None
+        if not isinstance(rollout_id, str):
+            return None
+        failure = RolloutFailure(code=WRONG_ROLLOUT, detail=str(error))
+        return Rollout(
+            rollout_id=rollout_id, run_id="", iteration=0, group_id="", sibling=0, attempt=0,
+            instance_id=page.instance_id, status="failed", failure=failure,
+        )  # fmt: skip
+
+
+def _written(value: Any) -> bytes:
+    return to_json(value, inf_nan_mode="constants")
 
 
 def _find_fault(request: RolloutRequest, rollout: Rollout) -> str | None:

@@ -5,7 +5,8 @@ Every call has a deadline, every retry a budget.
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from io import BytesIO
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
@@ -38,6 +39,7 @@ from shared_schemas.rollouts import (
     RolloutRequest,
     RolloutsAccepted,
 )
+from trainer_backend.collect.arrival import read_each
 from trainer_backend.collect.wire import (
     DEFAULT_BODY_BYTES,
     TaskAppLost,
@@ -145,6 +147,17 @@ class Instance(StrictReply):
 
 class _Done(StrictReply):
     """An object, of which nothing is read."""
+
+
+@contextmanager
+def _as_task_app_error() -> Iterator[None]:
+    try:
+        yield
+    except ReplyInvalid as error:
+        raise TaskAppError(
+            str(error),
+            hint="Another service may listen at this address, or a task app of another version.",
+        ) from error
 
 
 class TaskAppClient:
@@ -406,13 +419,22 @@ class TaskAppClient:
     async def poll(self, run_id: str, cursor: str | None, *, wait_s: float) -> RolloutPage:
         """Return everything that ended since `cursor`; wait up to `wait_s` for at least one rollout.
 
+        A rollout of a wrong form is there as one that failed, with the field and value; one without an id of
+        its own is left out.
+
         Raises:
             CursorExpired: the cursor is of a process that has ended; poll without one.
             TaskAppLost: it does not answer within the budget.
             TaskAppError: any other error.
         """
         params = {"run_id": run_id, "wait_s": str(wait_s)} | ({"cursor": cursor} if cursor else {})
-        return await self._answer(RolloutPage, "GET", "/rollouts", params=params, extra_s=wait_s)
+        content = await self._call("GET", "/rollouts", params=params, extra_s=wait_s)
+        part = f"{self.url}: GET /rollouts"
+        try:
+            return read_reply(RolloutPage, content, part)
+        except ReplyInvalid as error:
+            with _as_task_app_error():
+                return read_each(content, part, error)
 
     async def ack(self, run_id: str, rollout_ids: Sequence[str]) -> None:
         """Let the task app forget these rollouts; unknown ids are ignored."""
@@ -497,13 +519,8 @@ class TaskAppClient:
     async def _answer(self, model: type[Model], method: str, path: str, **options: Any) -> Model:
         """Read the answer of a route without a step between: pages of rollouts are large."""
         answer = await self._call(method, path, **options)
-        try:
+        with _as_task_app_error():
             return read_reply(model, answer, f"{self.url}: {method} {path}")
-        except ReplyInvalid as error:
-            raise TaskAppError(
-                str(error),
-                hint="Another service may listen at this address, or a task app of another version.",
-            ) from error
 
     async def _call(
         self,

@@ -15,11 +15,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutPage, RolloutRequest
 from trainer_backend.collect.apps import TaskApps
-from trainer_backend.collect.arrival import checked
+from trainer_backend.collect.arrival import WRONG_ROLLOUT, checked
 from trainer_backend.collect.batch import AppFigures, Batch, in_order
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.plan import retried
@@ -274,6 +274,8 @@ class Dispatcher:
         app.stale.discard(rollout.rollout_id)
         if entry is not None and rollout.status == "finished":
             rollout = checked(entry.request, rollout)
+        elif entry is not None and rollout.failure is not None and rollout.failure.code == WRONG_ROLLOUT:
+            rollout = rollout.model_copy(update=_place_of(entry.request))
         is_finished = rollout.status == "finished"
         if entry is None or entry.is_new or (entry.app is not app and not is_finished):
             app.discard.append(rollout.rollout_id)
@@ -550,11 +552,15 @@ class Dispatcher:
         await app.let_go()
 
 
+def _place_of(request: RolloutRequest) -> dict[str, Any]:
+    return request.model_dump(include={"rollout_id", "run_id", "iteration", "group_id", "sibling", "attempt"})
+
+
 def _record_loss(request: RolloutRequest, instance_id: str, why: str) -> Rollout:
     """Return the record of a rollout that no task app could finish."""
     detail = f"{_MAX_LOSSES} times a task app was lost with it; the last one: {why}"
     return Rollout(
-        **request.model_dump(include={"rollout_id", "run_id", "iteration", "group_id", "sibling", "attempt"}),
+        **_place_of(request),
         instance_id=instance_id,
         status="failed",
         failure=RolloutFailure(code=TaskAppLost.code, detail=detail),

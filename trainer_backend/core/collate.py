@@ -1,18 +1,22 @@
 """Segments to tensors: packed rows for the model, flat columns for the loss.
 
-Convention: what is about sampled tokens is flat, [N], in order of (row, position). `predict_row_N` and
-`predict_position_N` say where the model predicts a token: in its row, one position before it, always
-inside its own segment. So the head runs on N hidden states, never on B * L of them:
+Convention: what is about sampled tokens is flat, [N], one segment after the other, in the order of rows.
+`predict_row_N` and `predict_position_N` say where the model predicts a token: where the one before it in its
+segment lies. So the head runs on N hidden states, never on B * L of them:
 
     hidden_ND = hidden_BLD[packed.predict_row_N, packed.predict_position_N]
+
+A row holds whole segments one after the other, or *tries* of segments in depth-first order: what several
+begin with lies there once, and one place may predict tokens of several. The parent of a token at position p
+is the last token at p - 1 before it in its row, so the positions tell the whole trie (`subtree_ends`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from itertools import chain
+from dataclasses import dataclass, field, fields
+from itertools import chain, pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -35,8 +39,8 @@ class Packed:
     """What the model needs to score sampled tokens.
 
     token_ids_BL: int64, 0 in padding.
-    position_ids_BL: int64, from 0 in each segment; 0 in padding.
-    segment_ids_BL: int64, from 1 in each row; 0 is padding.
+    position_ids_BL: int64, from 0 in each segment, or the depth in a trie; 0 in padding.
+    segment_ids_BL: int64, of the segment or trie that a token is in, from 1 in each row; 0 is padding.
     predict_row_N, predict_position_N: int64, where each sampled token is predicted.
     target_N: int64, its id.
     temperature_N: float32, that of the softmax it is scored by (`core.segments.SPAN`).
@@ -130,10 +134,11 @@ def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
     return rows
 
 
-def pack_segments(segments: Sequence[Segment], *, row_tokens: int) -> Packed:
+def pack_segments(segments: Sequence[Segment], *, row_tokens: int, share_from: int | None = None) -> Packed:
     """Pack segments into rows of at most `row_tokens` tokens; B rows, as wide as the fullest.
 
-    Each has a sampled token at least (`segments_of` gives no other). Raises BatchError where there is no
+    With `share_from`, rows are tries (`_in_tries`), which share beginnings of at least so many tokens. Each
+    segment has a sampled token at least (`segments_of` gives no other). Raises BatchError where there is no
     segment, or one that is longer than a row. Source: DESIGN.md, stop 11 of the route.
     """
     if not segments:
@@ -144,29 +149,120 @@ def pack_segments(segments: Sequence[Segment], *, row_tokens: int) -> Packed:
                 f"a segment of {len(segment)} tokens, but row_tokens is {row_tokens}",
                 where=place(segment.rollout_id),
             )
-    rows = pack([len(segment) for segment in segments], row_tokens)
-    order = list(chain.from_iterable(rows))
-    cells = _Cells.of([len(segments[index]) for index in order], [len(members) for members in rows])
+    rows = [] if share_from is None else _in_tries(segments, row_tokens, share_from)
+    if not any(any(row.shared) for row in rows):
+        rows = [Beginnings(members) for members in pack([len(segment) for segment in segments], row_tokens)]
+    order = list(chain.from_iterable(row.members for row in rows))
     packed = [segments[index] for index in order]
+    cells = _Cells.of([len(segment) for segment in packed], rows)
     spans = joined_spans(packed)
-    # Of each span, where its segment's first token stands among all.
-    first_K = np.repeat(cells.first_S, [len(segment.spans) for segment in packed])
+    spans_S = [len(segment.spans) for segment in packed]
     count_K = spans["end"] - spans["start"]
-    place_N = positions(spans) + np.repeat(first_K, count_K)
-    ids_P = np.concatenate([segment.token_ids for segment in packed]).astype(np.int64)
+    number_N = np.repeat(np.repeat(np.arange(len(packed)), spans_S), count_K)
+    position_N = positions(spans)
+    ids_P = np.concatenate(
+        [segment.token_ids[shared:] for segment, shared in zip(packed, cells.shared_S, strict=True)]
+    ).astype(np.int64)
+    predict_N = cells.places(number_N, position_N - 1)
+    targets = np.concatenate([segment.token_ids for segment in packed])
+    first_S = np.cumsum([0, *map(len, packed[:-1])])
     count_S = [len(segment.logprobs) for segment in packed]
     return Packed(
         token_ids_BL=cells.filled(ids_P),
         position_ids_BL=cells.filled(cells.position_P),
         segment_ids_BL=cells.filled(cells.number_P),
-        predict_row_N=torch.from_numpy(cells.row_P[place_N]),
-        predict_position_N=torch.from_numpy(cells.column_P[place_N] - 1),
-        target_N=torch.from_numpy(ids_P[place_N]),
+        predict_row_N=torch.from_numpy(cells.row_P[predict_N]),
+        predict_position_N=torch.from_numpy(cells.column_P[predict_N]),
+        target_N=torch.from_numpy(targets[first_S[number_N] + position_N].astype(np.int64)),
         temperature_N=torch.from_numpy(np.repeat(spans["temperature"].astype(np.float32), count_K)),
         behaviour_logprob_N=_flat([segment.logprobs for segment in packed], torch.float32),
         segment_N=torch.from_numpy(np.repeat(order, count_S)),
-        first_N=torch.from_numpy(_begin(spans, first_K)),
+        first_N=torch.from_numpy(_begin(spans, np.repeat(first_S, spans_S))),
     )
+
+
+@dataclass(slots=True)
+class Beginnings:
+    """The segments of a row in order, and how many first tokens of each it has of those before it."""
+
+    members: list[int]
+    shared: list[int] = field(default_factory=list)
+    """None of any, where this is empty."""
+
+
+def distinct_tokens(segments: Sequence[Segment], share_from: int) -> int:
+    """The tokens of one trie of all segments: the least that has to be computed of them."""
+    (row,) = _in_tries(segments, sum(map(len, segments)), share_from)
+    return sum(len(segments[index]) for index in row.members) - sum(row.shared)
+
+
+def _in_tries(segments: Sequence[Segment], row_tokens: int, share_from: int) -> list[Beginnings]:
+    """Segments in the order of their ids: those that begin alike meet in one row, until it is full."""
+    # Bytes in this order compare as the ids do.
+    keys = [segment.token_ids.astype(">u4").tobytes() for segment in segments]
+    order = sorted(range(len(segments)), key=keys.__getitem__)
+    rows: list[Beginnings] = []
+    used = row_tokens
+    alike = _alike([segments[index].token_ids for index in order])
+    for index, shared in zip(order, _branches(alike, share_from), strict=True):
+        if used + len(segments[index]) - shared > row_tokens:
+            rows.append(Beginnings([]))
+            used = shared = 0
+        rows[-1].members.append(index)
+        rows[-1].shared.append(shared)
+        used += len(segments[index]) - shared
+    return rows
+
+
+def _branches(alike: Sequence[int], least: int) -> list[int]:
+    """How many first ids each of some sorted rows shares with the one before it, of all that it could.
+
+    They branch after `alike` ids. A branch costs attention a call of its own, so one less than `least` ids
+    behind the one above it is left out: what is below it begins at that one, and holds those ids once more.
+    """
+    above: list[int | None] = [None] * len(alike)  # the branch above each: the deepest that is less deep
+    for places in (range(len(alike)), range(len(alike) - 1, -1, -1)):
+        path: list[int] = []
+        for here in places:
+            while path and alike[path[-1]] >= alike[here]:
+                path.pop()
+            other = above[here]
+            if path and (other is None or alike[path[-1]] > alike[other]):
+                above[here] = path[-1]
+            path.append(here)
+    kept = [0] * len(alike)
+    for here in sorted(range(len(alike)), key=alike.__getitem__):
+        branch = above[here]
+        last = 0 if branch is None else kept[branch]
+        kept[here] = alike[here] if alike[here] - last >= least else last
+    return kept
+
+
+def _alike(rows: Sequence[NDArray[Any]]) -> list[int]:
+    """How many first ids each row has in common with the one before it; 0 of the first."""
+    shortest_S = np.array([0, *map(min, pairwise(map(len, rows)))])
+    first_S = shortest_S.cumsum() - shortest_S
+    ones, others = (
+        np.concatenate(
+            [rows[0][:0], *(row[:count] for row, count in zip(side, shortest_S[1:].tolist(), strict=True))]
+        )
+        for side in (rows[1:], rows[:-1])
+    )
+    # The first place of each row, from its own on, where they differ; behind all of them the next row's.
+    apart = np.append(np.flatnonzero(ones != others), len(ones))
+    found_S = apart[np.searchsorted(apart, first_S)] - first_S
+    alike: list[int] = np.minimum(found_S, shortest_S).tolist()
+    return alike
+
+
+def subtree_ends(position_L: Numbers) -> Numbers:
+    """[L] the place after the last token that sees each token of a row, by the row's positions alone."""
+    ends_L = np.full(len(position_L), len(position_L))
+    path: list[int] = []  # places of the tokens from position 0 to the present one
+    for place_, position in enumerate(position_L.tolist()):
+        ends_L[path[position:]] = place_
+        path[position:] = [place_]
+    return ends_L
 
 
 def _begin(spans: NDArray[Any], first_K: Numbers) -> NDArray[np.bool_]:
@@ -181,15 +277,17 @@ def _begin(spans: NDArray[Any], first_K: Numbers) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class _Cells:
-    """Where the P tokens of packed segments stand, in the order of the rows.
+    """Where the P tokens of packed segments stand, in the order of the rows; what a row shares is there once.
 
     In numpy, whose loops over some thousand numbers begin at once: torch's wake threads up.
 
-    first_S: the number of each segment's first token.
+    shared_S: of each segment, how many first tokens are those of the one before it.
+    first_S: the number of each segment's first token that is its own.
     row_P, column_P: its place; position_P: within its segment; number_P: of its segment in the row, from 1.
     shape: of the rows.
     """
 
+    shared_S: Numbers
     first_S: Numbers
     row_P: Numbers
     column_P: Numbers
@@ -198,23 +296,34 @@ class _Cells:
     shape: tuple[int, int]
 
     @classmethod
-    def of(cls, lengths: Sequence[int], segments_of_rows: Sequence[int]) -> _Cells:
-        length_S, segments_B = np.array(lengths), np.array(segments_of_rows)
-        first_S = length_S.cumsum() - length_S
+    def of(cls, lengths: Sequence[int], rows: Sequence[Beginnings]) -> _Cells:
+        segments_B = np.array([len(row.members) for row in rows])
+        shared_S = np.concatenate([row.shared or np.zeros(len(row.members), np.int64) for row in rows])
+        own_S = np.array(lengths) - shared_S
+        first_S = own_S.cumsum() - own_S
         first_of_rows_B = segments_B.cumsum() - segments_B
         row_S = np.repeat(np.arange(len(segments_B)), segments_B)
-        tokens_B = np.add.reduceat(length_S, first_of_rows_B)
+        tokens_B = np.add.reduceat(own_S, first_of_rows_B)
         first_of_row_S = (tokens_B.cumsum() - tokens_B)[row_S]
-        number_S = np.arange(len(length_S)) - first_of_rows_B[row_S] + 1
-        number_P = np.arange(length_S.sum())
+        tries_S = (shared_S == 0).cumsum()
+        number_S = tries_S - tries_S[first_of_rows_B][row_S] + 1
+        number_P = np.arange(own_S.sum())
         return cls(
+            shared_S=shared_S,
             first_S=first_S,
-            row_P=np.repeat(row_S, length_S),
-            column_P=number_P - np.repeat(first_of_row_S, length_S),
-            position_P=number_P - np.repeat(first_S, length_S),
-            number_P=np.repeat(number_S, length_S),
+            row_P=np.repeat(row_S, own_S),
+            column_P=number_P - np.repeat(first_of_row_S, own_S),
+            position_P=number_P - np.repeat(first_S - shared_S, own_S),
+            number_P=np.repeat(number_S, own_S),
             shape=(len(segments_B), int(tokens_B.max())),
         )
+
+    def places(self, segment_N: Numbers, position_N: Numbers) -> Numbers:
+        """[N] the token at a position of a segment: its own, or of the last one before it that has it."""
+        segment_N = segment_N.copy()
+        while len(others := np.flatnonzero(position_N < self.shared_S[segment_N])):
+            segment_N[others] -= 1
+        return self.first_S[segment_N] + position_N - self.shared_S[segment_N]
 
     def filled(self, value_P: Numbers) -> Tensor:
         """[B, L], 0 in padding."""
@@ -238,6 +347,7 @@ def collate(
     units: Sequence[Row],
     policies: Sequence[int],
     row_tokens: int,
+    share_from: int | None = None,
     critic: Mapping[str, CriticTargets] | None = None,
     reference: Sequence[Row] | None = None,
 ) -> Batch:
@@ -252,6 +362,7 @@ def collate(
         units: for each segment, [N] as `core.aggregation.units_of` gives them.
         policies: for each segment, the number of who sampled it.
         row_tokens: most tokens in a row.
+        share_from: as in `pack_segments`.
         critic: rollout id -> what its values were and are to become; None: no critic.
         reference: for each segment, [N] log-probs (nats) as `by_segment` gives them; None: no KL term.
 
@@ -261,7 +372,7 @@ def collate(
 
     Source: DESIGN.md 4.8, 4.9, 4.13.
     """
-    packed = pack_segments(segments, row_tokens=row_tokens)
+    packed = pack_segments(segments, row_tokens=row_tokens, share_from=share_from)
     order = list(dict.fromkeys(packed.segment_N.tolist()))
     return Batch(
         packed=packed,
@@ -307,17 +418,19 @@ def cut_batch(batch: Batch, max_rows: int) -> Iterator[Batch]:
         yield batch.each(cut, itemgetter(tokens))
 
 
-def block_mask(segment_ids_BL: Tensor) -> Tensor:
+def block_mask(position_ids_BL: Tensor) -> Tensor:
     """Who may attend to whom: [B, 1, L, L] bool, True where query i may look at key j.
 
-    Causal, and within a segment only. Padding attends to padding: a query that may look at nothing
-    has a softmax of NaNs, whose gradient would be NaN everywhere.
+    Causal, and along a path of the row's tries only; a segment that shares nothing is one path. Padding sees
+    itself: a query that may look at nothing has a softmax of NaNs, whose gradient would be NaN everywhere.
+    The positions, those of `Packed`, are on the CPU.
 
-    For `attn_implementation="sdpa"`, with `position_ids_BL` beside it. Eager attention would *add* the
+    For `attn_implementation="sdpa"`, with the positions. Eager attention would *add* the
     booleans to its scores without a word; `learner.support` therefore sets sdpa.
     """
-    same_BLL = segment_ids_BL[:, :, None] == segment_ids_BL[:, None, :]
-    return same_BLL.tril().unsqueeze(1)
+    ends_BL = torch.from_numpy(np.stack([subtree_ends(row) for row in position_ids_BL.numpy()]))
+    query_L = torch.arange(ends_BL.shape[1])
+    return ((query_L[:, None] >= query_L) & (query_L[:, None] < ends_BL[:, None, :])).unsqueeze(1)
 
 
 def _cuts(packed: Packed, max_rows: int) -> Iterator[tuple[Packed, slice]]:

@@ -23,6 +23,24 @@ class Reading(NamedTuple):
     the gradient by the logits [C, V], which may be written over them."""
 
 
+class LogitMap(NamedTuple):
+    """What a model makes of its head's products before they are logits.
+
+    logits = cap * tanh(scale * products / cap),   without a cap: scale * products
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, products: Tensor) -> Tensor:
+        """The logits; of a map that changes nothing the products themselves."""
+        scaled = products if self.scale == 1.0 else products * self.scale
+        return scaled if self.cap is None else self.cap * (scaled / self.cap).tanh()
+
+
+PLAIN = LogitMap()
+
+
 def chunk_within(budget_bytes: int, vocabulary: int) -> int:
     """Tokens whose logits fit `budget_bytes`, from 1 to MOST_TOKENS."""
     return max(1, min(MOST_TOKENS, budget_bytes // (BYTES_PER_LOGIT * vocabulary)))
@@ -37,10 +55,13 @@ def chunked_logprobs(
     chunk: int = MOST_TOKENS,
     factors: torch.dtype | None = None,
     reading: Reading | None = None,
+    bias_V: Tensor | None = None,
+    logits: LogitMap = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of its distribution, under softmax(logits / temperature).
 
-        logits = hidden_ND @ head_weight_VD.T        logp_n = log softmax(logits_n / temperature_n)[target_n]
+        logits = map(hidden_ND @ head_weight_VD.T + bias_V)
+        logp_n = log softmax(logits_n / temperature_n)[target_n]
 
     Only `chunk` rows of logits exist at a time, in the forward pass and, recomputed, in the backward pass:
     memory is chunk * V, not N * V. Logits are float32 or better, whatever the model computes in: a logit of
@@ -48,15 +69,17 @@ def chunked_logprobs(
 
     Args:
         hidden_ND: hidden states at the positions that predict the targets.
-        head_weight_VD: the weight of the LM head, without bias.
+        head_weight_VD: the weight of the LM head.
         target_N: int64 token ids.
         temperature_N: above 0.
         chunk: tokens at a time.
         factors: what both factors of the product are rounded to; its sums stay float32. None: as given.
         reading: of the logits; None: `BY_TORCH`.
+        bias_V: what the LM head adds; None: nothing.
+        logits: the map from products to logits.
 
     Returns:
-        [N] log-probs and [N] entropies, in nats, differentiable in hidden states and head.
+        [N] log-probs and [N] entropies, in nats, differentiable in hidden states, head and bias.
 
     Raises:
         ValueError: chunk is below 1.
@@ -65,15 +88,19 @@ def chunked_logprobs(
     """
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
+    if logits.cap is None and logits.scale != 1.0:  # a scale is a temperature's inverse
+        temperature_N, logits = temperature_N / logits.scale, PLAIN
     wide = torch.promote_types(hidden_ND.dtype, torch.float32)
     if len(target_N) <= chunk and factors is None and reading is None and hidden_ND.dtype == wide:
         # Nothing to save: one chunk is in memory either way, and kept it need not be recomputed.
-        logp_NV = (hidden_ND @ head_weight_VD.T / temperature_N[:, None]).log_softmax(dim=-1)
+        products_NV = hidden_ND @ head_weight_VD.T
+        logits_NV = logits(products_NV if bias_V is None else products_NV + bias_V)
+        logp_NV = (logits_NV / temperature_N[:, None]).log_softmax(dim=-1)
         entropies_N = -(logp_NV.exp() * logp_NV).sum(dim=-1)
         return logp_NV.gather(-1, target_N[:, None]).squeeze(-1), entropies_N
     found: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_ND, head_weight_VD, target_N, temperature_N, chunk, factors or hidden_ND.dtype,
-        reading or BY_TORCH,
+        hidden_ND, head_weight_VD, bias_V, target_N, temperature_N, chunk, factors or hidden_ND.dtype,
+        reading or BY_TORCH, logits,
     )  # fmt: skip
     return found
 
@@ -84,6 +111,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
     With p = softmax(z / T) and H its entropy:
 
         d logp_n / dz = (onehot(target) - p) / T        dH / dz = -p * (log p + H) / T
+
+    and by the products, where there is a cap, scale * (1 - (z / cap)^2) of that.
     """
 
     @staticmethod
@@ -91,39 +120,69 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden_ND: Tensor,
         head_VD: Tensor,
+        bias_V: Tensor | None,
         target_N: Tensor,
         temperature_N: Tensor,
         chunk: int,
         factors: torch.dtype,
         reading: Reading,
+        logits: LogitMap,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         logprobs_N, entropies_N, totals_N = (hidden_ND.new_empty(len(target_N), dtype=wide) for _ in range(3))
         hidden, head = hidden_ND.to(factors), head_VD.to(factors)
         for part in _parts(len(target_N), chunk):
-            found = reading.read(wide_product(hidden[part], head.T), target_N[part], temperature_N[part])
+            logits_CV = _logits(hidden[part], head, bias_V, logits)
+            found = reading.read(logits_CV, target_N[part], temperature_N[part])
             logprobs_N[part], entropies_N[part], totals_N[part] = found
-        ctx.save_for_backward(hidden_ND, head_VD, target_N, temperature_N, entropies_N, totals_N)
-        ctx.chunk, ctx.factors, ctx.reading = chunk, factors, reading
+        ctx.save_for_backward(hidden_ND, head_VD, bias_V, target_N, temperature_N, entropies_N, totals_N)
+        ctx.chunk, ctx.factors, ctx.reading, ctx.logits = chunk, factors, reading, logits
         return logprobs_N, entropies_N
 
     @staticmethod
     def backward(ctx: Any, *gradients_N: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_ND, head_VD, *columns_N = ctx.saved_tensors
+        hidden_ND, head_VD, bias_V, *columns_N = ctx.saved_tensors
         hidden, head = hidden_ND.to(ctx.factors), head_VD.to(ctx.factors)
         d_hidden = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
         # Summed in float32: over many chunks, bfloat16 would lose what a chunk adds.
         wide = columns_N[-1].dtype
         d_head = torch.zeros_like(head_VD, dtype=wide) if ctx.needs_input_grad[1] else None
+        d_bias = torch.zeros_like(bias_V, dtype=wide) if ctx.needs_input_grad[2] else None
         columns_N += [gradient_N.contiguous() for gradient_N in gradients_N]
         for part in _parts(len(hidden_ND), ctx.chunk):
-            logits_CV = wide_product(hidden[part], head.T)
-            d_CV = ctx.reading.back(logits_CV, *(column[part] for column in columns_N)).to(ctx.factors)
+            logits_CV = _logits(hidden[part], head, bias_V, ctx.logits)
+            slope_CV = _slope(logits_CV, ctx.logits)  # before the reading writes over the logits
+            d_CV = ctx.reading.back(logits_CV, *(column[part] for column in columns_N))
+            if slope_CV is not None:
+                d_CV = d_CV.mul_(slope_CV)
+            if d_bias is not None:
+                d_bias += d_CV.sum(dim=0)
+            d_CV = d_CV.to(ctx.factors)
             if d_hidden is not None:
                 d_hidden[part] = wide_product(d_CV, head).to(d_hidden.dtype)
             if d_head is not None:
                 add_wide_product(d_head, d_CV.T, hidden[part])
-        return d_hidden, d_head if d_head is None else d_head.to(head_VD.dtype), *[None] * 5
+        d_head, d_bias = (
+            by if by is None else by.to(own.dtype) for by, own in ((d_head, head_VD), (d_bias, bias_V))
+        )
+        return d_hidden, d_head, d_bias, *[None] * 6
+
+
+def _logits(hidden_CD: Tensor, head_VD: Tensor, bias_V: Tensor | None, logits: LogitMap) -> Tensor:
+    """[C, V] in one tensor."""
+    products_CV = wide_product(hidden_CD, head_VD.T)
+    if bias_V is not None:
+        products_CV.add_(bias_V)
+    if logits.scale != 1.0:
+        products_CV.mul_(logits.scale)
+    return products_CV if logits.cap is None else products_CV.div_(logits.cap).tanh_().mul_(logits.cap)
+
+
+def _slope(logits_CV: Tensor, logits: LogitMap) -> Tensor | None:
+    """[C, V] the derivative of logits by products; None where it is 1."""
+    if logits.cap is None:
+        return None
+    return (logits_CV / logits.cap).square_().neg_().add_(1.0).mul_(logits.scale)
 
 
 def _read(logits_CV: Tensor, target_C: Tensor, temperature_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:

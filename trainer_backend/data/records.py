@@ -2,13 +2,14 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from shared_schemas.json_text import each_key_once
 from shared_schemas.plain_text import decode_text
 from trainer_backend.errors import DataError
 
@@ -50,7 +51,7 @@ def _object(line: str, where: str) -> dict[str, Any]:
         raise ValueError(f"{constant} is no JSON")
 
     try:
-        value = json.loads(line, parse_constant=refuse, object_pairs_hook=_each_key_once)
+        value = json.loads(line, parse_constant=refuse, object_pairs_hook=each_key_once)
     except json.JSONDecodeError as error:
         raise DataError(f"no JSON: {error.msg}, in column {error.colno}", where=where) from error
     except (ValueError, RecursionError) as error:
@@ -64,14 +65,6 @@ def _object(line: str, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f"a {type(value).__name__}; a row is a JSON object", where=where)
     return value
-
-
-def _each_key_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} comes twice")
-    return record
 
 
 def _parquet(path: Path) -> Iterator[Record]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainer_backend.errors import BadChatRequest
-from trainer_backend.inference.rendering import ChatRenderer, JsonObject
+from trainer_backend.inference.rendering import BLANK, ChatRenderer, JsonObject
 
 # Guards for text whose outer white space a template would trim. Unicode reserves them for private use.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
@@ -24,6 +24,7 @@ class Answer:
     raw_text: str  # the response as sampled
     stop_text: str  # its stop token; "" if there is none
     opening: str = ""  # the beginning of the answer that stood in the prompt, where a call was forced
+    reasoning: str = ""  # that the message has apart from its content, if any
     content: str | None = None  # given to the template; None: the message as the caller sends it back
     has_guards: bool = False  # whether OPEN and CLOSE surround the content
 
@@ -31,6 +32,16 @@ class Answer:
     def written(self) -> str:
         """The whole answer, without its stop token."""
         return self.opening + self.raw_text
+
+    def thought(self, renderer: ChatRenderer) -> str:
+        """The reasoning in the answer, wherever its message has it."""
+        return self.reasoning.strip(BLANK) or renderer.find_reasoning(self.written)
+
+    def shown(self, message: JsonObject, renderer: ChatRenderer) -> JsonObject:
+        """Return what the template is given for the answer. The caller may have dropped its reasoning."""
+        if self.content is not None:
+            return {"role": "assistant", "content": self.content}
+        return renderer.with_reasoning(message, self.reasoning)
 
     def stands_in(self, hashes: Sequence[int]) -> bool:
         """Return whether the conversation still contains the answer, unedited."""
@@ -75,18 +86,44 @@ class View:
     tools: Sequence[JsonObject]
     earlier: Sequence[Answer]
     renderer: ChatRenderer
-    _texts: dict[str | None, str | None] = field(default_factory=dict)
+    _texts: dict[Answer, str | None] = field(default_factory=dict)
 
     def text(self, newest: Answer) -> str | None:
         """Return the prompt with the last answer in this form, or None if the template cannot write it."""
-        if newest.content not in self._texts:
+        if newest not in self._texts:
             answers = [*self.earlier, newest]
-            self._texts[newest.content] = text_with(self.messages, answers, self.tools, self.renderer)
-        return self._texts[newest.content]
+            self._texts[newest] = text_with(self.messages, answers, self.tools, self.renderer)
+        return self._texts[newest]
 
     def form_extending(self, newest: Answer, text: str) -> Answer | None:
         """Return the form with which the prompt begins with `text`, or None."""
         return next((form for form in newest.forms() if (self.text(form) or "").startswith(text)), None)
+
+    def continuation(self, newest: Answer, prompt: str) -> tuple[Answer, int] | None:
+        """Return a form with which the text continues `prompt`, and where in the text the answer ends.
+
+        The template's writing of the answer is of no use: the sampled text stands in its place. None: the
+        template writes what was before the answer in another way than in `prompt`, which it wrote for this
+        answer; or it drops the answer's reasoning; or it writes the answer otherwise now that other messages
+        follow.
+        """
+        thought = newest.thought(self.renderer)
+        form = replace(newest, content=None, has_guards=False)
+        # Where prompts begin reasoning, GLM and Nemotron write an answer without any otherwise.
+        forms = [form] if thought else [form, replace(form, reasoning=BLANK)]
+        for form in forms:
+            upto = text_with(
+                self.messages[: newest.index + 1],
+                [*self.earlier, form],
+                self.tools,
+                self.renderer,
+                add_generation_prompt=False,
+            )
+            if upto is not None and upto.startswith(prompt) and (whole := self.text(form)) is not None:
+                end = _end_of_answer(upto, whole, newest.stop_text, self.renderer.tokenizer.eos_token or "")
+                is_shown = end is not None and thought in whole[len(prompt) : end]
+                return (form, end) if end is not None and is_shown else None
+        return None
 
     def exact(self, newest: Answer) -> Answer:
         """Return the form that reproduces the sampled answer after an edited conversation.
@@ -100,21 +137,38 @@ class View:
         return self.form_extending(newest, target) or replace(newest, content=None)
 
 
+def _end_of_answer(upto: str, whole: str, stop: str, eos: str) -> int | None:
+    """Return where the answer that ends the text `upto` ends in `whole`; None: not as it was sampled.
+
+    Its stop token, if it was sampled, is before that place. White space may follow an end token, and the
+    stop token may be the beginning of the next message.
+    """
+    body = upto.rstrip()
+    if not stop:
+        body = body.removesuffix(eos) if eos and body.endswith(eos) else upto
+    elif not body.endswith(stop):
+        body = upto + stop
+    return len(body) if whole.startswith(body) else None
+
+
 def text_with(
     messages: Sequence[JsonObject],
     answers: Sequence[Answer],
     tools: Sequence[JsonObject],
     renderer: ChatRenderer,
+    *,
+    add_generation_prompt: bool = True,
 ) -> str | None:
     """Return the prompt with each of `answers` in its form, or None if the template cannot write it."""
     shown = list(messages)
     for answer in answers:
-        if answer.content is not None:
-            shown[answer.index] = {"role": "assistant", "content": answer.content}
+        shown[answer.index] = answer.shown(messages[answer.index], renderer)
     try:
-        text = renderer.prompt_text(shown, tools)
+        text = renderer.prompt_text(shown, tools, add_generation_prompt=add_generation_prompt)
     except BadChatRequest:
         return None  # some templates count turns, and count a call differently from its text
+    if any([answer.reasoning == BLANK for answer in answers]):
+        text = text.replace(BLANK, "")
     guards = sum([answer.has_guards for answer in answers])
     if not guards:
         return text

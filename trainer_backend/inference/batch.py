@@ -10,14 +10,15 @@ from transformers import PreTrainedModel
 
 from trainer_backend.inference.actor import SampledToken
 from trainer_backend.inference.cache import RowCache
+from trainer_backend.inference.layer_runner import LayerRunner
 from trainer_backend.inference.paged_runner import BY_DEVICE, Likeliest, PagedRunner, PageLimits, Step
 from trainer_backend.inference.pages import victim
-from trainer_backend.inference.prefixes import Prefixes, PrefixIndex
+from trainer_backend.inference.prefixes import NOTHING, Prefix, Prefixes, PrefixIndex, mark_at
 from trainer_backend.inference.request import Request
 from trainer_backend.inference.row_columns import Columns
 from trainer_backend.inference.runner import DecoderRunner, TransformersRunner, runner_of
 from trainer_backend.inference.sampler import RowSettings, likeliest, sample, uniforms
-from trainer_backend.models.layout import refuse_unsupported_attention
+from trainer_backend.models.kinds import refuse_rotations_by_length
 
 
 class RunningBatch:
@@ -36,7 +37,7 @@ class RunningBatch:
         kept_prefixes: int = 0,
         pages: PageLimits = BY_DEVICE,
     ) -> None:
-        refuse_unsupported_attention(model.config, longest=max_len)
+        refuse_rotations_by_length(model.config, longest=max_len)
         self.max_len = max_len
         self._draws_on = drawing_device(model.device)
         self.rows: list[Request] = []
@@ -44,7 +45,8 @@ class RunningBatch:
         self._settings: RowSettings | None = None  # made when the rows have changed
         self._runner = runner_of(model, slots=slots, max_len=max_len, kept=kept_prefixes, pages=pages)
         self._cache: RowCache = self._runner.cache
-        self.prefixes = Prefixes(self._cache, most=kept_prefixes)
+        can_go_on = not isinstance(self._runner, LayerRunner) or self._runner.goes_on
+        self.prefixes = Prefixes(self._cache, most=kept_prefixes if can_go_on else 0)
         self._is_full = False
 
     @property
@@ -78,8 +80,11 @@ class RunningBatch:
         first_row = len(self.rows)
         try:
             for row, request in enumerate(in_order, start=first_row):
-                request.reused = self.prefixes.fill(matches[request], row, room=1 + request.cached)
-            self._runner.prefill(in_order, first_row=first_row)
+                match = matches[request]
+                request.reused = self.prefixes.fill(match, row, room=1 + request.cached)
+                request.lost = match.length + match.lost - request.reused
+                request.marks |= {match.mark} - {0}
+            self._prefill(in_order, first_row)
         except RuntimeError:
             for row in range(first_row, first_row + len(in_order)):
                 self._cache.close_row(row)
@@ -89,6 +94,12 @@ class RunningBatch:
             self._columns.set(len(self.rows), request)
             self.rows.append(request)
         self._settings = None
+
+    def _prefill(self, requests: Sequence[Request], first_row: int) -> None:
+        if isinstance(self._runner, LayerRunner):
+            self._runner.prefill(requests, first_row=first_row, keep=self.prefixes.mark)
+        else:
+            self._runner.prefill(requests, first_row=first_row)
 
     def step(self) -> "SampledTokens | None":
         """Feed rows their next tokens; return the sampled next tokens.
@@ -108,7 +119,7 @@ class RunningBatch:
             return None
         return SampledTokens.of(step.requests, step.launched.read(), step.likeliest, step.truncated_B)
 
-    def _step_now(self, runner: DecoderRunner | TransformersRunner) -> "SampledTokens":
+    def _step_now(self, runner: DecoderRunner | TransformersRunner | LayerRunner) -> "SampledTokens":
         count, columns = len(self.rows), self._columns
         logits_BV = runner.decode(columns.ids[:count], columns.cached[:count]).to(self._draws_on)
         if self._settings is None:
@@ -221,14 +232,26 @@ def drawing_device(device: torch.device) -> torch.device:
 
 
 def first_of_siblings(requests: Sequence[Request], prefixes: Prefixes) -> tuple[list[Request], list[Request]]:
-    """Split requests into those to prefill now, and those that can copy more from one of them afterwards."""
+    """Split requests into those to prefill now, and those that can copy more from one of them afterwards.
+
+    Where a cache cannot be cut, that one leaves a state where they part.
+    """
     first: list[Request] = []
     later: list[Request] = []
     index = PrefixIndex()
+    computed: dict[Prefix, Request] = {}
     for request in requests:
-        if prefixes.enabled and index.longest(request.prefix).length > prefixes.find(request.prefix).length:
+        shared = index.longest(request.prefix) if prefixes.enabled else NOTHING
+        known = prefixes.find(request.prefix).length
+        length = shared.length
+        if shared.prefix is not None and not prefixes.cuts:
+            length = mark_at(shared, request.prefix)
+        if shared.prefix is not None and length > known:
             later.append(request)
+            if not prefixes.cuts and length < len(shared.prefix.ids):
+                computed[shared.prefix].marks.add(length)
         else:
             first.append(request)
             index.add(request.prefix)
+            computed[request.prefix] = request
     return first, later

@@ -27,6 +27,11 @@ class RowCache(Protocol):
     """
 
     slots: int
+    cuts: bool
+    """Whether a row and a copy can be cut to any length."""
+
+    def holds(self, place: Any, length: int) -> bool:
+        """Whether a row, or a copy, can be cut to its first `length` tokens."""
 
     def open_row(self, row: int, *, room: int) -> None:
         """Open a row without tokens."""
@@ -67,6 +72,8 @@ class SlotCache(Cache):
     `begin_prefill` and `begin_append` select the rows that a `transformers` model writes and sees.
     """
 
+    cuts = True
+
     def __init__(self, *, slots: int, max_len: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(layers=[])
         self.slots, self.dtype = slots, dtype
@@ -93,6 +100,9 @@ class SlotCache(Cache):
         rows = positions_BQ.shape[0]
         self._rows_B1 = torch.arange(first_row, first_row + rows, device=positions_BQ.device)[:, None]
         self._visible = visible
+
+    def holds(self, place: int | RowCopy, length: int) -> bool:
+        return True
 
     def open_row(self, row: int, *, room: int) -> None:
         self.reserve(room)

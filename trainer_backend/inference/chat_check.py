@@ -1,18 +1,18 @@
 """Checks of a model's chat: its template, its format of tool calls, and whether two tokenizers agree."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from shared_schemas.base import did_you_mean
 from trainer_backend.errors import BadChatRequest, ModelFolderError
 from trainer_backend.inference.rendering import ChatRenderer
-from trainer_backend.models.tokenizer import CHAT_TEMPLATE_KWARGS_KEY, TOOL_CALL_FORMAT_KEY
+from trainer_backend.inference.tool_format import tool_format_of
+from trainer_backend.models.tokenizer import CHAT_TEMPLATE_KWARGS_KEY
 from trainer_backend.plugins import TOOL_FORMATS
-from trainer_backend.tool_formats.calls import ParsedCall, ParsedReply, ToolFormat
+from trainer_backend.tool_formats.calls import ParsedCall
 
 NAME = "turnwise_probe"
 SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]}
@@ -72,35 +72,30 @@ def _refuse_unread_call(answer: str, name: str | None, *, where: str) -> None:
     raise ModelFolderError(f"it writes a call {reason}: {answer!r:.200}", where=where, hint=hint)
 
 
-# Parsers never raise or rewrite: an unreadable call comes back as whole text with the reason.
+# Reasoning of a probe, which no template writes of its own.
+_THOUGHT = "turnwise_probe_thought"
+_RESULT = {"role": "tool", "tool_call_id": "call_0", "content": "tree"}
+_NEXT = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "Say stone."}]
 
 
-def tool_format_in_use(tokenizer: PreTrainedTokenizerFast) -> ToolFormat:
-    """Return the model's tool-call format, or plain text if unknown."""
-    name = tool_format_of(tokenizer)
-    return TEXT if name is None else TOOL_FORMATS[name]
-
-
-def parse_text(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
-    """Parse nothing: for models without a known tool-call format everything is text."""
-    return ParsedReply(text)
-
-
-TEXT = ToolFormat(parse_text, marker="", openers=())
-
-
-def tool_format_of(tokenizer: PreTrainedTokenizerFast) -> str | None:
-    """Return the format in tokenizer_config.json, else the first whose marker is in the chat template."""
-    setting = tokenizer.init_kwargs.get(TOOL_CALL_FORMAT_KEY)
-    if setting is not None and setting not in TOOL_FORMATS:
-        raise ModelFolderError(
-            f"{TOOL_CALL_FORMAT_KEY} is {setting!r}{did_you_mean(str(setting), TOOL_FORMATS)}",
-            where="tokenizer_config.json",
-        )
-    # Some models have a separate template for conversations with tools.
-    template = str(tokenizer.chat_template)
-    matches = (name for name, form in TOOL_FORMATS.items() if form.marker in template)
-    return str(setting) if setting is not None else next(matches, None)
+def describe_chat(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return a sentence: the model's tool-call format, and what its template does with earlier reasoning."""
+    name, renderer = tool_format_of(tokenizer), ChatRenderer(tokenizer)
+    answer = renderer.with_thought(ANSWER, _THOUGHT)
+    try:
+        shown = [
+            _THOUGHT in renderer.prompt_text([*QUESTION, answer, _RESULT, *after], TOOLS)
+            for after in ([], _NEXT)
+        ]
+    except BadChatRequest:
+        kept = "cannot be told from the template"
+    else:
+        kept = {
+            (True, True): "stays in later prompts",
+            (True, False): "is dropped behind the user's next question, where a new segment begins",
+            (False, False): "is dropped behind every answer, where a new segment begins",
+        }.get((shown[0], shown[1]), "is shown in some later prompts")
+    return f"tool calls: {name or 'in no format that is known here'}; reasoning {kept} (docs/models.md)"
 
 
 # Weights of samples compare probabilities of equal ids, so both models must map an id to the same text.

@@ -10,6 +10,7 @@ from trainer_backend.inference.answers import Answer, hash_of
 from trainer_backend.inference.chat_request import ChatRequest
 from trainer_backend.inference.conversations import Prompt, Turn
 from trainer_backend.inference.reply import (
+    REASONING,
     Choice,
     assistant_message,
     choice_body,
@@ -68,8 +69,14 @@ class Completion:
 
     def turn(self, choice: Choice) -> Turn:
         """Return the state from which the rollout's next prompt continues."""
-        place, opening = len(self.request.messages), self.prompt.opening
-        answer = Answer(place, hash_of(choice.message), choice.raw_text, choice.stop_token, opening)
+        answer = Answer(
+            index=len(self.request.messages),
+            message_hash=hash_of(choice.message),
+            raw_text=choice.raw_text,
+            stop_text=choice.stop_token,
+            opening=self.prompt.opening,
+            reasoning=choice.message.get(REASONING, ""),
+        )
         return Turn.of(self.prompt, answer, choice.generation.token_ids, self.policy.renderer)
 
     def frame(self, kind: str) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from trainer_backend.inference.drift import (
     drift_of,
 )
 from trainer_backend.inference.rendering import ChatRenderer, JsonObject
-from trainer_backend.tool_formats.tags import THINK_END
 
 # A position in a text, and the same position in its ids.
 Cut = tuple[int, int]
@@ -52,6 +51,9 @@ class Prompt:
     packed_ids: "array[int]"
     """The prompt's ids, four bytes each, since 10,000 conversations are kept."""
     hashes: RequestHashes
+    plain: str
+    """The prompt as the template writes it, without `opening`. It differs from `text` where sampled answers
+    stand in `text` that the template would write otherwise."""
     opening: str = ""
     """The end of `text`, which begins a forced call."""
     reused: int = 0
@@ -84,6 +86,7 @@ class Turn:
     text: str
     ids: "array[int]"
     hashes: RequestHashes
+    plain: str | None  # of its prompt, where it differs from the beginning of the text
     answers: tuple[Answer, ...]  # those in the prompt, and the new one, whose form the next prompt determines
     cuts: tuple[Cut, ...]  # as in a prompt; the last two are the ends of prompt and response
     renderer: ChatRenderer  # of the ids, which no other tokenizer understands
@@ -94,7 +97,15 @@ class Turn:
         text = prompt.text + answer.raw_text + answer.stop_text
         ids = prompt.packed_ids + array("i", token_ids)
         ends = (len(prompt.text), len(prompt.packed_ids)), (len(text), len(ids))
-        return cls(text, ids, prompt.hashes, (*prompt.answers, answer), (*prompt.cuts, *ends), renderer)
+        answers, cuts = (*prompt.answers, answer), (*prompt.cuts, *ends)
+        plain = None if prompt.text == prompt.plain + prompt.opening else prompt.plain
+        return cls(text, ids, prompt.hashes, plain, answers, cuts, renderer)
+
+    @property
+    def plain_prompt(self) -> str:
+        """The prompt as the template wrote it."""
+        end = self.cuts[-2][0] - len(self.answers[-1].opening)
+        return self.text[:end] if self.plain is None else self.plain
 
 
 class Conversations:
@@ -124,13 +135,14 @@ class Conversations:
         turn = self._turns.get(rollout_id)
         if turn is not None and turn.renderer is renderer:
             return next_prompt(turn, messages, tools, refuse_too_long, opening)
-        text = renderer.prompt_text(messages, tools) + opening
+        plain = renderer.prompt_text(messages, tools)
+        text = plain + opening
         refuse_too_long(text)
         break_cause = None if turn is None else OTHER_MODEL
         if turn is None and rollout_id and any(message.get("role") == "assistant" for message in messages):
             break_cause = UNKNOWN
         ids, hashes = array("i", renderer.encode(text)), RequestHashes.of(messages, tools)
-        return Prompt(text, ids, hashes, opening=opening, break_cause=break_cause)
+        return Prompt(text, ids, hashes, plain, opening=opening, break_cause=break_cause)
 
     def remember(self, rollout_id: str, turn: Turn) -> None:
         self._turns[rollout_id] = turn
@@ -145,12 +157,14 @@ def next_prompt(
 ) -> Prompt:
     """Return the prompt after a turn: its ids are kept up to the first place where the text differs.
 
-    The raw text replaces every unedited answer. If the rendering then does not begin with everything that the
-    model saw and wrote, a message was edited, or the template drops or rewrites a part: the result is another
-    prompt, which shares only the text before that place.
+    The raw text replaces every unedited answer: it is given to the template as content, or, where the
+    template then writes something else, it stands in the place of what the template writes.
+    If the rendering then does not begin with everything that the model saw and wrote, a message was edited,
+    or the template drops or rewrites a part: the result is another prompt, which shares only the text before
+    that place.
     """
     hashes = RequestHashes.of(messages, tools)
-    text, answers = _render(turn, hashes, messages, tools)
+    text, plain, answers = _render(turn, hashes, messages, tools)
     text += opening
     refuse_too_long(text)
     cut_count = _common_cuts(turn, text)
@@ -166,6 +180,7 @@ def next_prompt(
         text,
         ids,
         hashes,
+        plain,
         opening=opening,
         reused=0 if is_repeat else ids_end,
         break_cause=None if ids_end == len(turn.ids) else _cause(turn, hashes, text),
@@ -177,20 +192,29 @@ def next_prompt(
 
 def _render(
     turn: Turn, hashes: RequestHashes, messages: Sequence[JsonObject], tools: Sequence[JsonObject]
-) -> tuple[str, tuple[Answer, ...]]:
-    """Return the text, and the answers in it with their forms."""
+) -> tuple[str, str, tuple[Answer, ...]]:
+    """Return the text, the same as the template writes it, and the answers in it with their forms."""
     *earlier, newest = turn.answers
     present = tuple([answer for answer in earlier if answer.stands_in(hashes.messages)])
     if newest.stands_in(hashes.messages):
         view = View(messages, tools, present, turn.renderer)
         is_unedited = turn.hashes.messages == hashes.messages[: newest.index]
-        form = (view.form_extending(newest, turn.text) if is_unedited else None) or view.exact(newest)
+        form = None
+        if is_unedited:
+            # After one answer that the template does not write as sampled, no form reproduces the text.
+            if turn.plain is None:
+                form = view.form_extending(newest, turn.text)
+            if form is None and (place := view.continuation(newest, turn.plain_prompt)) is not None:
+                form, end = place
+                plain = view.text(form) or ""
+                return turn.text + plain[end:], plain, (*present, form)
+        form = form or view.exact(newest)
         present, text = (*present, form), view.text(form)
     else:
         text = text_with(messages, present, tools, turn.renderer)
     if text is None:  # the template cannot render the sampled texts, perhaps the plain messages
-        return turn.renderer.prompt_text(messages, tools), ()
-    return text, present
+        text, present = turn.renderer.prompt_text(messages, tools), ()
+    return text, text, present
 
 
 def _common_cuts(turn: Turn, text: str) -> int:
@@ -208,5 +232,6 @@ def _cause(turn: Turn, hashes: RequestHashes, text: str) -> str:
         return TOOLS
     if not newest.stands_in(hashes.messages) or turn.hashes.messages != hashes.messages[: newest.index]:
         return EDITED
-    thoughts = [a.raw_text.partition(THINK_END)[0] for a in turn.answers if THINK_END in a.raw_text]
-    return REASONING if any(thought.strip() not in text for thought in thoughts) else TEMPLATE
+    thoughts = {answer.thought(turn.renderer) for answer in turn.answers} - {""}
+    is_dropped = any(text.count(thought) < turn.text.count(thought) for thought in thoughts)
+    return REASONING if is_dropped else TEMPLATE

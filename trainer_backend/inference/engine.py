@@ -31,6 +31,7 @@ from trainer_backend.inference.inbox import Inbox
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.paged_runner import PageLimits
 from trainer_backend.inference.request import Request
+from trainer_backend.inference.tool_format import tool_format_in_use
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.inference.weights import ServedWeights, read_weights
 from trainer_backend.inference.worker import EngineWorker
@@ -49,8 +50,8 @@ class LocalEngine(Engine):
     tokens, whatever else is being generated.
 
     Args:
-        model: any causal model with full attention, in evaluation mode, on its device. Its weights may be
-            moved together (`decoder`); it must not be moved to another device afterwards.
+        model: any causal model whose layers a runner can hold (`runner`), in evaluation mode, on its device.
+            Its weights may be moved together (`decoder`); it must not be moved to another device afterwards.
         stop_ids: see `stop_token_ids`.
         keys: absent: the defaults, and the model's `max_position_embeddings` as the longest request.
         read: finds the weights of a version; by default they are its folder's.
@@ -202,7 +203,9 @@ class LocalEngine(Engine):
 def stop_token_ids(
     generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[int, ...]:
-    """Return the end tokens of a model's generation config and of its tokenizer."""
+    """Return the end tokens of a model's generation config, of its tokenizer and of its tool-call format."""
     end_ids = generation.eos_token_id if generation is not None else None
     ids = end_ids if isinstance(end_ids, list) else [end_ids]
-    return tuple(sorted({int(i) for i in (*ids, tokenizer.eos_token_id) if i is not None}))
+    ends = tool_format_in_use(tokenizer).ends
+    own = [number for number, token in tokenizer.added_tokens_decoder.items() if token.content in ends]
+    return tuple(sorted({int(i) for i in (*ids, *own, tokenizer.eos_token_id) if i is not None}))

@@ -4,6 +4,7 @@ A request that forces a call gets it as the end of its prompt. The rest is sampl
 change the distribution that is trained (DESIGN.md 4.9), so the model may still fail to write a whole call.
 """
 
+import re
 from dataclasses import dataclass
 
 from trainer_backend.errors import BadChatRequest
@@ -45,9 +46,10 @@ def find_opening(renderer: ChatRenderer, tool_format: ToolFormat) -> CallOpening
         return None
     end = renderer.tokenizer.eos_token or ""
     before, name, after = (written or "").removesuffix(end).partition(NAME)
-    length = after.find(tool_format.arguments_start)
-    if not name or length < 0:
+    arguments = re.search(tool_format.arguments_start, after)
+    if not name or arguments is None:
         return None
+    length = arguments.end()
     starts = [before.find(opener) for opener in tool_format.openers if opener and opener in before]
     start = min(starts, default=0)
     lead = "" if THINK_START in before[:start] else before[:start]

@@ -1,6 +1,7 @@
 """The keys of [inference]: of an engine of ours, and of vLLM servers. No torch here, since a job has them."""
 
 import re
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,7 +35,10 @@ _VLLM_OWN = {
     "hf_overrides": "it is the model of [model], and vLLM ignores names that the model's config lacks",
     "worker_extension_cls": "it loads the weights",
     "weight_transfer_config": "it is weight_transfer.backend",
+    "enable_sleep_mode": "it is inference.sleep",
 }
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+_VLLM_SHARE = 0.92  # the default of 0.32
 _VLLM_NAME = re.compile(r"[a-zA-Z][\w-]*", re.ASCII)
 # For a sample, and to find a wedged server beside it; the most that a task app waits for an answer.
 _SAMPLE_S, _LONGEST_REQUEST_S = 180.0, 3_600.0
@@ -60,6 +64,25 @@ class VllmKeys(Table):
     """how long a vLLM server may take to start or to load weights, and how long the run waits when none
     serves; then it saves and ends. A server that the run started and that stays away so long is started
     again, and the run waits as long again"""
+    sleep: bool = False
+    """vLLM servers give the GPU's memory back while the learner works, and wake with the new weights: for
+    servers on the learner's GPU (docs/vllm.md)"""
+
+    @property
+    def server_devices(self) -> int:
+        """Accelerators of one server that the run starts, by vLLM's parallel sizes."""
+        sizes = (self.argument(name, 1) for name in _PARALLEL)
+        return prod(size for size in sizes if isinstance(size, int))
+
+    @property
+    def server_share(self) -> float:
+        """The share of a GPU's memory that a server that the run starts takes."""
+        share = self.argument("gpu_memory_utilization", _VLLM_SHARE)
+        return float(share) if isinstance(share, int | float) else _VLLM_SHARE  # vLLM refuses other values
+
+    def argument(self, name: str, default: Any) -> Any:
+        """An argument of servers that the run starts, which the job may write with - for _."""
+        return {key.replace("-", "_"): value for key, value in self.vllm.items()}.get(name, default)
 
     @property
     def replica_patience_s(self) -> float:
@@ -100,7 +123,8 @@ class EngineKeys(Table):
 
     The cache of `slots` running requests takes at most slots * max_model_len * 2 * layers * key-value heads *
     head_dim * bytes of a number; a kept prefix takes at most what a slot takes. In pages, which are allocated
-    as they are needed, one longest request always fits.
+    as they are needed, one longest request always fits. Layers with a state take its size for each request
+    and each kept prefix instead, and a model that has any keeps as many prefixes again, amid prompts.
     """
 
     own_process: bool = False

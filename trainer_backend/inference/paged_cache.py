@@ -17,12 +17,17 @@ class PagedCache:
     the most pages, at least those of one row of `max_len`; `tables` are [slots, pages of a row] int32.
     """
 
+    cuts = True
+
     def __init__(self, memory: PageMemory, *, slots: int, max_len: int, limit: int) -> None:
         self.slots, self.memory = slots, memory
         self._evict: Callable[[], bool] = lambda: False
         self.tables: NDArray[np.int32] = np.zeros((slots, pages_for(max_len)), dtype=np.int32)
         self._rows: list[list[int]] = [[] for _ in range(slots)]
         self.pool = PagePool(limit, grow=memory.grow, evict=lambda: self._evict(), copy=memory.copy)
+
+    def holds(self, place: int | list[int], length: int) -> bool:
+        return True
 
     def on_shortage(self, evict: Callable[[], bool]) -> None:
         self._evict = evict

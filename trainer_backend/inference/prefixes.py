@@ -4,9 +4,12 @@ Rows of running requests and copies of finished ones can be reused: a conversati
 siblings share their prompt, and all prompts of a job share the system message. The least recently used copy
 is dropped first. A search costs O(prompt): blocks of ids are hashed in a chain, and the ids behind equal
 hashes are always compared.
+
+A cache with states cannot be cut: a prompt goes on only from the whole of what a row or a copy has. So where
+a prompt parts from a known one, a state is kept on its way, a mark, from which the next such prompt goes on.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
@@ -65,12 +68,32 @@ class PrefixIndex:
                 return Match(prefix, length) if length >= SHORTEST_PREFIX else NOTHING
         return NOTHING
 
+    def longest_whole(self, target: Prefix, holds: Callable[[Any, int], bool]) -> "Match":
+        """Return the longest prefix all of whose ids begin `target`, and whose place holds just these."""
+        for blocks in range(len(target.block_keys), 0, -1):
+            holders = self._holders.get(target.block_keys[blocks - 1], {})
+            whole = [
+                prefix
+                for prefix in holders
+                if len(prefix.block_keys) == blocks
+                and prefix.ids == target.ids[: len(prefix.ids)]
+                and holds(prefix.place, len(prefix.ids))
+            ]
+            if whole:
+                prefix = max(whole, key=lambda prefix: len(prefix.ids))
+                return Match(prefix, len(prefix.ids))
+        return NOTHING
+
 
 class Match(NamedTuple):
     """A cached prefix, and the number of its ids that are shared."""
 
     prefix: Prefix | None
     length: int
+    lost: int = 0
+    """Ids more that are known, but of which no state was kept."""
+    mark: int = 0
+    """Where to keep a state on the way, for the next one that shares them; 0: nowhere."""
 
 
 NOTHING = Match(None, 0)
@@ -84,11 +107,24 @@ def shared_length(one: Sequence[int], other: Sequence[int], *, at_least: int) ->
     return at_least + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], rest))
 
 
+def mark_at(known: Match, target: Prefix) -> int:
+    """Return where a prompt that shares `known` ids should leave a state for the next one.
+
+    Where both go on, prompts part at other tokens each time (an observation's first word is the same now and
+    then): the end of the last block before serves them all.
+    """
+    assert known.prefix is not None
+    if known.length in (len(known.prefix.ids), len(target.ids)):
+        return known.length
+    return known.length // BLOCK * BLOCK
+
+
 class Prefixes:
     """The index of running rows and copies, and the limit on copies.
 
     A copy of n tokens takes n / max_model_len of a full row, so `most` copies take at most as much memory as
-    `most` more slots. With `most` 0 nothing is reused, not even running rows. Belongs to the engine thread.
+    `most` more slots; marks are as many again, in caches that need them. With `most` 0 nothing is reused, not
+    even running rows. Belongs to the engine thread.
     """
 
     def __init__(self, cache: RowCache, *, most: int) -> None:
@@ -97,14 +133,31 @@ class Prefixes:
         self._most = most
         self._index = PrefixIndex()
         self.copies: dict[Prefix, None] = {}  # least recently used first
+        self._marks: set[Prefix] = set()  # of them, those kept amid a prompt
 
     @property
     def enabled(self) -> bool:
         return self._most > 0
 
+    @property
+    def cuts(self) -> bool:
+        """Whether any part of a known prefix can be gone on from."""
+        return self._cache.cuts
+
     def find(self, target: Prefix) -> Match:
-        """Find the cached prefix that shares the most first tokens."""
-        return self._index.longest(target)
+        """Find the cached prefix that has the most first tokens to go on from."""
+        known = self._index.longest(target)
+        if self.cuts or known.prefix is None:
+            return known
+        whole = self._index.longest_whole(target, self._cache.holds)
+        mark = mark_at(known, target)
+        lost = max(0, known.length - whole.length)  # `known` is exact to the block
+        return whole._replace(lost=lost, mark=mark if mark > whole.length else 0)
+
+    def mark(self, ids: Sequence[int], row: int) -> None:
+        """Keep the state of a row after these ids, all that it has."""
+        if self.enabled and len(ids) >= SHORTEST_PREFIX:
+            self._keep(Prefix(ids), row, is_mark=True)
 
     def fill(self, match: Match, row: int, *, room: int) -> int:
         """Open a row for `room` tokens, with a matching prefix; return the prefix's number of tokens."""
@@ -135,7 +188,7 @@ class Prefixes:
         is_shared = prefix.place is not None
         self.unshare(prefix)
         if is_shared and len(ids) >= SHORTEST_PREFIX:
-            self._keep(Prefix(ids), row)
+            self._keep(Prefix(ids), row, is_mark=False)
 
     def unshare(self, prefix: Prefix) -> None:
         """Stop sharing a running row's keys and values."""
@@ -161,16 +214,17 @@ class Prefixes:
         for prefix in prefixes:
             self.unshare(prefix)
 
-    def _keep(self, new: Prefix, row: int) -> None:
-        base, length = self._index.longest(new)
+    def _keep(self, new: Prefix, row: int, *, is_mark: bool) -> None:
+        base, length, *_ = self.find(new)
         if base is not None and base in self.copies:
             if length == len(new.ids):
                 self._touch(base)
                 return
-            if length == len(base.ids):
+            if length == len(base.ids) and not is_mark and base not in self._marks:
                 self._drop(base)  # the new one contains it
-        if len(self.copies) >= self._most:
-            self.drop_oldest()
+        alike = [copy for copy in self.copies if (copy in self._marks) == is_mark]
+        if len(alike) >= self._most:
+            self._drop(alike[0])
         try:
             new.place = self._cache.copy_out(row, len(new.ids))
         except RuntimeError as error:
@@ -179,6 +233,8 @@ class Prefixes:
             self.drop_copies()
             return
         self.copies[new] = None
+        if is_mark:
+            self._marks.add(new)
         self._index.add(new)
 
     def _touch(self, prefix: Prefix) -> None:
@@ -187,6 +243,7 @@ class Prefixes:
 
     def _drop(self, prefix: Prefix) -> None:
         del self.copies[prefix]
+        self._marks.discard(prefix)
         self._index.remove(prefix)
         self._cache.drop_copy(prefix.place)
         prefix.place = None

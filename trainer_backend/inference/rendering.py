@@ -17,7 +17,10 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from shared_schemas.base import did_you_mean, is_one_of
 from trainer_backend.core.prompt_lengths import LongPrompt
 from trainer_backend.errors import BadChatRequest, ModelFolderError
+from trainer_backend.inference.tool_format import tool_format_in_use
 from trainer_backend.models.tokenizer import CHAT_TEMPLATE_KWARGS_KEY, id_count
+from trainer_backend.tool_formats.calls import ParsedCall
+from trainer_backend.tool_formats.tags import THINK_END, THINK_START, split_reasoning
 
 JsonObject = Mapping[str, Any]
 
@@ -33,8 +36,28 @@ _BYTES = {text: byte for byte, text in bytes_to_unicode().items()}  # type: igno
 # Characters per token to encode: at the usual three or four per token, several times enough.
 _START = 16
 
+# Reasoning that is nothing, which no template trims away. Unicode reserves it for private use.
+BLANK = "\ufdd2"
+# Names under which templates read the reasoning of an answer; gpt-oss's and LFM2.5's are the last one.
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+
 # A minimal user message.
 QUESTION: JsonObject = {"role": "user", "content": "?"}
+
+
+# An answer by which it is found out what a template shows.
+_PROBE_NAME, _PROBE_THOUGHT = "turnwise_probe_name", "turnwise_probe_thought"
+_PROBE: Sequence[JsonObject] = (
+    QUESTION,
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "call_0", "type": "function", "function": {"name": _PROBE_NAME, "arguments": "{}"}}
+        ],
+        _REASONING_KEYS[0]: _PROBE_THOUGHT,
+    },
+)
 
 
 # Variables of a chat template that the library or jinja sets, beside the special tokens.
@@ -66,6 +89,9 @@ class ChatRenderer:
         self._id_count = id_count(tokenizer)
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         settings = json.dumps([tokenizer.chat_template, self._template_kwargs], sort_keys=True, default=str)
+        added = tokenizer.added_tokens_decoder.values()
+        self._specials = tuple([token.content for token in added if token.special])
+        self._arguments_as_text = False  # until a template concatenates them
         self.template_digest = hashlib.blake2b(settings.encode(), digest_size=6).hexdigest()
         # SentencePiece decoders drop a leading space; after another token it stays.
         self._before: list[int] = self._backend.encode("x", add_special_tokens=False).ids
@@ -74,9 +100,15 @@ class ChatRenderer:
             whole[len(self._before) :]
         )
 
-    def prompt_text(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject]) -> str:
-        """Return the text that the model continues."""
-        return self.prompt_texts([messages], tools)[0]
+    def prompt_text(
+        self,
+        messages: Sequence[JsonObject],
+        tools: Sequence[JsonObject],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return the text that the model continues; without a generation prompt, all text up to there."""
+        return self.prompt_texts([messages], tools, add_generation_prompt=add_generation_prompt)[0]
 
     def prompt_texts(
         self,
@@ -91,17 +123,41 @@ class ChatRenderer:
         # Templates are foreign programs: any error means that they cannot render these messages. So does one
         # of a message in another form, which a row of data may have; requests were checked (chat_form).
         try:
-            texts = self.tokenizer.apply_chat_template(
-                [list(map(_plain_message, messages)) for messages in conversations],
-                tools=[dict(tool) for tool in tools] or None,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self._template_kwargs,
-            )
+            plain = [list(map(_plain_message, messages)) for messages in conversations]
+            if any(map(_has_calls, plain)) and self._drops_calls:
+                plain = [list(map(self._with_written_calls, messages)) for messages in plain]
+            try:
+                return self._apply(plain, tools, add_generation_prompt)
+            except TypeError:
+                if self._arguments_as_text or not any(map(_has_calls, plain)):
+                    raise
+                # DeepSeek's templates concatenate the arguments, which others print as an object.
+                self._arguments_as_text = True
+                try:
+                    return self._apply(plain, tools, add_generation_prompt)
+                except Exception:
+                    self._arguments_as_text = False
+                    raise
         except Exception as error:
             raise BadChatRequest(
                 f"the chat template cannot render this: {error}", where="messages"
             ) from error
+
+    def _apply(
+        self,
+        conversations: list[list[dict[str, Any]]],
+        tools: Sequence[JsonObject],
+        add_generation_prompt: bool,
+    ) -> list[str]:
+        if self._arguments_as_text:
+            conversations = [list(map(_with_text_arguments, messages)) for messages in conversations]
+        texts = self.tokenizer.apply_chat_template(
+            conversations,
+            tools=[dict(tool) for tool in tools] or None,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **self._template_kwargs,
+        )
         return [str(text) for text in texts]
 
     def prompt_ids(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject]) -> list[int]:
@@ -140,6 +196,57 @@ class ChatRenderer:
         """The prompt with QUESTION alone. Raises BadChatRequest as `prompt_text`."""
         return self.prompt_text([QUESTION], [])
 
+    def find_reasoning(self, content: str) -> str:
+        """Return the reasoning in the content of an answer; "" if there is none."""
+        return split_reasoning(content, str(self.tokenizer.chat_template))[0]
+
+    def with_reasoning(self, message: JsonObject, reasoning: str) -> JsonObject:
+        """Return an answer with its reasoning apart from its content, where the template reads it there.
+
+        Args:
+            reasoning: that the message lacks; "": what its content has, if any.
+        """
+        thought, content = split_reasoning(_text(message.get("content")), str(self.tokenizer.chat_template))
+        reasoning = reasoning or thought
+        if not reasoning or not self._shows_reasoning:
+            return message
+        return {**message, "content": content, _REASONING_KEYS[0]: reasoning}
+
+    def with_thought(self, answer: JsonObject, thought: str) -> JsonObject:
+        """Return an answer without content that begins with this reasoning."""
+        if self._shows_reasoning:
+            return {**answer, _REASONING_KEYS[0]: thought}
+        return {**answer, "content": f"{THINK_START}\n{thought}\n{THINK_END}\n\n"}
+
+    @cached_property
+    def _shows_reasoning(self) -> bool:
+        """Whether the template writes reasoning that a message has apart from its content."""
+        try:
+            text = self.prompt_text(_PROBE, [], add_generation_prompt=False)
+        except BadChatRequest:
+            return False
+        return _PROBE_THOUGHT in text
+
+    @cached_property
+    def _drops_calls(self) -> bool:
+        """Whether the template leaves out the calls of an answer, as those of SmolLM3 and LFM2 do."""
+        form = tool_format_in_use(self.tokenizer)
+        try:
+            (text,) = self._apply([list(map(_plain_message, _PROBE))], [], add_generation_prompt=False)
+        except Exception:  # told where the template is used
+            return False
+        return form.write is not None and _PROBE_NAME not in text
+
+    def _with_written_calls(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return an answer with its calls in its content, as the model writes them."""
+        write = tool_format_in_use(self.tokenizer).write
+        if "tool_calls" not in message or write is None:
+            return message
+        functions = [call["function"] for call in message["tool_calls"]]
+        calls = [ParsedCall(function["name"], _argument_text(function)) for function in functions]
+        rest = {key: value for key, value in message.items() if key != "tool_calls"}
+        return {**rest, "content": "\n".join(filter(None, [message["content"], write(calls)]))}
+
     def answer_text(
         self, messages: Sequence[JsonObject], answer: JsonObject, tools: Sequence[JsonObject]
     ) -> str | None:
@@ -160,20 +267,35 @@ class ChatRenderer:
         prompts = self.prompt_texts(conversations, tools)
         texts = self._answered(prompts, conversations, answers, tools)
         # Mistral's templates show the system message only until the last user message is answered.
+        without_system = [
+            [message for message in messages if message.get("role") != "system"] for messages in conversations
+        ]
         unknown = [
             number
             for number, text in enumerate(texts)
-            if text is None and any(message.get("role") == "system" for message in conversations[number])
+            if text is None and len(without_system[number]) < len(conversations[number])
         ]
-        without_system = [
-            [message for message in conversations[number] if message.get("role") != "system"]
-            for number in unknown
-        ]
-        own = [answers[number] for number in unknown]
-        again = self._answered(self.prompt_texts(without_system, tools), without_system, own, tools)
-        for number, text in zip(unknown, again, strict=True):
-            texts[number] = text
+        self._fill(texts, unknown, without_system, answers, tools)
+        # Nemotron's prompts begin reasoning, and its template writes an answer without any in another way.
+        unknown = [number for number, text in enumerate(texts) if text is None]
+        if unknown and self._shows_reasoning:
+            thinking = [{**answer, _REASONING_KEYS[0]: BLANK} for answer in answers]
+            self._fill(texts, unknown, conversations, thinking, tools)
         return prompts, texts
+
+    def _fill(
+        self,
+        texts: list[str | None],
+        unknown: Sequence[int],
+        conversations: Sequence[Sequence[JsonObject]],
+        answers: Sequence[JsonObject],
+        tools: Sequence[JsonObject],
+    ) -> None:
+        """Fill in the texts of the unknown answers."""
+        asked, own = [conversations[number] for number in unknown], [answers[number] for number in unknown]
+        found = self._answered(self.prompt_texts(asked, tools), asked, own, tools)
+        for number, text in zip(unknown, found, strict=True):
+            texts[number] = text and text.replace(BLANK, "")
 
     def _answered(
         self,
@@ -184,16 +306,35 @@ class ChatRenderer:
     ) -> list[str | None]:
         whole = [[*messages, answer] for messages, answer in zip(conversations, answers, strict=True)]
         texts = self.prompt_texts(whole, tools, add_generation_prompt=False)
-        return [self._after(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+        found = [self._after(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+        for number, text in enumerate(found):
+            if text is not None and self._specials and not text.endswith(self._specials):
+                found[number] = text + self._next_special(whole[number], texts[number], tools)
+        return found
 
     def _after(self, prompt: str, whole: str) -> str | None:
         """What follows the prompt up to the end token; None where the text does not begin with the prompt."""
         if not whole.startswith(prompt):
             return None
         end = self.tokenizer.eos_token
-        # A newline may follow the end token; the model never writes it.
         length = whole.find(end, len(prompt)) if end else -1
-        return whole[len(prompt) : length + len(end) if length >= 0 else None]
+        if end and length >= 0:
+            return whole[len(prompt) : length + len(end)]
+        # A newline may follow the end token; the model never writes it.
+        body = whole.rstrip()
+        return (body if body.endswith(self._specials) else whole)[len(prompt) :]
+
+    def _next_special(self, messages: Sequence[JsonObject], text: str, tools: Sequence[JsonObject]) -> str:
+        """Return the token that begins the next message, and so ends an answer of GLM; "": none does."""
+        result = {"role": "tool", "tool_call_id": "call00000", "content": "?"}
+        try:
+            follower = result if messages[-1].get("tool_calls") else QUESTION
+            longer = self.prompt_text([*messages, follower], tools)
+        except BadChatRequest:
+            return ""
+        if not longer.startswith(text):
+            return ""
+        return next((token for token in self._specials if longer.startswith(token, len(text))), "")
 
     def encode(self, text: str) -> list[int]:
         """Encode rendered text; special tokens in the text are recognised, none are added."""
@@ -285,9 +426,12 @@ def _plain_message(message: JsonObject) -> dict[str, Any]:
     """Return a message in the form templates expect: text content, and call arguments as an object.
 
     An empty `tool_calls` is omitted, because templates test for the key. A call id other than nine letters or
-    digits is replaced in call and result alike by nine characters derived from it.
+    digits is replaced in call and result alike by nine characters derived from it. Reasoning has every name
+    that a template may read it under.
     """
     plain = {**message, "content": _text(message.get("content"))}
+    if reasoning := next((message[key] for key in _REASONING_KEYS if message.get(key)), None):
+        plain |= dict.fromkeys(_REASONING_KEYS, reasoning)
     if calls := plain.pop("tool_calls", None):
         plain["tool_calls"] = list(map(_plain_call, calls))
     if message.get("tool_call_id") is not None:
@@ -305,6 +449,25 @@ def _plain_call(call: JsonObject) -> dict[str, Any]:
     function = call["function"]
     plain = {**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
     return {**plain, "id": _call_id(call["id"])} if "id" in call else plain
+
+
+def _has_calls(messages: Sequence[JsonObject]) -> bool:
+    return any("tool_calls" in message for message in messages)
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _argument_text(call["function"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _argument_text(function: JsonObject) -> str:
+    arguments = function["arguments"]
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _call_id(text: str) -> str:

@@ -10,6 +10,8 @@ from trainer_backend.inference.actor import Generation, SampledToken
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.tool_formats.calls import ParsedReply
 
+# Of a message whose format sets reasoning apart from the content.
+REASONING = "reasoning_content"
 # Our key of a message: why a call in its text could not be parsed.
 TOOL_CALL_ERROR = "tool_call_error"
 
@@ -53,6 +55,8 @@ def assistant_message(
             }
             for i, call in enumerate(reply.tool_calls)
         ]
+    if reply.reasoning:
+        message[REASONING] = reply.reasoning
     if reply.error is not None:
         message[TOOL_CALL_ERROR] = reply.error
     return message

@@ -26,7 +26,8 @@ class Request:
 
     `cached` counts the tokens with keys and values in the cache; `next_token` is the one that the next step
     feeds. So a prompt of n tokens enters with n - 1 cached, its last one fed like a sampled token. `prefix`
-    are those n - 1 tokens; `reused` of them needed no prefill. `arrival` is its number in order of arrival.
+    are those n - 1 tokens; `reused` of them needed no prefill, and `lost` more are known, but no state was
+    kept of them. States are kept at `marks`, numbers of tokens. `arrival` is its number in order of arrival.
     """
 
     request_id: str
@@ -38,6 +39,8 @@ class Request:
     key: int = 0
     cached: int = 0
     reused: int = 0
+    lost: int = 0
+    marks: set[int] = field(default_factory=set)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     likeliest: list[tuple[tuple[int, float], ...]] = field(default_factory=list)

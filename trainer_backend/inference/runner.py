@@ -1,7 +1,6 @@
 """Forward passes of the running batch: by our own decoder, or by `transformers` where it has to be."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 
 import numpy as np
 import structlog
@@ -10,12 +9,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trainer_backend.inference.cache import CACHE_NAME, SlotCache
+from trainer_backend.inference.cache import SlotCache
 from trainer_backend.inference.decoder import Decoder, unsupported_because
+from trainer_backend.inference.layer_runner import LayerRunner, Pass
 from trainer_backend.inference.paged_runner import BY_DEVICE, PagedRunner, PageLimits
 from trainer_backend.inference.request import Request, read_rests
 from trainer_backend.inference.row_attention import RowAttentions
-from trainer_backend.models.precision import tokens_for
+from trainer_backend.models.kinds import why_not_by_position
 
 log = structlog.get_logger(__name__)
 
@@ -28,15 +28,24 @@ CALL_NUMBERS = 2**18
 
 def runner_of(
     model: PreTrainedModel, *, slots: int, max_len: int, kept: int = 0, pages: PageLimits = BY_DEVICE
-) -> "DecoderRunner | TransformersRunner | PagedRunner":
+) -> "DecoderRunner | TransformersRunner | LayerRunner | PagedRunner":
     """The runner of a model, for `kept` kept prefixes; the log says why where it is not our decoder's."""
+    layers = why_not_by_position(model, longest=max_len)
+    if layers is not None:
+        runner = LayerRunner(model, slots=slots, max_len=max_len)
+        _tell(model, f"its {layers}", cache="by layer", cost=runner.cost)
+        return runner
     reason = unsupported_because(model)
     if reason is None and pages.wanted_on(model.device):
         return PagedRunner(model, slots=slots, max_len=max_len, kept=kept, most_bytes=pages.most_bytes)
     if reason is None:
         return DecoderRunner(model, slots=slots, max_len=max_len)
-    log.warning("engine_decodes_by_transformers", model=type(model).__name__, reason=reason)
+    _tell(model, reason, cache="by position", cost="rows are padded to the longest")
     return TransformersRunner(model, slots=slots, max_len=max_len)
+
+
+def _tell(model: PreTrainedModel, reason: str, **facts: str) -> None:
+    log.warning("engine_decodes_by_transformers", model=type(model).__name__, reason=reason, **facts)
 
 
 class DecoderRunner:
@@ -95,13 +104,11 @@ class DecoderRunner:
 
 
 class TransformersRunner:
-    """Runs any causal model with full attention by `transformers`, in padded rows; as `DecoderRunner`."""
+    """Runs models whose layers have full attention, by `transformers` in padded rows; as `DecoderRunner`."""
 
     def __init__(self, model: PreTrainedModel, *, slots: int, max_len: int) -> None:
-        self._model = model
-        # Stored, because `transformers` walks over all modules for each answer.
-        self._device, self._dtype = model.device, model.dtype
-        self._low = None if self._dtype == torch.float32 else self._dtype
+        self._pass = Pass(model)
+        self._device, self._dtype = self._pass.device, self._pass.dtype
         self.cache = SlotCache(slots=slots, max_len=max_len, dtype=self._dtype)
 
     def prefill(self, requests: Sequence[Request], *, first_row: int) -> None:
@@ -125,7 +132,7 @@ class TransformersRunner:
         ids_BL = self._padded([request.prompt_ids[:-1] for request in requests])
         self.cache.begin_prefill(first_row=first_row, length=length)
         # No mask is needed: with padding on the right, causal attention never shows a pad to a token.
-        self._forward(ids_BL, position_ids=torch.arange(length, device=self._device)[None])
+        self._pass(ids_BL, self.cache, position_ids=torch.arange(length, device=self._device)[None])
 
     def _prefill_rest(self, requests: Sequence[Request], *, first_row: int) -> None:
         """Compute the part of each prompt after its cached prefix, padded on the right to the longest."""
@@ -142,18 +149,7 @@ class TransformersRunner:
         masked = torch.finfo(self._dtype).min
         mask_BQL = torch.where(columns_L <= positions_BQ[:, :, None], 0.0, masked).to(self._dtype)
         self.cache.begin_append(positions_BQ, first_row=first_row, visible=visible)
-        return self._forward(ids_BQ, attention_mask=mask_BQL[:, None], position_ids=positions_BQ)
-
-    def _forward(self, ids_BQ: Tensor, **positions: Tensor) -> Tensor:
-        """Run the model; return [B, V] logits of each row's last token, and cache all keys and values."""
-        low = self._low
-        tokens = tokens_for(self._model, ids_BQ, low)
-        with nullcontext() if low is None else torch.autocast(self._device.type, dtype=low):
-            output = self._model(
-                **tokens, **positions, **{CACHE_NAME: self.cache}, use_cache=True, logits_to_keep=1
-            )
-        logits_BV: Tensor = output.logits[:, -1]
-        return logits_BV
+        return self._pass(ids_BQ, self.cache, attention_mask=mask_BQL[:, None], position_ids=positions_BQ)
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> Tensor:
         longest = max(map(len, rows))

@@ -11,11 +11,11 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerF
 from shared_schemas.base import did_you_mean
 from trainer_backend.errors import ModelFolderError, UnknownModel
 from trainer_backend.inference.actor import FrozenEngine
-from trainer_backend.inference.chat_check import tool_format_in_use
 from trainer_backend.inference.drift import ConversationFigures
 from trainer_backend.inference.engine import stop_token_ids
 from trainer_backend.inference.forced_call import find_opening
 from trainer_backend.inference.rendering import ChatRenderer
+from trainer_backend.inference.tool_format import tool_format_in_use
 from trainer_backend.job.tables import ModelTable
 from trainer_backend.models.folder import embedding_rows, folder_config, load_tokenizer
 from trainer_backend.models.sources import remember_chat_settings

@@ -1,8 +1,10 @@
 """Several replicas of one policy as one engine: sticky by session, and none serves weights of before.
 
     starting -> stale -> serving -> lost
-                  ^                   |
-                  +-------------------+     only by a load of the current version that passes its canary
+                  ^        |          |
+                  |      asleep       |     while the learner works, where they share a GPU (inference.sleep)
+                  |        |          |
+                  +--------+----------+     only by a load of the current version that passes its canary
 
 Failures of real requests say that a replica is lost, not `/health`, which stays 200 on a wedged server.
 What a lost replica was sampling is sampled anew elsewhere, from the same ids.
@@ -26,7 +28,7 @@ from trainer_backend.inference.versions import PolicyVersion, ScoredPrompt
 from trainer_backend.inference.vllm_engine import VllmEngine
 from trainer_backend.rundir.state import GONE
 
-State = Literal["starting", "stale", "serving", "lost"]
+State = Literal["starting", "stale", "serving", "asleep", "lost"]
 # Sessions that are remembered; the oldest is forgotten first, and costs a prefix that is computed anew.
 _MOST_SESSIONS = 20_000
 # A session leaves its replica where another has this many fewer running requests.
@@ -70,6 +72,7 @@ class Servers(Engine):
             to loads that leave parts of the model as they were.
         tell: is given a line for each replica that is lost or serves again.
         renew: starts the server of an address anew; called when a replica was away for half of `wait_s`.
+        sleeps: whether replicas sleep from a release to the next load.
     """
 
     def __init__(
@@ -80,7 +83,9 @@ class Servers(Engine):
         canary_limit: float,
         tell: Callable[[str], None],
         renew: Callable[[str], None] | None = None,
+        sleeps: bool = False,
     ) -> None:
+        self._sleeps, self._is_released, self._sleep_s = sleeps, False, 0.0
         self.replicas = tuple(map(Replica, engines))
         self._wait_s, self._limit, self._tell, self._renew = wait_s, canary_limit, tell, renew
         self._report: Callable[..., None] = lambda *name, **facts: None
@@ -159,9 +164,9 @@ class Servers(Engine):
 
         WeightsRefused: no replica serves it, for `wait_s`.
         """
-        self._published = version
+        self._published, self._is_released = version, False
         for replica in self.replicas:
-            if replica.state == "serving":
+            if replica.state in ("serving", "asleep"):
                 self._become(replica, "stale")
                 replica.expected = True
         try:
@@ -170,6 +175,34 @@ class Servers(Engine):
             for replica in self.replicas:
                 replica.expected = False
             self._wake()
+
+    async def release(self) -> None:
+        """Have all replicas sleep until the next load, where they share the learner's GPU.
+
+        One that does not is lost, and killed where it is the run's own: it may have kept its memory.
+        """
+        if not self._sleeps or self._is_released:
+            return
+        self._is_released = True  # nothing is loaded into a replica from now on
+        loads = [replica.task for replica in self.replicas if replica.task is not None]
+        await asyncio.gather(*loads, return_exceptions=True)
+        began = time.monotonic()
+        await asyncio.gather(*map(self._put_to_sleep, self.replicas))
+        self._sleep_s += time.monotonic() - began
+
+    async def _put_to_sleep(self, replica: Replica) -> None:
+        was_lost = replica.state == "lost"
+        if not was_lost:
+            self._become(replica, "asleep")
+        try:
+            await replica.engine.sleep()
+        except (TrainerError, OSError) as error:
+            replica.last_error = str(error)
+            if not was_lost:
+                self._become(replica, "lost")
+                self._tell(f"replica {replica.engine.url} is lost, for it did not fall asleep: {error}")
+            if self._renew is not None:
+                self._renew(replica.engine.url)
 
     async def _bring_in_time(self, version: PolicyVersion) -> None:
         clock = asyncio.get_running_loop().time
@@ -199,7 +232,7 @@ class Servers(Engine):
         none_since: float | None = None
         while True:
             await asyncio.sleep(_LOOK_S)
-            if self._published is None:
+            if self._published is None or self._is_released:
                 continue
             self._renew_those_away()
             self._bring_all()
@@ -227,7 +260,11 @@ class Servers(Engine):
 
     def totals(self) -> dict[str, float]:
         """Counts since the start, as `EngineCounters` has them; steps are the servers' own, and not known."""
-        return {**self._totals, "steps": 0.0, "truncated_tokens": 0.0, "lost_mass": 0.0}
+        counts = {**self._totals, "steps": 0.0, "truncated_tokens": 0.0, "lost_mass": 0.0}
+        if not self._sleeps:
+            return counts
+        wake_s = sum(replica.engine.wake_s for replica in self.replicas)
+        return {**counts, "sleep_s": self._sleep_s, "wake_s": wake_s / len(self.replicas)}
 
     async def close(self) -> None:
         for replica in self.replicas:
@@ -312,6 +349,8 @@ class Servers(Engine):
                 async with asyncio.timeout(deadline - time.monotonic()):
                     await woken.wait()
             except TimeoutError as error:
+                if self._is_released:
+                    raise EngineBusy("the policy's servers sleep while the learner works") from error
                 # Not left to `_look_after`, which may find nobody waiting any more.
                 if not self._any_serves:
                     self._break_down()

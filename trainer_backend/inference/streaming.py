@@ -13,7 +13,7 @@ from typing import Any
 from trainer_backend.inference.actor import Generation, SampledToken
 from trainer_backend.inference.asgi import EventStream
 from trainer_backend.inference.completion import Completion
-from trainer_backend.inference.reply import TOOL_CALL_ERROR, Choice, usage_body
+from trainer_backend.inference.reply import REASONING, TOOL_CALL_ERROR, Choice, usage_body
 from trainer_backend.inference.stop_strings import GrowingText, earliest, possible_start
 
 
@@ -96,7 +96,7 @@ class ChoiceStream:
         """Return the rest of the content, the calls, and the end."""
         self._unreported += choice.generation.sampled()[self._count :]
         message = choice.message
-        deltas: list[dict[str, Any]] = []
+        deltas = [{REASONING: message[REASONING]}] if REASONING in message else []
         if rest := unsent(message["content"] or "", self._sent_text):
             deltas.append({"content": rest})
         if "tool_calls" in message:

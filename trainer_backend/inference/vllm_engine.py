@@ -4,6 +4,7 @@
     POST /inference/v1/abort_requests       ends it there; its last chunk tells the weight versions
     POST /pause /collective_rpc /reset_prefix_cache /update_weight_version /resume      new weights
     POST /start_weight_update /update_weights /finish_weight_update      likewise, sent by the learner
+    POST /sleep /wake_up                    the GPU's memory is given back while the learner works
     GET  /version /v1/models                what is served
     GET  /metrics                           how many tokens it has computed, where nothing ends for long
 
@@ -72,14 +73,16 @@ _UNSEEN = (
 _DEV_MODE = "VLLM_SERVER_DEV_MODE=1 in its environment"
 _FLAGS = {
     _GENERATE: "--enable-scale-out",
-    **dict.fromkeys(("/resume", "/pause", "/weight_info", "/collective_rpc"), _DEV_MODE),
+    **dict.fromkeys(
+        ("/resume", "/pause", "/weight_info", "/collective_rpc", "/sleep", "/wake_up"), _DEV_MODE
+    ),
 }
 _CONNECT_TIMEOUT_S = 30.0
 _FRONTEND_TIMEOUT_S = 10.0  # of a question that the engine takes no part in
 _ENGINE_TIMEOUT_S = 60.0
 _PROBE_TOPS = 5
 # Methods of vllm_worker/turnwise_vllm.py.
-_READY, _RECEIVES = "turnwise_ready", "turnwise_receives"
+_READY, _RECEIVES, _SLEEPS = "turnwise_ready", "turnwise_receives", "turnwise_sleeps"
 # Statuses of a server that is there, and cannot take this request now.
 _BUSY = frozenset({408, 425, 429})
 _RELEASE = re.compile(r"(\d+)\.(\d+)")
@@ -229,6 +232,8 @@ class VllmEngine(RemoteEngine):
     """
 
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
+    wake_s = 0.0
+    """Seconds in which it took back its memory."""
     silence_s = 30.0
     """A sample may take any time, but a server that has answered nothing for so long is asked for one token.
     It is wedged if that takes as long again and its metrics count no further token meanwhile: one whose queue
@@ -252,6 +257,7 @@ class VllmEngine(RemoteEngine):
         self._name = ""  # of the last load, as is the version
         self._versions = {"": 0}  # by name, of weights that were accepted
         self._loads, self._signs = False, 0  # signs of life: answers, chunks, loads
+        self._is_asleep = False
 
     def move(self, url: str) -> None:
         """Ask at this address from now on."""
@@ -445,6 +451,8 @@ class VllmEngine(RemoteEngine):
         try:
             try:
                 async with asyncio.timeout(self._wait_s):
+                    if self._is_asleep:
+                        await self._wake("weights")
                     await self._control(_Nothing, "POST", "/pause", params={"mode": self._weight_update})
                     # A load that fails half-way must not leave the name of the weights before it.
                     await self._control(
@@ -458,10 +466,14 @@ class VllmEngine(RemoteEngine):
                     await self._control(
                         _Nothing, "POST", "/update_weight_version", json={"new_version": name}
                     )
+                    if self._is_asleep:
+                        await self._wake("kv_cache")
+                        self._is_asleep = False
                 self._name, self.version = name, version
             finally:
                 self._loads, self._signs = False, self._signs + 1
-                await self._control(_Nothing, "POST", "/resume", timeout_s=_ENGINE_TIMEOUT_S)
+                if not self._is_asleep:  # else it would step over a cache that has no memory
+                    await self._control(_Nothing, "POST", "/resume", timeout_s=_ENGINE_TIMEOUT_S)
         except TimeoutError as error:
             raise WeightsRefused(
                 f"it has not loaded version {version} within {self._wait_s:g} s (inference.replica_wait_s)",
@@ -470,6 +482,25 @@ class VllmEngine(RemoteEngine):
         except (RemoteRefused, RemoteUnavailable) as error:
             hint = _UNSEEN if "No such file" in error.detail else error.hint
             raise WeightsRefused(error.detail, where=self.url, hint=hint) from error
+
+    async def sleep(self) -> None:
+        """Give the GPU back the memory of weights and cache, until the next load; running requests end.
+
+        The weights are dropped (level 2), since the load brings all of them.
+
+        Raises:
+            RemoteRefused, RemoteUnavailable: it may have kept its memory.
+        """
+        self._is_asleep = True  # also where it fails half-way
+        await self._control(
+            _Nothing, "POST", "/sleep", params={"level": "2", "mode": "abort"}, timeout_s=self._wait_s
+        )
+
+    async def _wake(self, tag: Literal["weights", "kv_cache"]) -> None:
+        """Have it take back the memory of one kind; with the last kind it goes on by itself."""
+        began_s = asyncio.get_running_loop().time()
+        await self._control(_Nothing, "POST", "/wake_up", params={"tags": tag})
+        self.wake_s += asyncio.get_running_loop().time() - began_s
 
     def _update_of(
         self, source: "WeightSource | WeightAddress", base: Path | None, name: str
@@ -532,7 +563,10 @@ class VllmEngine(RemoteEngine):
         """
         release = (await self._control(_Release, "GET", "/version", timeout_s=_FRONTEND_TIMEOUT_S)).version
         refuse_release(release, self.url)
-        # A trainer that was killed amid a publish leaves the server paused, and every request waiting.
+        # A trainer that was killed amid a publish leaves the server paused, and every request waiting; one
+        # that was killed amid an update leaves it asleep.
+        await self._control(_Nothing, "POST", "/wake_up", timeout_s=self._wait_s)
+        self._is_asleep = False
         await self._control(_Nothing, "POST", "/resume", timeout_s=_FRONTEND_TIMEOUT_S)
         models = (await self._control(_Models, "GET", "/v1/models", timeout_s=_FRONTEND_TIMEOUT_S)).data
         lengths = {model.id: model.max_model_len for model in models}
@@ -560,6 +594,11 @@ class VllmEngine(RemoteEngine):
             'weight_transfer.backend = "folder".'
         )
         await self._require(_RECEIVES, "cannot receive weights from the learner", hint)
+
+    async def refuse_sleepless(self) -> None:
+        """Refuse a server that would keep its GPU's memory while it sleeps."""
+        hint = "Start it with --enable-sleep-mode, which needs a GPU (docs/vllm.md), or leave sleep out."
+        await self._require(_SLEEPS, "gives no memory back (inference.sleep)", hint)
 
     async def _require(self, method: str, what: str, hint: str) -> None:
         """Refuse a server whose worker does not know a method, as its error says."""

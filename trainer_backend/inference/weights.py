@@ -6,10 +6,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from trainer_backend.errors import ModelFolderError, WeightsRefused
 from trainer_backend.inference.actor import WeightSource
-from trainer_backend.models.layout import weight_files
+from trainer_backend.models.layout import KEPT, weight_files
+from trainer_backend.models.origin import from_stored
 
 NAMES_IN_A_MESSAGE = 3
 # Parts of the names that peft gives: to an adapter's weights, and to those of the layer that it is over.
@@ -24,7 +26,7 @@ def read_weights(source: WeightSource) -> Mapping[str, Tensor]:
     if not folder.is_dir():
         raise WeightsRefused("no such folder", where=str(folder))
     try:
-        files = weight_files(folder)
+        files = [file for file in weight_files(folder) if file.name != KEPT]
     except ModelFolderError as error:
         raise WeightsRefused(error.detail, where=error.where, hint=error.hint) from error
     tensors: dict[str, Tensor] = {}
@@ -61,6 +63,8 @@ class ServedWeights:
         Raises:
             WeightsRefused: they do not fit; nothing was copied.
         """
+        if isinstance(self._model, PreTrainedModel):
+            tensors = from_stored(self._model, tensors)
         targets = self._model.state_dict()
         adapters = {name: tensor for name, tensor in targets.items() if OF_AN_ADAPTER in name}
         has_adapters = any(OF_AN_ADAPTER in name for name in tensors)

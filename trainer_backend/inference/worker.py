@@ -31,6 +31,8 @@ class EngineCounters:
     """Rows that were freed for older requests; theirs waited, and were computed again."""
     prompt_tokens: int = 0
     prompt_tokens_reused: int = 0
+    prompt_tokens_recomputed: int = 0
+    """Computed though a row or a copy knew them, since no state was kept where the prompts part."""
     sampled_tokens: int = 0
     steps: int = 0
     truncated_tokens: int = 0
@@ -165,6 +167,7 @@ class EngineWorker:
             if not request.token_ids:  # else it has joined before
                 self.counters.prompt_tokens += len(request.prompt_ids)
                 self.counters.prompt_tokens_reused += request.reused
+                self.counters.prompt_tokens_recomputed += request.lost
 
     def _end_aborts(self) -> list[tuple[Request, Outcome]]:
         requests = self.inbox.take_aborts()

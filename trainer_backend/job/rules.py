@@ -139,7 +139,7 @@ CONDITIONS = {
 _LEARNER_KEYS = " ".join(f"learner.{key}" for key in LearnerTable.model_fields if key != "url")
 _MULTI_TURN_KEYS = " ".join(f"multi_turn.{key}" for key in MultiTurnTable.model_fields if key != "enable")
 _READERS = f"""
-inference.urls inference.weight_update inference.replica_wait_s: inference.engine = "vllm"
+inference.urls inference.weight_update inference.replica_wait_s inference.sleep: inference.engine = "vllm"
 inference.replicas inference.vllm_python inference.vllm: inference.engine = "vllm" & no inference.urls
 cluster.ray_address: cluster.launcher = "ray"
 cluster.wait_s: cluster.launcher = ["ray", "external"]
@@ -184,6 +184,12 @@ inference.own_process & inference.engine = "vllm"
     it is of the local engine: leave it out
 inference.deterministic & inference.engine = "vllm"
     equal seeds give other tokens there: leave it out
+inference.sleep & training.max_staleness
+    servers sample while the learner works: leave sleep out, or set max_staleness = 0
+inference.sleep & weight_transfer.backend = "nccl"
+    it sends to servers on GPUs of their own, which need not sleep; known there: folder
+inference.sleep & cluster.launcher = "ray" & no inference.urls
+    servers that Ray starts have GPUs of their own, and need not sleep
 inference.engine = "vllm" & no inference.urls & no inference.vllm_python
     it needs urls of servers, or a vllm_python to start them with (docs/vllm.md)
 rollout.max_tokens >= inference.max_model_len
@@ -322,6 +328,8 @@ no algorithm.advantage: needs_texts
     it reads scores alone: what decisions earn (step rewards, penalties, KL) trains nothing
 training.learning_rate_final & training.learning_rate_schedule = "constant"
     it is never reached: the rate does not fall
+inference.sleep & model.device = "cpu"
+    vLLM on a CPU keeps its memory while it sleeps
 no rollout_only.model_path & no rollout_only.inference_url
     it is not active and samples nothing
 <alpha 1>

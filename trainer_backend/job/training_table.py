@@ -18,6 +18,7 @@ from trainer_backend.core.keys import Table
 from trainer_backend.core.kl import KlKeys
 from trainer_backend.core.kl_reward import KlRewardKeys
 from trainer_backend.core.losses import ClipKeys, RatioLevel, SapoKeys
+from trainer_backend.core.router_loss import RouterKeys
 from trainer_backend.core.schedules import FallKeys
 from trainer_backend.job.plug_table import PlugTable
 
@@ -54,6 +55,9 @@ class LoopKeys(Table):
     micro_batch_tokens: int = Field(default=4096, ge=64)
     """tokens per forward and backward pass; gradients are accumulated over a step; small values fit a CPU's
     cache"""
+    share_prefixes: bool = True
+    """compute what several segments begin with once: rules and tools of a prompt, a sibling's prompt, a
+    conversation so far; not with lora.dropout, which would be shared too"""
     logits_chunk_tokens: int | None = Field(default=None, ge=1)
     """tokens whose logits exist at a time; absent: a share of the device's memory"""
     gradient_checkpointing: bool = False
@@ -113,6 +117,7 @@ class TrainingTable(
     WeightKeys,
     KlRewardKeys,
     KlKeys,
+    RouterKeys,
     SapoKeys,
     ClipKeys,
     FallKeys,

@@ -1,6 +1,7 @@
 """The adapters of a checkpoint on disk, in the layout of peft, and the linear layer that they change."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trainer_backend.errors import CheckpointError
+from trainer_backend.models.origin import text_name
 
 FOLDER = "adapter"
 ADAPTER = "default"  # peft's name for a model's only adapter
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
-_OF_THE_WRAPPER = "base_model.model."
+_OF_PEFT = "base_model.model."
 
 
 def take_out(model: PreTrainedModel, folder: Path) -> None:
@@ -28,7 +30,7 @@ def take_out(model: PreTrainedModel, folder: Path) -> None:
 def add_adapters(model: PreTrainedModel, folder: Path, *, sign: float = 1.0) -> None:
     """Merge stored adapters into the float32 model that they were trained over; -1 takes them out."""
     stored = read_adapter(folder)
-    settings = LoraConfig.from_pretrained(str(folder))
+    settings = read_settings(folder)
     for name, down in stored.items():
         if ".lora_A." not in name:
             continue
@@ -52,9 +54,33 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
     except Exception as error:  # safetensors has one untyped error for every kind of broken file
         raise CheckpointError(f"{folder}: the adapter cannot be read: {error}") from error
     return {
-        name.removeprefix(_OF_THE_WRAPPER).removesuffix(".weight") + f".{ADAPTER}.weight": tensor
+        text_name(name.removeprefix(_OF_PEFT)).removesuffix(".weight") + f".{ADAPTER}.weight": tensor
         for name, tensor in stored.items()
     }
+
+
+def read_settings(folder: Path) -> LoraConfig:
+    """The settings of stored adapters, with the layers' names in the model that is trained."""
+    settings: LoraConfig = LoraConfig.from_pretrained(str(folder))
+    if isinstance(settings.target_modules, set | list):
+        settings.target_modules = [text_name(name) for name in settings.target_modules]
+    return settings
+
+
+def rename_for_wrapper(folder: Path, decoder: str) -> None:
+    """Give adapters of a text model the names of the class that its folder is loaded as (`Origin.decoder`).
+
+    Layers are named whole: the ends of their names would take in layers of a vision tower.
+    """
+    if decoder == "model":
+        return
+    own, theirs = f"{_OF_PEFT}model.", f"{_OF_PEFT}{decoder}."
+    stored = {theirs + name.removeprefix(own): x for name, x in load_file(folder / WEIGHTS).items()}
+    settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    layers = {name.removeprefix(_OF_PEFT).partition(".lora_")[0] for name in stored}
+    settings["target_modules"] = sorted(layers)
+    save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
 def write_for_transformers(folder: Path, own: Path, base: Path) -> None:
@@ -94,9 +120,11 @@ def refuse_adapters(checkpoint: Path) -> None:
         )
 
 
-def refuse_other_settings(folder: Path, ours: LoraConfig) -> None:
-    """Refuse adapters of another rank, scale or place in the model."""
-    theirs = LoraConfig.from_pretrained(str(folder))
+def refuse_other_settings(folder: Path, ours: LoraConfig, layers: Collection[str]) -> None:
+    """Refuse adapters of another rank, scale or place in the model; `layers` are the names of ours."""
+    theirs = read_settings(folder)
+    if set(theirs.target_modules or ()) == set(layers):
+        theirs.target_modules = ours.target_modules
     for key, field in (("rank", "r"), ("alpha", "lora_alpha"), ("target_modules", "target_modules")):
         own, stored = _plain(getattr(ours, field)), _plain(getattr(theirs, field))
         if own != stored:

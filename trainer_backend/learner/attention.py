@@ -3,15 +3,16 @@
     OneRow       all rows end to end without padding, for a kernel of variable length: CUDA with bfloat16
     ByLength     the same row; attention alone has segments of similar length side by side: a CPU
     BlockMask    a mask [L, L] a row, for torch's scaled_dot_product_attention: any device, L^2 work
+    PaddedRows   a segment a row, by length: layers that no mask over positions computes, on any device
 
 All give what each segment alone gives; tests hold them to it.
 """
 
 import inspect
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -21,20 +22,36 @@ from trainer_backend.core.collate import Packed, block_mask
 from trainer_backend.errors import ModelFolderError
 from trainer_backend.learner.by_length import (
     Attend,
+    PaddedGroup,
     SegmentBounds,
     attend_by_length,
     attend_reads,
     causal_attention,
     groups_of,
     one_row,
+    padded_groups,
     reads_of,
 )
 from trainer_backend.learner.device import Placement
+from trainer_backend.learner.joined import (
+    Flash,
+    LevelKernel,
+    Plan,
+    Runs,
+    attend,
+    attend_levels,
+    flash_is_here,
+    levels_of,
+)
+from trainer_backend.learner.ranks import ALONE, Ranks
+from trainer_backend.models.kinds import largest
 
 # How transformers knows our attention function.
 ONE_ROW = "turnwise_one_row"
 # Of FlashAttention, which takes multiples of 8 (OpenLLaMA's 100, say, is none).
 _WIDEST_HEAD = 256
+# A branch of a trie costs about as much as so many tokens (bench/shared_prefix.py).
+SHARE_FROM = 16
 _NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
 # (q [L, H, D], k and v [L, H_kv, D], bounds, scale) -> [L, H, D]: causal, each query in its own segment.
 Kernel = Callable[[Tensor, Tensor, Tensor, SegmentBounds, float], Tensor]
@@ -51,11 +68,19 @@ class PackedAttention(Protocol):
     def implementation(self) -> str:
         """The name under which transformers knows the attention function."""
 
+    @property
+    def takes_tries(self) -> bool:
+        """Whether it takes rows of tries (`core.collate`)."""
+
+    rows_are_joined: ClassVar[bool]
+    """Whether rows are laid end to end, so that the length of one costs nothing."""
+
     def arranged(self, packed: Packed, device: torch.device, dtype: torch.dtype) -> Arranged:
         """The rows on the device, and their keywords.
 
         Of one row they hold `turnwise_attend`, and where it is cheaper for the tokens that are read
-        `turnwise_attend_read`: see `learner.packed_decoder`. `dtype` is that of the queries.
+        `turnwise_attend_read`: see `learner.packed_decoder`. Of tries these are `turnwise_reads`, each once.
+        `dtype` is that of the queries.
         """
 
 
@@ -64,10 +89,12 @@ class BlockMask:
     """Rows as they are, under `core.collate.block_mask`."""
 
     implementation: str = "sdpa"
+    takes_tries: ClassVar[bool] = True
+    rows_are_joined: ClassVar[bool] = False
 
     def arranged(self, packed: Packed, device: torch.device, dtype: torch.dtype) -> Arranged:
+        mask_B1LL = block_mask(packed.position_ids_BL).to(device)
         packed = packed.to(device)
-        mask_B1LL = block_mask(packed.segment_ids_BL)
         # As numbers to add: torch would make these of the booleans in every layer, and keep them all.
         added_B1LL = torch.zeros_like(mask_B1LL, dtype=dtype).masked_fill_(~mask_B1LL, float("-inf"))
         return packed, {"attention_mask": added_B1LL}
@@ -75,13 +102,27 @@ class BlockMask:
 
 @dataclass(frozen=True, slots=True)
 class OneRow:
-    """One row of all tokens; `kernel` gets the places of its segments."""
+    """One row of all tokens; `kernel` gets the places of its segments, `joined` the levels of its tries."""
 
     kernel: Kernel
+    joined: LevelKernel | None = None
     implementation: str = ONE_ROW
+    rows_are_joined: ClassVar[bool] = True
+
+    @property
+    def takes_tries(self) -> bool:
+        return self.joined is not None
 
     def arranged(self, packed: Packed, device: torch.device, dtype: torch.dtype) -> Arranged:
         row, bounds = one_row(packed)
+        runs = Runs.of(row.position_ids_BL[0].numpy())
+        if self.joined is not None and runs.shared:
+            levels = [level.to(device) for level in levels_of(runs)]
+            return row.to(device), {
+                "attention_mask": None,
+                "turnwise_attend": partial(attend_levels, levels, self.joined),
+                "turnwise_reads": reads_once(row, device),
+            }
         bounds = bounds.to(device)
 
         def attend(q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float) -> Tensor:
@@ -92,26 +133,83 @@ class OneRow:
 
 @dataclass(frozen=True, slots=True)
 class ByLength:
-    """One row of all tokens, as `OneRow`; see `learner.by_length`."""
+    """One row of all tokens, as `OneRow`; see `learner.by_length`, and of tries `learner.joined`."""
 
     implementation: str = ONE_ROW
+    takes_tries: ClassVar[bool] = True
+    rows_are_joined: ClassVar[bool] = True
 
     def arranged(self, packed: Packed, device: torch.device, dtype: torch.dtype) -> Arranged:
         row, bounds = one_row(packed)
+        runs = Runs.of(row.position_ids_BL[0].numpy())
+        if runs.shared:
+            reads = reads_once(row, device)
+            of_reads = Plan.of_some(runs, reads[0])
+            return row.to(device), {
+                "attention_mask": None,
+                "turnwise_attend": partial(attend, Plan.of_all(runs)),
+                "turnwise_attend_read": of_reads and partial(attend, of_reads),
+                "turnwise_reads": reads,
+            }
         groups = groups_of(bounds).to(device)
-        reads = reads_of(bounds, row.predict_position_N, dtype)
+        some = reads_of(bounds, row.predict_position_N, dtype)
         return row.to(device), {
             "attention_mask": None,
             "turnwise_attend": partial(attend_by_length, groups),
-            "turnwise_attend_read": reads and partial(attend_reads, groups, reads.to(device)),
+            "turnwise_attend_read": some and partial(attend_reads, groups, some.to(device)),
         }
+
+
+def reads_once(row: Packed, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where a row's tokens are predicted, each place once and in order, and which one is each token's."""
+    read_N, which_N = torch.unique(row.predict_position_N, return_inverse=True)
+    return read_N.to(device), which_N.to(device)
+
+
+# The keyword under which a model's own layers get their rows: groups, and the order of what these read
+# (`by_length.padded_groups`).
+GROUPS = "turnwise_groups"
+Groups = tuple[Sequence[PaddedGroup], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedRows:
+    """A segment a row, padded at its end, a group of similar lengths a pass: any causal layers compute it.
+
+    No token sees one behind it, so padding changes nothing before it, and there is no mask of it.
+
+    implementation: of the model's own attention.
+    why: the reason why rows are not packed, in words.
+    ranks: that make equally many passes, since each gathers the weights of all.
+    """
+
+    implementation: str
+    why: str
+    ranks: Ranks = ALONE
+    takes_tries: ClassVar[bool] = False
+    rows_are_joined: ClassVar[bool] = True
+
+    def arranged(self, packed: Packed, device: torch.device, dtype: torch.dtype) -> Arranged:
+        row, bounds = one_row(packed)
+        groups, order_N = padded_groups(row, bounds)
+        missing = max(self.ranks.of_every_rank(len(groups))) - len(groups)
+        ids_BL = row.token_ids_BL[:, :1]
+        groups += [PaddedGroup(ids_BL, torch.zeros_like(ids_BL, dtype=torch.bool), order_N[:0])] * missing
+        return row.to(device), {GROUPS: ([group.to(device) for group in groups], order_N.to(device))}
+
+    @staticmethod
+    def places(packed: Packed) -> int:
+        """How many tokens the passes compute, those of the padding too."""
+        return len(groups_of(one_row(packed)[1]).token_P)
 
 
 def attention_for(placement: Placement, *, head_dim: int) -> PackedAttention:
     """OneRow where its kernel runs, ByLength on a CPU, BlockMask elsewhere."""
     if placement.device.type == "cpu":
         return ByLength()
-    return OneRow(varlen_kernel) if why_masked(placement, head_dim=head_dim) is None else BlockMask()
+    if why_masked(placement, head_dim=head_dim) is not None:
+        return BlockMask()
+    return OneRow(varlen_kernel, Flash() if flash_is_here() else None)
 
 
 def why_masked(placement: Placement, *, head_dim: int) -> str | None:
@@ -130,8 +228,8 @@ def why_masked(placement: Placement, *, head_dim: int) -> str | None:
 
 
 def head_dim_of(config: Any) -> int:
-    """Width of a query's head."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    """Width of a query's head, of the widest where layers differ."""
+    return largest(config, "head_dim") or int(config.hidden_size // config.num_attention_heads)
 
 
 def varlen_is_here() -> bool:

@@ -12,16 +12,15 @@ from datetime import timedelta
 from itertools import count
 from math import inf
 
-import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Backend, TCPStore
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from trainer_backend.inference.vllm_worker.turnwise_transfer import Place, Worker, broadcast, leave
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.sharding import whole
 from trainer_backend.models.folder import weights_of
+from trainer_backend.models.origin import as_stored, refuse_joined
 
 _LOOK_S, _TURN_S = 0.02, 0.1
 # Of workers that ask a moment after the first one.
@@ -195,14 +194,11 @@ def checkpoint_tensors(model: PreTrainedModel, placement: Placement) -> Iterator
     A tied weight comes once, under its first name. Of a sharded model every rank has to take each.
     `placement` says where they are sent from, and what matrices are served in.
     """
-    held = weights_of(model)
-    empty = {name: torch.empty(tensor.shape, device="meta") for name, tensor in held.items()}
-    is_plain = revert_weight_conversion(model, empty).keys() == held.keys()
-    for name, tensor in held.items():
+    refuse_joined(model)
+    for name, tensor in weights_of(model).items():
         dtype = placement.held if tensor.is_floating_point() else tensor.dtype
         full = whole(tensor).to(device=placement.device, dtype=dtype)  # shares may be in main memory
-        # Models whose experts are held in one tensor have them apart in a checkpoint.
-        yield from ((name, full),) if is_plain else revert_weight_conversion(model, {name: full}).items()
+        yield from as_stored(model, {name: full}).items()
         del full  # before the next one is gathered
 
 

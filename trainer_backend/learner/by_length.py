@@ -90,7 +90,46 @@ class Groups:
 
 def groups_of(bounds: SegmentBounds) -> Groups:
     """Segments by length, longest first, in groups of similar length."""
-    return _side_by_side([torch.tensor(group).T for group in _alike(_longest_first(bounds))])
+    return _side_by_side([torch.tensor(group).T for group in alike(_longest_first(bounds))])
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedGroup:
+    """Segments of similar length, one a row, and the places whose states are read.
+
+    token_ids_BL: int64; in the padding behind a segment its last token.
+    is_real_BL: bool, False in the padding.
+    read_R: int64, places of these rows end to end.
+    """
+
+    token_ids_BL: Tensor
+    is_real_BL: Tensor
+    read_R: Tensor
+
+    def to(self, device: torch.device) -> PaddedGroup:
+        """The same on a device, without waiting for the copies."""
+        columns = self.token_ids_BL, self.is_real_BL, self.read_R
+        return PaddedGroup(*(column.to(device, non_blocking=True) for column in columns))
+
+
+def padded_groups(row: Packed, bounds: SegmentBounds) -> tuple[list[PaddedGroup], Tensor]:
+    """The segments of `one_row` in rows of their own, by length; and [N] the order of what is read.
+
+    `torch.cat` of what the groups read, taken in that order, is in the order of the flat columns.
+    """
+    groups = groups_of(bounds)
+    read_N, order_N = groups.place_L[row.predict_position_N].sort()
+    ids_P = row.token_ids_BL[0][groups.token_P]
+    is_real_P = torch.zeros(len(ids_P), dtype=torch.bool)
+    is_real_P[groups.place_L] = True
+    padded, first = [], 0
+    for segments, places in groups.shapes:
+        end = first + segments * places
+        here = slice(*torch.searchsorted(read_N, torch.tensor([first, end])).tolist())
+        ids_BL, is_real_BL = (column[first:end].view(segments, places) for column in (ids_P, is_real_P))
+        padded.append(PaddedGroup(ids_BL, is_real_BL, read_N[here] - first))
+        first = end
+    return padded, order_N.argsort()
 
 
 def _longest_first(bounds: SegmentBounds) -> list[tuple[int, int]]:
@@ -140,7 +179,7 @@ def reads_of(bounds: SegmentBounds, position_N: Tensor, dtype: torch.dtype) -> R
     queries'.
     """
     groups, masks = [], []
-    for group in _alike(_longest_first(bounds)):
+    for group in alike(_longest_first(bounds)):
         ends_2G = torch.tensor(group).T.contiguous()
         first_G, end_G = torch.searchsorted(position_N, ends_2G)
         queries, keys = int((end_G - first_G).max()), group[0][1] - group[0][0]
@@ -225,7 +264,7 @@ def causal_attention(q_BHLD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, *, scale: f
     )
 
 
-def _alike(segments: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
+def alike(segments: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
     """Cut segments, longest first, where they become too short for the first of a group."""
     start = 0
     for index, (first, end) in enumerate(segments):

@@ -42,6 +42,7 @@ from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.models import save_model_folder
 from trainer_backend.models.folder import save_settings, weights_of
 from trainer_backend.models.layout import BASE, CONFIG
+from trainer_backend.models.origin import as_stored, origin_of, refuse_joined
 from trainer_backend.parts import Progress, WeightPart
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE, TRAINING_FOLDER
 from trainer_backend.rundir.digests import digest_of, digests_of
@@ -134,13 +135,17 @@ def _save_model(
             weights = {name: own[name].cpu() for name in own} if part == "base" else adapter.merged()
         save_model_folder(folder, model, tokenizer, weights=weights)
         return
+    refuse_joined(model)
     ranks.first_alone(partial(save_settings, folder, model, tokenizer))
-    if adapter is None:
-        write_weights(folder, weights_of(model), ranks)
-    elif part == "base":
-        write_weights(folder, adapter.under(), ranks)
-    else:
-        write_weights(folder, adapter.under(), ranks, finished=adapter.merged_in)
+
+    def finished(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        if adapter is not None and part != "base":
+            weight = adapter.merged_in(name, weight)
+        return as_stored(model, {name: weight})
+
+    weights = weights_of(model) if adapter is None else adapter.under()
+    write_weights(folder, weights, ranks, finished=finished)
+    ranks.first_alone(partial(origin_of(model).write_kept, folder))
 
 
 @contextmanager

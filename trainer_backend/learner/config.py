@@ -37,6 +37,8 @@ class LearnerConfig:
     """How many processes of this machine serve the fixed policies with a local model too."""
     ranks: LearnerTable
     """[learner]."""
+    servers: int = 0
+    """vLLM servers that the run starts on the learner's machine."""
 
     @property
     def has_own_critic(self) -> bool:

@@ -67,11 +67,13 @@ class Placement:
     low: what the factors of products are rounded to, and what the matrices of the engine's copy and frozen
         ones are held in (`models.precision`); None is float32 throughout.
     unusable_gpu: what torch sees, where `auto` found a GPU's driver and could not use it.
+    card: bytes of a GPU that is planned for and need not be here (`place_on_card`); None: it is here.
     """
 
     device: torch.device
     low: torch.dtype | None = None
     unusable_gpu: str | None = None
+    card: int | None = None
 
     @property
     def held(self) -> torch.dtype:
@@ -95,11 +97,15 @@ class Placement:
             f"and {self.unusable_gpu}",
         )
 
+    def card_bytes(self) -> int:
+        """The whole memory of a CUDA GPU."""
+        if self.card is not None:
+            return self.card
+        return torch.cuda.get_device_properties(self.device).total_memory
+
     def logits_bytes(self) -> int:
         """Bytes that a chunk of logits may take: a share of a GPU's memory, or little beside a model."""
-        if self.device.type == "cuda":
-            return torch.cuda.get_device_properties(self.device).total_memory // _GPU_SHARE_OF_LOGITS
-        return _LOGITS_BYTES
+        return self.card_bytes() // _GPU_SHARE_OF_LOGITS if self.device.type == "cuda" else _LOGITS_BYTES
 
     def autocast(self) -> AbstractContextManager[object]:
         """For a forward pass; see `models.precision`."""
@@ -111,7 +117,13 @@ class Placement:
 
     def __str__(self) -> str:
         precision = "float32" if self.low is None else f"{str(self.low).removeprefix('torch.')} over float32"
-        return f"{self.device.type}, {precision}"
+        card = "" if self.card is None else f" with {self.card / 2**30:.1f} GiB"
+        return f"{self.device.type}{card}, {precision}"
+
+
+def place_on_card(size: int) -> Placement:
+    """The placement on a CUDA GPU of so many bytes, no older than Ampere, whatever this machine has."""
+    return Placement(torch.device("cuda"), torch.bfloat16, card=size)
 
 
 def place(name: str, found: Found | None = None) -> Placement:

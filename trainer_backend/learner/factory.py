@@ -13,9 +13,10 @@ from trainer_backend.core.critic import OfEpisode, column_of
 from trainer_backend.job.mixture_table import RolloutOnlyTable
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import place
+from trainer_backend.learner.fit import Search, less_memory, propose
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.loading import load_checkpoint
-from trainer_backend.learner.memory import less_memory, memory_plan, refuse_too_large
+from trainer_backend.learner.memory import memory_plan, model_configs, refuse_too_large
 from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.learner.sharding import mesh_of, own_part
 from trainer_backend.models.sources import tokenizer_in
@@ -40,7 +41,12 @@ class LocalFactory:
     def plan_memory(self, checkpoint: Path | None, fixed: Sequence[Path]) -> str:
         def plan_of_this_rank() -> str:
             plan = memory_plan(self._config, checkpoint, fixed=fixed, ranks=self._ranks)
-            refuse_too_large(plan, hint=less_memory(self._config))
+            hint = less_memory(self._config)
+            if plan.shortage() is not None:
+                configs = model_configs(self._config, checkpoint, fixed=fixed)
+                search = Search(self._config, plan.placement, *configs)
+                hint = f"{propose(search).told()} {hint}"
+            refuse_too_large(plan, hint=hint)
             return plan.report()
 
         return self._ranks.together(plan_of_this_rank)
@@ -61,13 +67,15 @@ class LocalFactory:
     ) -> list[tuple[str, str, float]]:
         """Cosine between the gradients of each two estimators, with their names.
 
-        Each gradient is of the job's policy loss alone (no entropy, KL or critic, and no adapters), over all
+        Each gradient is of the job's policy loss alone (no entropy, KL, critic, router or adapters), over all
         decisions of the episodes in one step, at the weights of the checkpoint, where every ratio to the
         proximal policy is 1. An estimator whose gradient is 0 is left out. Of the episodes the advantages are
         not read: `advantages` has them by estimator, in their order. `tell` gets the gradients done and their
         total.
         """
-        training = self._config.training.model_copy(update={"entropy_coef": 0.0, "kl_coef": 0.0})
+        training = self._config.training.model_copy(
+            update={"entropy_coef": 0.0, "kl_coef": 0.0, "router_aux_coef": 0.0}
+        )
         config = replace(self._config, lora=None, training=training)
         learner = self._ranks.in_turns(
             lambda: LocalLearner(config, *load_checkpoint(config.model, checkpoint), ranks=self._ranks)

@@ -3,13 +3,15 @@
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -28,11 +30,19 @@ from trainer_backend.errors import JobError, UpdateStopped
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.served_policy import PolicyFacts
 from trainer_backend.learner.adapter_folder import FOLDER, read_adapter, refuse_adapters, take_out
-from trainer_backend.learner.attention import attention_for, head_dim_of
+from trainer_backend.learner.attention import (
+    SHARE_FROM,
+    PackedAttention,
+    PaddedRows,
+    attention_for,
+    head_dim_of,
+)
 from trainer_backend.learner.broadcast import WeightSender, checkpoint_tensors, own_address
 from trainer_backend.learner.checkpoints import restore_progress, save_checkpoint, save_weights
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement, place
+from trainer_backend.learner.experts import experts_of
+from trainer_backend.learner.fit import less_memory
 from trainer_backend.learner.loading import (
     checked_base,
     copy_to_serve,
@@ -42,7 +52,6 @@ from trainer_backend.learner.loading import (
     load_named,
 )
 from trainer_backend.learner.lora import Adapter
-from trainer_backend.learner.memory import less_memory
 from trainer_backend.learner.operators import operators_for
 from trainer_backend.learner.optimizer import adamw_of
 from trainer_backend.learner.own_critic import OwnCritic
@@ -57,9 +66,12 @@ from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.learner.warmup import demonstrations, prompt_texts, tool_words, warm_up
 from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.models.folder import embedding_rows
+from trainer_backend.models.kinds import logit_map, own_attention
 from trainer_backend.parts import CreditedEpisode, Hardware, Progress, WeightPart
 from trainer_backend.rundir.checkpoint_paths import CRITIC_FILE, STARTED_FROM, TRAINING_FOLDER
 from trainer_backend.rundir.digests import digest_of
+
+log = structlog.get_logger(__name__)
 
 # A server that hangs costs one pass over the weights; the others load them in the next, in their time.
 _PASSES = 3
@@ -83,9 +95,10 @@ class LocalLearner:
         adapter_folder: Path | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        refuse_unsupported(model, longest=config.inference.max_model_len)
+        why_apart = refuse_unsupported(model, longest=config.inference.max_model_len)
         self.config, self.model, self.tokenizer, self._ranks = config, model, tokenizer, ranks
         training, placement = config.training, place(config.model.device)
+        experts = experts_of(model, training)  # before a shard changes the model's class
         # Under adapters the model's own weights are held, not trained.
         hold_in(model, torch.float32 if config.lora is None else placement.held)
         if not ranks.are_several:
@@ -102,7 +115,13 @@ class LocalLearner:
         self._sample = sample_of(model, tokenizer) if ranks.are_several else 0
         if ranks.are_several:
             shard(model, ranks, config.ranks, placement.device)
-        self.scorer = scorer_of(model, placement, training.logits_chunk_tokens, ranks)
+        scorer = scorer_of(model, placement, training.logits_chunk_tokens, ranks, why_apart)
+        # What segments share would share the adapters' dropout, too, and count once for the routers' loss.
+        drops = config.lora is not None and config.lora.dropout > 0
+        is_apart = not training.share_prefixes or drops or (experts is not None and experts.coefficient > 0)
+        shares = not is_apart and scorer.attention.takes_tries
+        self.scorer = replace(scorer, experts=experts, share_from=SHARE_FROM if shares else None)
+        log.info("learner_computes_by", **self.scorer.told())
         self._reference = None if started_from is None else self._started(started_from)
         self._optimizer = adamw_of(
             model, training.learning_rate, training.weight_decay, offload=training.optimizer_offload
@@ -218,12 +237,26 @@ class LocalLearner:
         segments = demonstrations(episodes, self._renderer, min_outcome_reward=table.min_outcome_reward)
         self.model.train()
         self._draw_apart(0)
-        with memory_watched("the warm-up ran out of memory", hint=less_memory(self.config)):
+        with self._given_back("the warm-up ran out of memory"):
             metrics = warm_up(self.scorer, segments, table, training, seed=self.config.seed, tell=tell)
         self.model.train(False)
         if self._adapter is not None:
             self._adapter.begin()
         return metrics
+
+    @contextmanager
+    def _given_back(self, doing: str) -> Iterator[None]:
+        """Watch work as `memory_watched` has it; then vLLM may wake on the same GPU (inference.sleep)."""
+        try:
+            with memory_watched(doing, hint=less_memory(self.config)):
+                yield
+        finally:
+            if self.config.inference.sleep:
+                for part in (self._optimizer, self._head, self._critic):
+                    if part is not None:
+                        part.zero_grad()
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
 
     def values(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, OfEpisode]:
         """V of each episode by rollout id, by decision or by token as the job's estimator reads it."""
@@ -231,7 +264,7 @@ class LocalLearner:
         segments = [segment for parts in episodes.values() for segment in parts]
         level = self.config.value_level
         assert level is not None, "asked only where the estimator needs values"
-        with memory_watched("scoring the values ran out of memory", hint=less_memory(self.config)):
+        with self._given_back("scoring the values ran out of memory"):
             if (head := self._head) is None:
                 values = self._own_critic().values(segments)
             else:  # the pass gives the log-probs too, which are kept
@@ -241,7 +274,7 @@ class LocalLearner:
                     self.scorer.states,
                     lambda states: (head.scored(states), states.logprobs_N),
                     self.config.training,
-                    self._ranks,
+                    self.scorer,
                 )
                 self._proximal |= _by_episode(episodes, logprobs)
                 head.settle(self._ranks)
@@ -252,7 +285,7 @@ class LocalLearner:
         """By rollout id, log-probs of its tokens, under the policy and the one that RL started from."""
         torch.set_num_threads(self.config.training.threads)
         new = {name: parts for name, parts in episodes.items() if name not in self._proximal}
-        with memory_watched("scoring the log-probs ran out of memory", hint=less_memory(self.config)):
+        with self._given_back("scoring the log-probs ran out of memory"):
             self._proximal |= self._logprobs(new, self.scorer.logprobs)
             self._of_reference |= self._logprobs(episodes, self._held_reference())
         return {
@@ -268,7 +301,7 @@ class LocalLearner:
             return {}
         segments = [segment for parts in episodes.values() for segment in parts]
         refuse_unknown_ids(segments, embedding_rows(self.model))
-        return _by_episode(episodes, score_by(policy, segments, self.config.training, self._ranks))
+        return _by_episode(episodes, score_by(policy, segments, self.config.training, self.scorer))
 
     def update(
         self, episodes: Sequence[CreditedEpisode], *, iteration: int, policy_version: int | None = None
@@ -278,7 +311,7 @@ class LocalLearner:
         self._draw_apart(iteration)
         cache = LogprobCache(self._proximal, self._of_reference)
         self._proximal, self._of_reference = {}, {}
-        with self._weights_rest:
+        with self._weights_rest, self._given_back("the update ran out of memory"):
             was_on_offer, self._is_on_offer = self._is_on_offer, False
             sender, self._sender = self._sender, None
             metrics = self._update_policy(episodes, iteration, policy_version, cache)
@@ -389,7 +422,8 @@ class LocalLearner:
         """[len(ids) - 1] log-probs of ids[1:] under the policy, each given those before it."""
         length = len(ids)
         segment = Segment.of("", ids, logprobs=[0.0] * (length - 1), spans=[(1, length, 0, 0, 1.0)])
-        (logprobs,) = self._logprobs({"": [segment]}, self.scorer.logprobs).values()
+        with self._given_back("scoring a prompt ran out of memory"):
+            (logprobs,) = self._logprobs({"": [segment]}, self.scorer.logprobs).values()
         found: list[float] = logprobs[0].tolist()
         return found
 
@@ -483,15 +517,28 @@ def _tokens(episodes: Sequence[CreditedEpisode]) -> int:
 
 
 def scorer_of(
-    model: PreTrainedModel, placement: Placement, logits_chunk: int | None = None, ranks: Ranks = ALONE
+    model: PreTrainedModel,
+    placement: Placement,
+    logits_chunk: int | None = None,
+    ranks: Ranks = ALONE,
+    why_apart: str | None = None,
 ) -> Scorer:
-    """The model as the job computes with it: attention and the size of a chunk of logits chosen."""
-    attention = attention_for(placement, head_dim=head_dim_of(model.config.get_text_config()))
-    # Never eager: it would add a mask of booleans to its scores instead of masking with it.
+    """The model as the job computes with it: attention and the size of a chunk of logits chosen.
+
+    `why_apart` says why each segment needs a row of its own (`support.refuse_unsupported`).
+    """
+    attention: PackedAttention
+    if why_apart is None:  # never eager: it would add a mask of booleans to its scores
+        attention = attention_for(placement, head_dim=head_dim_of(model.config.get_text_config()))
+    else:
+        attention = PaddedRows(own_attention(model), why_apart, ranks)
     model.set_attn_implementation(attention.implementation)
-    fits = chunk_within(placement.logits_bytes(), embedding_rows(model))
+    logits = logit_map(model.config)
+    # A cap's derivative takes a third more.
+    budget = placement.logits_bytes() * (3 if logits.cap is not None else 4) // 4
+    fits = chunk_within(budget, embedding_rows(model))
     operators = operators_for(placement, model.config)
-    return Scorer(model, placement, attention, logits_chunk or fits, ranks, operators)
+    return Scorer(model, placement, attention, logits_chunk or fits, ranks, operators, logits=logits)
 
 
 def held_scorer(scorer: Scorer, model: PreTrainedModel) -> Scorer:

@@ -19,6 +19,7 @@ from trainer_backend.learner.checkpoints import save_weights
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.lora import set_beside
 from trainer_backend.models.folder import load_model_folder
+from trainer_backend.models.kinds import own_attention
 from trainer_backend.models.layout import BASE, base_folder, described, read_config, read_object
 from trainer_backend.models.precision import held_dtype
 from trainer_backend.models.sources import model_folder, remember_chat_settings
@@ -128,7 +129,7 @@ def held_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 def copy_to_serve(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """A copy for the engine: adapters and all, attention that takes a cache, logits of float32."""
     served = held_copy(model, dtype)
-    served.set_attn_implementation("sdpa")
+    served.set_attn_implementation(own_attention(model))
     if dtype != torch.float32:
         served.lm_head = Float32Head(served.lm_head.weight)
     served.eval()  # type: ignore[no-untyped-call]

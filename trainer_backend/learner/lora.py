@@ -15,6 +15,7 @@ Source: Hu et al., LoRA, arXiv:2106.09685.
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import getsource
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,14 @@ from trainer_backend.learner.adapter_folder import (
     AdaptedLinear,
     delta,
     read_adapter,
+    read_settings,
     refuse_other_settings,
+    rename_for_wrapper,
     take_out,
 )
 from trainer_backend.learner.sharding import replace_whole, whole
 from trainer_backend.models.folder import weights_of
+from trainer_backend.models.origin import origin_of
 
 
 class Adapter:
@@ -56,12 +60,17 @@ class Adapter:
 
         `base` is the path or hub name of the model, for whatever loads the saved adapters.
         """
-        adapted_layers(model, table.target_modules)
+        adapted = adapted_layers(model, table.target_modules)
+        targets: str | list[str] = list(table.target_modules)
+        if table.adapts_all:
+            linear = (module for module in model.modules() if isinstance(module, nn.Linear))
+            # peft's word takes in every subclass of a linear layer, and what it knows as experts.
+            targets = ALL_LINEAR if len(adapted) == sum(1 for _ in linear) - 1 else sorted(adapted)
         config = LoraConfig(
             r=table.rank,
             lora_alpha=table.alpha,
             lora_dropout=table.dropout,
-            target_modules=ALL_LINEAR if table.adapts_all else list(table.target_modules),
+            target_modules=targets,
             task_type="CAUSAL_LM",
         )
         with torch.random.fork_rng(devices=[]):
@@ -75,7 +84,8 @@ class Adapter:
     def restore(self, folder: Path) -> None:
         """Become the adapters that `save` wrote."""
         stored = read_adapter(folder)
-        refuse_other_settings(folder, self._settings)
+        layers = [name.removesuffix(".weight") for name in self._adapted]
+        refuse_other_settings(folder, self._settings, layers)
         own = self.weights()
         shapes, stored_shapes = ({name: x.shape for name, x in part.items()} for part in (own, stored))
         if shapes != stored_shapes:
@@ -87,6 +97,7 @@ class Adapter:
         """adapter_model.safetensors and adapter_config.json, as peft lays them out."""
         # "auto" would ask the hub whether the base's embedding was changed.
         self._wrapped.save_pretrained(str(folder), save_embedding_layers=False)
+        rename_for_wrapper(folder, origin_of(self._model).decoder)
 
     def weights(self) -> dict[str, Tensor]:
         """A and B of every adapted layer, under their names in the model; not copied."""
@@ -148,7 +159,7 @@ def set_beside(model: PreTrainedModel, folder: Path) -> None:
     """Take merged adapters out of a float32 model's weights, and put them beside its base, as in training."""
     take_out(model, folder)
     with torch.random.fork_rng(devices=[]):
-        Adapter(_wrapped(model, LoraConfig.from_pretrained(str(folder)))).restore(folder)
+        Adapter(_wrapped(model, read_settings(folder))).restore(folder)
 
 
 def adapter_dropouts(model: PreTrainedModel) -> list[nn.Module]:
@@ -158,10 +169,17 @@ def adapter_dropouts(model: PreTrainedModel) -> list[nn.Module]:
 
 def _wrapped(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     config._register_custom_module({nn.Linear: AdaptedLinear})
-    with warnings.catch_warnings():
-        # peft asks by a name that transformers 5 still has, and prints a warning into the run's output.
-        warnings.simplefilter("ignore", FutureWarning)
-        return get_peft_model(model, config)
+    settings: Any = model.config
+    model_type = settings.model_type
+    # By this name peft would turn names of linear layers into those of fused experts, which are not adapted.
+    settings.model_type = ""
+    try:
+        with warnings.catch_warnings():
+            # peft asks by a name that transformers 5 still has, and prints a warning into the run's output.
+            warnings.simplefilter("ignore", FutureWarning)
+            return get_peft_model(model, config)
+    finally:
+        settings.model_type = model_type
 
 
 def _layer_delta(layer: Any) -> Tensor:
@@ -177,8 +195,8 @@ def adapted_layers(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, 
     """Return the layers that get an adapter, by their names in the model, which may be without memory.
 
     A target is a layer's whole name or the end of it, as in peft. peft refuses targets only where none of
-    them is there, and skips the others in silence; here one that names no linear layer of the model is a
-    JobError.
+    them is there, and skips the others in silence; here one that names no linear layer of the model, or one
+    whose adapter would not be computed, is a JobError.
     """
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     ends = {id(model.get_input_embeddings()): "the embedding", id(head): "the head"}
@@ -188,20 +206,42 @@ def adapted_layers(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, 
                 f"lora.target_modules takes in {ends[id(module)]} ({name}), which may be one matrix with the "
                 "model's other end, and which scoring reads directly; leave it out"
             )
-    linear = {
+    every = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head
     }
+    reasons = {name: _why_not_adapted(model, name, module) for name, module in every.items()}
+    linear = {name: module for name, module in every.items() if reasons[name] is None}
     if ALL_LINEAR in targets:
         return linear
     for target in targets:
+        if left_out := [name for name in every if _is_target(target, name) and name not in linear]:
+            raise JobError(
+                f"lora.target_modules takes in {left_out[0]}, {reasons[left_out[0]]}; leave it out"
+            )
         if not any(_is_target(target, name) for name in linear):
             known = {ALL_LINEAR, *(name.rpartition(".")[2] for name in linear)}
             raise JobError(
                 f"lora.target_modules: the model has no linear layer {target!r}{did_you_mean(target, known)}"
+                f"{_of_experts(model)}"
             )
     return {name: layer for name, layer in linear.items() if any(_is_target(one, name) for one in targets)}
+
+
+def _why_not_adapted(model: PreTrainedModel, name: str, layer: nn.Linear) -> str | None:
+    """Why an adapter of a linear layer would not be computed; None where it is."""
+    if type(layer).forward is not nn.Linear.forward:
+        return f"a {type(layer).__name__}, which computes more than a product"
+    parent, _, own = name.rpartition(".")
+    if f"self.{own}.weight" in getsource(type(model.get_submodule(parent))):
+        return "whose weight a kernel of its layer reads without an adapter"
+    return None
+
+
+def _of_experts(model: PreTrainedModel) -> str:
+    fused = next((name for name, weight in model.named_parameters() if ".experts." in name), None)
+    return "" if fused is None else f"; its experts are one tensor a layer ({fused}), which has no adapter"
 
 
 def _is_target(target: str, name: str) -> bool:

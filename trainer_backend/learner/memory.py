@@ -9,10 +9,10 @@ counted on both, in float32 under a mask and in bfloat16 over one row; other arc
 away. What the allocator and the libraries themselves need is the flat OVERHEAD of a GPU.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -21,15 +21,16 @@ from trainer_backend.core.logprobs import BYTES_PER_LOGIT, adds_wide, chunk_with
 from trainer_backend.errors import JobError
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.paged_attention import kernels_are_here, why_no_kernels
-from trainer_backend.job.tables import LearnerTable, ModelTable
+from trainer_backend.job.tables import InferenceTable, LearnerTable, ModelTable
 from trainer_backend.learner.attention import BlockMask, attention_for, why_masked
+from trainer_backend.learner.by_length import SHORTEST_SHARE
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement, place
-from trainer_backend.learner.operators import computes_by_kernels
 from trainer_backend.learner.packed_decoder import FAMILIES
 from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.learner.shapes import BFLOAT16, FLOAT32, ModelShape, model_config, model_shape
 from trainer_backend.models.folder import folder_config
+from trainer_backend.models.kinds import missing_kernels, module_is_here
 
 # AdamW: two moments in float32.
 MOMENTS = 8
@@ -38,6 +39,8 @@ MOMENTS = 8
 SAMPLING = FLOAT32 + 48
 # CUDA's context, the libraries' workspaces, and what the allocator cannot reuse.
 OVERHEAD = 2**30
+# Kinds that a learner gives back after an update where vLLM has slept meanwhile.
+OF_UPDATES = frozenset({"gradients", "gathered", "activations", "logits", "values"})
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -76,6 +79,8 @@ class MemoryUse(EngineUse):
     engines: how many of this machine sample, each with a copy and a cache; 0: other servers do.
     processes: how many use the device.
     ranks: the learner's, which share its model's weights out; adapters and a value head are whole on each.
+    vllm: bytes that vLLM's servers take of the device, all `vllm_servers` of them.
+    vllm_sleeps: whether they give these back during updates (inference.sleep).
     """
 
     masked: bool
@@ -90,6 +95,9 @@ class MemoryUse(EngineUse):
     processes: int = 1
     ranks: LearnerTable = field(default_factory=LearnerTable)
     fused: bool = False
+    vllm: int = 0
+    vllm_servers: int = 0
+    vllm_sleeps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +132,28 @@ def memory_needs(
         "sampling": use.engines * sampling(shape, use) + sum(sampling(other, use) for other in fixed),
         "fixed": sum(other.frozen_bytes(use.held) for other in fixed),
         "fixed cache": sum(cache(other, use) for other in fixed),
+        "vllm": use.vllm,
         "overhead": use.processes * OVERHEAD if is_gpu else 0,
     }
+    if use.vllm_sleeps:
+        device = fuller_turn(device, use.vllm_servers)
     caches = device["cache"] + device["fixed cache"]
     of_a_row = use.engines * cached_row(shape, use) + sum(cached_row(other, use) for other in fixed)
     needed = of_a_row * (1 if use.paged else use.keys.slots)
-    unsure = device["activations"] / 3 + caches - needed
+    unsure = device.get("activations", 0) / 3 + caches - needed
     device = {kind: size for kind, size in device.items() if size}
     host = _main_memory_needs(shape, use, fixed, is_gpu=is_gpu)
     return MemoryNeeds(device, host, int(sum(device.values()) - unsure))
+
+
+def fuller_turn(device: Mapping[str, int], servers: int) -> dict[str, int]:
+    """What is held during an update, while vLLM sleeps, or while it is awake; whichever is more.
+
+    A server that sleeps keeps what CUDA and its graphs take of it.
+    """
+    update = {**device, "vllm": servers * OVERHEAD}
+    awake = {kind: size for kind, size in device.items() if kind not in OF_UPDATES}
+    return max(update, awake, key=lambda kinds: sum(kinds.values()))
 
 
 def _learner_needs(shape: ModelShape, use: MemoryUse, *, is_gpu: bool) -> dict[str, int]:
@@ -266,11 +287,15 @@ def _passing(shape: ModelShape, use: EngineUse) -> int:
 
 def activations(shape: ModelShape, use: MemoryUse) -> int:
     """Bytes that autograd keeps of one micro-batch, and that the backward pass of one layer needs."""
-    layer = _layer_bytes_a_token(shape, use)
-    kept = FLOAT32 * shape.width if use.checkpointing else layer
+    layer, states = _layer_bytes_a_token(shape, use), shape.states * shape.state_bytes
     tokens = use.micro_batch_tokens
+    if shape.apart:  # at the most padding that a group has
+        tokens = int(tokens / SHORTEST_SHARE)
+    if shape.eager:  # scores before and after their softmax, of a segment as long as a row
+        layer += 2 * FLOAT32 * shape.heads * use.row_tokens
+    kept = shape.layers * FLOAT32 * shape.width if use.checkpointing else shape.layers * layer + states
     # A layer more: the one whose gradients are being computed, or that is computed again.
-    total = tokens * (shape.layers * kept + layer)
+    total = tokens * (kept + layer + (shape.state_bytes if shape.states else 0))
     if use.low and not shape.adapters:  # autocast keeps the weights that it has rounded
         total += BFLOAT16 * shape.parameters // (shape.layers if use.checkpointing else 1)
     return total + (tokens * use.row_tokens * (FLOAT32 + 1) if use.masked else 0)
@@ -289,7 +314,7 @@ def _layer_bytes_a_token(shape: ModelShape, use: MemoryUse) -> int:
     if use.low:
         by_query, by_key = (12, 10) if shape.head_norms else (6, 4)
         return 26 * shape.width + 8 * shape.mlp_width + by_query * queries + by_key * keys
-    if not use.masked:  # the learner's own forward pass, whose norms and rotations keep less
+    if not use.masked and shape.own_pass:  # whose norms and rotations keep less
         by_query, by_key = (16, 12) if shape.head_norms else (12, 8)
         return 16 * shape.width + 16 * shape.mlp_width + by_query * queries + by_key * keys
     by_query, by_key = (24, 8) if shape.head_norms else (16, 0)
@@ -321,9 +346,14 @@ class MemoryPlan:
     ranks: str = ""
     notes: tuple[str, ...] = ()
 
+    @property
+    def need(self) -> int:
+        """Bytes of the device, each kind at its fullest."""
+        return sum(self.needs.device.values())
+
     def __str__(self) -> str:
         """Return the line that a person reads before the first step."""
-        need = sum(self.needs.device.values())
+        need = self.need
         scale, unit = (2**30, "GiB") if need >= 2**30 else (2**20, "MiB")
         kinds = ", ".join(f"{kind} {size / scale:.1f}" for kind, size in self.needs.device.items())
         where = f"{self.placement}, {self.ranks}" if self.ranks else str(self.placement)
@@ -354,40 +384,110 @@ def refuse_too_large(plan: MemoryPlan, *, hint: str) -> None:
         raise JobError(f"{shortage}: {plan}.", hint=hint)
 
 
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The shapes of a run's models, of which no weights are read.
+
+    kind: the model_type of the own one.
+    fixed: those of fixed policies.
+    missing: packages with kernels for its layers that are not installed.
+    """
+
+    own: ModelShape
+    kind: str
+    fixed: tuple[ModelShape, ...] = ()
+    missing: tuple[str, ...] = ()
+
+
+def model_configs(
+    config: LearnerConfig, checkpoint: Path | None = None, *, fixed: Sequence[Path] = ()
+) -> tuple[Any, list[Any]]:
+    """The config of a run's model, and those of its fixed policies in the folders `fixed`.
+
+    The run goes on from the folder `checkpoint`, or else from [model].
+    """
+    others = [folder_config(folder) for folder in fixed]
+    return model_config(config.model, checkpoint, vocabulary_beside(config, others)), others
+
+
+def vocabulary_beside(config: LearnerConfig, others: Sequence[Any]) -> int:
+    """Of a preset: beside a fixed policy it has the tokenizer of the first of them."""
+    return int(others[0].get_text_config().vocab_size) if others else config.model.vocab_size
+
+
+def model_shapes(config: LearnerConfig, own: Any, others: Sequence[Any] = ()) -> Models:
+    """The shapes of models by their configs, as `model_configs` has them."""
+    critic = None if config.value_level is None else config.training.critic
+    shape = model_shape(own, config.lora, critic=critic, longest=config.inference.max_model_len)
+    shapes = tuple(model_shape(other, None) for other in others)
+    missing = tuple(missing_kernels(own, module_is_here))
+    return Models(shape, own.get_text_config().model_type, shapes, missing)
+
+
 def memory_plan(
     config: LearnerConfig, checkpoint: Path | None = None, *, fixed: Sequence[Path] = (), ranks: Ranks = ALONE
 ) -> MemoryPlan:
-    """Plan the memory of a run on this machine; the model's weights are not read.
+    """Plan the memory of a run on this machine; arguments as of `model_configs` and `plan_on`."""
+    own, others = model_configs(config, checkpoint, fixed=fixed)
+    return plan_on(place(config.model.device), config, model_shapes(config, own, others), ranks)
 
-    The run goes on from the folder `checkpoint`, or else from [model]; `fixed` are the folders of fixed
-    policies. Of `ranks` this process plans its own share; engines share the first one's device.
+
+def plan_on(placement: Placement, config: LearnerConfig, models: Models, ranks: Ranks = ALONE) -> MemoryPlan:
+    """Plan the memory of a run on a device.
+
+    Of `ranks` this process plans its own share; engines share the first one's device.
     """
-    placement = place(config.model.device)
     is_gpu = placement.device.type != "cpu"
     # Engines are on the device of the first rank, or in the main memory of the first node.
     is_beside = not ranks.are_several or ranks.index < (1 if is_gpu else config.ranks.nproc_per_node)
     if not is_beside:
         config = replace(config, engines=0, processes=1)
-    critic = None if config.value_level is None else config.training.critic
-    others = [folder_config(folder) for folder in fixed]
-    # A preset beside a fixed policy has the tokenizer of the first of them.
-    vocabulary = others[0].get_text_config().vocab_size if others else config.model.vocab_size
-    own = model_config(config.model, checkpoint, vocabulary)
-    shape = model_shape(own, config.lora, critic=critic)
     copies = max(1, config.fixed_copies) if is_beside else 0
-    shapes = [model_shape(other, None) for other in others] * copies
-    needs = memory_needs(shape, memory_use(config, placement, shape), is_gpu=is_gpu, fixed=shapes)
+    shape = models.own
+    use = memory_use(config, placement, shape)
+    servers = servers_on(placement, config, ranks)
+    use = replace(
+        use,
+        vllm=server_bytes(placement, config.inference, servers),
+        vllm_servers=servers,
+        vllm_sleeps=config.inference.sleep,
+    )
+    needs = memory_needs(shape, use, is_gpu=is_gpu, fixed=models.fixed * copies)
     notes = slower_ways(
         placement,
         head_dim=shape.head_dim,
-        model_type=own.get_text_config().model_type,
-        no_kernels=why_no_kernels(placement.device),
+        model_type=models.kind,
+        no_kernels=None if placement.card is not None else why_no_kernels(placement.device),
         wide_products=multiplies_wide(),
         wide_sums=adds_wide(),
+        apart=shape.apart,
+        missing=models.missing,
     )
+    if use.vllm_sleeps and servers:
+        turn = "an update" if "activations" in needs.device else "the time when it is awake"
+        notes += (f"vLLM sleeps during updates: the plan is that of {turn}, which needs more",)
     here = f"rank {ranks.index}" if is_gpu else str(config.ranks.nproc_per_node)
     whose = f"{here} of {ranks.count} ranks" if ranks.are_several else ""
     return _beside_what_is_free(needs, placement, notes, whose)
+
+
+def servers_on(placement: Placement, config: LearnerConfig, ranks: Ranks) -> int:
+    """How many of the run's vLLM servers are on the GPU of this rank: they take GPUs from the last one on.
+
+    A GPU that is planned for is one of as many as the job's ranks on a node, or a server, need.
+    """
+    if placement.device.type != "cuda":
+        return 0
+    each = config.inference.server_devices
+    here = config.ranks.nproc_per_node
+    gpus = max(here, each) if placement.card is not None else torch.cuda.device_count()
+    own = gpus - 1 - ranks.index % here
+    return sum(number % gpus == own for number in range(config.servers * each)) if each <= gpus else 0
+
+
+def server_bytes(placement: Placement, table: InferenceTable, servers: int) -> int:
+    """Bytes that vLLM's servers take of a GPU; none sizes itself by what others leave."""
+    return int(servers * table.server_share * placement.card_bytes()) if servers else 0
 
 
 def slower_ways(
@@ -398,20 +498,24 @@ def slower_ways(
     no_kernels: str | None,
     wide_products: bool,
     wide_sums: bool,
+    apart: str = "",
+    missing: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """What the learner does in a slower way on this device and with this torch, a sentence each.
 
     `no_kernels` says why Triton's kernels do not run there (`paged_attention.why_no_kernels`);
     `wide_products` and `wide_sums` whether this torch has them (`logprobs.multiplies_wide`,
-    `logprobs.adds_wide`).
+    `logprobs.adds_wide`); `apart` why each segment needs a row of its own; `missing` which packages with
+    kernels for layers with a state are not installed.
     """
-    notes = [*placement.notes(), *slower_sampling(no_kernels)]
-    if model_type not in FAMILIES:
+    device = placement.device.type
+    notes = [*placement.notes(), *slower_sampling(no_kernels), *slower_layers(device, apart, missing)]
+    if not apart and model_type not in FAMILIES:
         notes.append(
             f"updates of this model run through transformers: the learner's own forward pass knows "
             f"{', '.join(sorted(FAMILIES))}, and model_type is {model_type!r}"
         )
-    masked = None if placement.device.type == "cpu" else why_masked(placement, head_dim=head_dim)
+    masked = None if device == "cpu" or apart else why_masked(placement, head_dim=head_dim)
     if masked is not None:
         notes.append(
             f"attention of updates is masked: {masked}. Its work and its mask grow with the square of "
@@ -433,6 +537,20 @@ def slower_ways(
             f"{torch.__version__} cannot add such products in place, 2.10 can"
         )
     return tuple(notes)
+
+
+def slower_layers(device: str, apart: str, missing: Sequence[str]) -> Iterator[str]:
+    """Sentences where segments have rows of their own, and where torch's operators compute states."""
+    if apart:
+        yield (
+            "updates of this model run through transformers, a segment a row, padded by up to "
+            f"{1 / SHORTEST_SHARE - 1:.0%} of its tokens (learner/padding_share): its {apart}, so texts in a "
+            "packed row would change each other"
+        )
+    if missing:
+        faster = f"{' and '.join(missing)} would be much faster"
+        why = "a CPU has no others" if device == "cpu" else faster
+        yield f"layers with a state are computed by torch's operators, which are exact and slow: {why}"
 
 
 def slower_sampling(no_kernels: str | None) -> tuple[str, ...]:
@@ -460,6 +578,8 @@ def _beside_what_is_free(
 ) -> MemoryPlan:
     main = main_memory()
     free = main if placement.device.type == "cpu" else device_memory(placement)
+    if placement.card is not None:  # and how much main memory is beside it is not known
+        main = sum(needs.host.values())
     return MemoryPlan(placement, needs, free, main, ranks, notes)
 
 
@@ -467,13 +587,14 @@ def memory_use(config: LearnerConfig, placement: Placement, shape: ModelShape) -
     """The limits of [training] and [inference] in the form that the plan counts with."""
     training, inference = config.training, config.inference
     row = max(training.row_tokens, inference.max_model_len)
-    masked = isinstance(attention_for(placement, head_dim=shape.head_dim), BlockMask)
+    masked = isinstance(attention_for(placement, head_dim=shape.head_dim), BlockMask) and not shape.apart
+    has_kernels = placement.card is not None or kernels_are_here(placement.device)
     return MemoryUse(
         keys=inference,
         low=placement.low is not None,
-        paged=kernels_are_here(placement.device),
+        paged=has_kernels,
         masked=masked,
-        fused=shape.has_kernels and not masked and computes_by_kernels(placement),
+        fused=shape.has_kernels and not masked and has_kernels and placement.low is not None,
         row_tokens=row,
         micro_batch_tokens=max(training.micro_batch_tokens, row),
         logits_chunk=training.logits_chunk_tokens or chunk_within(placement.logits_bytes(), shape.vocabulary),
@@ -488,7 +609,9 @@ def memory_use(config: LearnerConfig, placement: Placement, shape: ModelShape) -
 
 
 def device_memory(placement: Placement) -> int:
-    """Free bytes of a GPU."""
+    """Free bytes of a GPU; of one that is planned for, all."""
+    if placement.card is not None:
+        return placement.card
     if placement.device.type == "cuda":
         return torch.cuda.mem_get_info(placement.device)[0]
     return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
@@ -504,44 +627,3 @@ def main_memory(cgroup: Path = _CGROUP) -> int:
         return min(available, int(limit) - used)
     except (OSError, ValueError, StopIteration):  # no cgroup of version 2, or none with a limit ("max")
         return available
-
-
-def less_memory(config: LearnerConfig) -> str:
-    """The keys that lower the need of memory; those that cost least time come first."""
-    table = config.training
-    sizes = f"training.micro_batch_tokens ({table.micro_batch_tokens}) or row_tokens ({table.row_tokens})"
-    knobs = [f"lower {sizes}"]
-    if not table.gradient_checkpointing:
-        knobs.append("set training.gradient_checkpointing = true")
-    if config.has_own_critic:  # with which [lora] does not go
-        knobs.append("set training.critic = 'head'")
-    elif config.lora is None:
-        knobs.append("train adapters with [lora]")
-    knobs += _of_ranks(config, is_gpu=place(config.model.device).device.type != "cpu")
-    knobs.append("lower inference.max_running, max_model_len or kept_prefixes, whose cache shares the device")
-    copies = max(config.engines, config.fixed_copies)
-    if copies > 1:
-        knobs.append(f"lower services.gateways ({copies}), each with a copy and a cache of its own")
-    if config.fixed_copies:
-        knobs.append("serve the fixed policy elsewhere, and name its rollout_only.inference_url")
-    return f"To need less: {'; '.join(knobs)}."
-
-
-def _of_ranks(config: LearnerConfig, *, is_gpu: bool) -> Iterator[str]:
-    """Keys of [learner], and the one that is read where there is one rank."""
-    table = config.ranks
-    if not table.fsdp_reshard_after_forward:
-        yield "set learner.fsdp_reshard_after_forward = true"
-    if table.data_parallel_replicate_degree > 1:
-        yield f"lower learner.data_parallel_replicate_degree ({table.data_parallel_replicate_degree})"
-    if not is_gpu:
-        return
-    if table.ranks > 1:
-        yield f"raise learner.nproc_per_node ({table.nproc_per_node}) or nnodes ({table.nnodes})"
-        if not table.fsdp_cpu_offload:
-            yield "set learner.fsdp_cpu_offload = true"
-        return
-    if torch.cuda.device_count() > 1:
-        yield "share the weights out to more GPUs with [cluster] and learner.nproc_per_node"
-    if not config.training.optimizer_offload:
-        yield "set training.optimizer_offload = true"

@@ -70,7 +70,7 @@ class OwnCritic:
             self._scorer.hidden,
             lambda states: (self._head.scored(states),),
             self._table,
-            self._ranks,
+            self._scorer,
         )
         self._head.settle(self._ranks)
         return values
@@ -104,13 +104,17 @@ class OwnCritic:
         self.steps += 1
         return loss
 
-    def gradient(self, segments: Sequence[Segment], targets: Mapping[str, CriticTargets]) -> float:
-        """The gradient of a step, left on layers and head, and its loss."""
-        packed, pieces = cut_pieces(segments, self._table, self._ranks)
-        columns = critic_columns(segments, targets, list(dict.fromkeys(packed.segment_N.tolist())))
-        ends = list(accumulate((len(piece.target_N) for piece in pieces), initial=0))
+    def zero_grad(self) -> None:
+        """Forget the gradient of layers and head."""
         self._optimizer.zero_grad(set_to_none=True)
         self._head.zero_grad()
+
+    def gradient(self, segments: Sequence[Segment], targets: Mapping[str, CriticTargets]) -> float:
+        """The gradient of a step, left on layers and head, and its loss."""
+        packed, pieces = cut_pieces(segments, self._table, self._scorer)
+        columns = critic_columns(segments, targets, list(dict.fromkeys(packed.segment_N.tolist())))
+        ends = list(accumulate((len(piece.target_N) for piece in pieces), initial=0))
+        self.zero_grad()
         total = 0.0
         with stepping(self._scorer.model):
             for (piece, tokens), counts in self._ranks.own_pieces(

@@ -80,24 +80,28 @@ def read_states(
     attend: Attend,
     attend_read: Attend | None,
     operators: Operators,
+    reads: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """[N, D] last hidden states, after the norm, where sampled tokens are predicted.
 
     `rows` are one row, on the model's device; `tokens` its `input_ids` or `inputs_embeds`, [1, L]. `attend`
     makes of q [L, H, D], k and v [L, H_kv, D] and a scale [L, H, D], `attend_read` the same of N queries.
+    Where one place predicts several sampled tokens, `reads` are the places once, and which one is each's.
     """
     base: Any = model.model
     embedded_BLD = tokens.get("inputs_embeds")
     if embedded_BLD is None:
         embedded_BLD = base.embed_tokens(tokens["input_ids"])
     cos_BLD, sin_BLD = base.rotary_emb(embedded_BLD, rows.position_ids_BL)
-    row = _Row(cos_BLD[0], sin_BLD[0], attend, rows.predict_position_N, attend_read, operators)
+    read_N = rows.predict_position_N if reads is None else reads[0]
+    row = _Row(cos_BLD[0], sin_BLD[0], attend, read_N, attend_read, operators)
     stream: Stream = embedded_BLD[0], None
     *most, last = base.layers
     for layer in most:
         stream = through(layer, _kept_or_again, stream, row, False)
     hidden_ND, added_ND = through(last, _kept_or_again, stream, row, True)
-    return operators.last_norm(base.norm, hidden_ND, added_ND)[1]
+    normed_ND = operators.last_norm(base.norm, hidden_ND, added_ND)[1]
+    return normed_ND if reads is None else normed_ND.index_select(0, reads[1])
 
 
 def _kept_or_again(layer: Any, stream: Stream, row: _Row, is_last: bool) -> Stream:

@@ -9,13 +9,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trainer_backend.core.collate import Packed, by_segment, cut_packed, pack_segments
-from trainer_backend.core.logprobs import chunked_logprobs
+from trainer_backend.core.collate import Packed, by_segment, cut_packed, distinct_tokens, pack_segments
+from trainer_backend.core.logprobs import PLAIN, LogitMap, chunked_logprobs
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import SegmentError, place
 from trainer_backend.job.training_table import LoopKeys
-from trainer_backend.learner.attention import PackedAttention
+from trainer_backend.learner.attention import GROUPS, ONE_ROW, Groups, PackedAttention, PaddedRows
 from trainer_backend.learner.device import Placement
+from trainer_backend.learner.experts import Experts, Routing
 from trainer_backend.learner.operators import BY_TORCH
 from trainer_backend.learner.packed_decoder import Operators, is_known, read_states
 from trainer_backend.learner.ranks import ALONE, Ranks
@@ -43,6 +44,13 @@ class States(Hidden):
 
 
 @dataclass(frozen=True, slots=True)
+class Routed(States):
+    """The same of a model with experts."""
+
+    routing: Routing
+
+
+@dataclass(frozen=True, slots=True)
 class Scorer:
     """A model with how it computes."""
 
@@ -56,6 +64,24 @@ class Scorer:
     """The ranks that share the work."""
     operators: Operators = BY_TORCH
     """What a layer computes between its products."""
+    share_from: int | None = None
+    """Beginnings of segments of at least so many tokens are computed once; None: each segment by itself."""
+    logits: LogitMap = PLAIN
+    """What the model makes of its head's products."""
+    experts: Experts | None = None
+    """Those of a model that has some."""
+
+    def told(self) -> dict[str, str]:
+        """The way that the model is computed, in words, and why."""
+        attention = self.attention.implementation
+        if isinstance(self.attention, PaddedRows):
+            return {
+                "way": "transformers, a segment a row",
+                "attention": attention,
+                "reason": self.attention.why,
+            }
+        way = "own layers" if attention == ONE_ROW and is_known(self.model) else "transformers"
+        return {"way": f"{way}, packed rows", "attention": attention}
 
     def states(self, packed: Packed) -> States:
         """The last hidden states where sampled tokens are predicted, and the tokens' log-probs and entropies.
@@ -66,19 +92,39 @@ class Scorer:
         rows, arguments = self._arranged(packed)
         return States(rows, *through(self.model, self._read, rows, arguments))
 
+    def routed(self, packed: Packed, *, with_probabilities: bool) -> "Routed":
+        """As `states`, and what the routers of a model with experts decided."""
+        rows, arguments = self._arranged(packed)
+        assert self.experts is not None, "asked only of a model that has experts"
+        routing = Routing(self.experts, with_probabilities)
+        found = through(self.model, self._read, rows, arguments, routing)
+        return Routed(rows, *found, routing)
+
     def hidden(self, packed: Packed) -> Hidden:
         """As `states`, without the log-probs and the pass through the LM head that they need."""
         rows, arguments = self._arranged(packed)
         return Hidden(rows, through(self.model, self._hidden, rows, arguments))
+
+    def routing(self, packed: Packed) -> Routing:
+        """As `hidden`, of what the routers decided alone."""
+        rows, arguments = self._arranged(packed)
+        assert self.experts is not None, "asked only of a model that has experts"
+        routing = Routing(self.experts, reads_probabilities=False)
+        through(self.model, self._hidden, rows, arguments, routing)
+        return routing
 
     def _arranged(self, packed: Packed) -> tuple[Packed, Mapping[str, Any]]:
         dtype = self.placement.low or self.model.dtype
         return self.attention.arranged(packed, self.placement.device, dtype)
 
     def _read(
-        self, model: PreTrainedModel, rows: Packed, arguments: Mapping[str, Any]
+        self,
+        model: PreTrainedModel,
+        rows: Packed,
+        arguments: Mapping[str, Any],
+        routing: Routing | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        hidden_ND = self._hidden(model, rows, arguments)
+        hidden_ND = self._hidden(model, rows, arguments, routing)
         # The LM head runs on the N positions that predict a sampled token and nowhere else; outside
         # autocast, so that logits are float32.
         logprobs_N, entropies_N = chunked_logprobs(
@@ -89,19 +135,66 @@ class Scorer:
             chunk=self.logits_chunk,
             factors=self.placement.low,
             reading=self.operators.reading,
+            bias_V=model.lm_head.bias,
+            logits=self.logits,
         )
         return hidden_ND, logprobs_N, entropies_N
 
-    def _hidden(self, model: PreTrainedModel, rows: Packed, arguments: Mapping[str, Any]) -> Tensor:
-        tokens = tokens_for(model, rows.token_ids_BL, self.placement.low)
+    def _hidden(
+        self,
+        model: PreTrainedModel,
+        rows: Packed,
+        arguments: Mapping[str, Any],
+        routing: Routing | None = None,
+    ) -> Tensor:
+        if GROUPS in arguments:
+            return self._apart(model, arguments[GROUPS], routing)
         attend, attend_read = (arguments.get(f"turnwise_{name}") for name in ("attend", "attend_read"))
-        with self.placement.autocast():
-            if attend is not None and is_known(model):
-                return read_states(model, rows, tokens, attend, attend_read, self.operators)
-            hidden_BLD: Tensor = model.model(
-                **tokens, position_ids=rows.position_ids_BL, use_cache=False, **arguments
-            ).last_hidden_state
+        if attend is not None and is_known(model):
+            tokens, reads = (
+                tokens_for(model, rows.token_ids_BL, self.placement.low),
+                arguments.get("turnwise_reads"),
+            )
+            with self.placement.autocast():
+                return read_states(model, rows, tokens, attend, attend_read, self.operators, reads)
+        # One row has no padding.
+        is_real_BL = None if attend is not None else rows.segment_ids_BL > 0
+        told = {"position_ids": rows.position_ids_BL, **arguments}
+        hidden_BLD = self._by_transformers(model, rows.token_ids_BL, is_real_BL, told, routing)
         return hidden_BLD[rows.predict_row_N, rows.predict_position_N]
+
+    def _apart(self, model: PreTrainedModel, groups: Groups, routing: Routing | None) -> Tensor:
+        """[N, D] by the model's own layers, a segment a row."""
+        parts = []
+        for group in groups[0]:
+            ids_BL = group.token_ids_BL
+            # Of the padding too, since positions that begin again mean packed rows to transformers.
+            positions_BL = torch.arange(ids_BL.shape[1], device=ids_BL.device).expand_as(ids_BL)
+            told = {"position_ids": positions_BL}
+            hidden_BLD = self._by_transformers(model, ids_BL, group.is_real_BL, told, routing)
+            parts.append(hidden_BLD.flatten(0, 1).index_select(0, group.read_R))
+        return torch.cat(parts).index_select(0, groups[1])
+
+    def _by_transformers(
+        self,
+        model: PreTrainedModel,
+        ids_BL: Tensor,
+        is_real_BL: Tensor | None,
+        told: Mapping[str, Any],
+        routing: Routing | None,
+    ) -> Tensor:
+        """[B, L, D] last hidden states."""
+        tokens = tokens_for(model, ids_BL, self.placement.low)
+        with self.placement.autocast():
+            if routing is None:
+                found = model.model(**tokens, use_cache=False, **told)
+            else:
+                with routing.watching(model, is_real_BL):
+                    found = model.model(**tokens, use_cache=False, **told, **routing.keywords)
+        if routing is not None and routing.reads_probabilities:
+            routing.add(found.router_logits, is_real_BL)
+        hidden_BLD: Tensor = found.last_hidden_state
+        return hidden_BLD
 
     def logprobs(self, packed: Packed) -> Tensor:
         """[N] log-probs of the sampled tokens, differentiable in the model's weights."""
@@ -110,14 +203,27 @@ class Scorer:
     def score(self, segments: Sequence[Segment], keys: LoopKeys) -> list[NDArray[Any]]:
         """For each segment, the log-prob of each of its sampled tokens (nats), without gradient."""
         refuse_unknown_ids(segments, embedding_rows(self.model))
-        return score_by(self.logprobs, segments, keys, self.ranks)
+        return score_by(self.logprobs, segments, keys, self)
+
+    def row_tokens(self, segments: Sequence[Segment], keys: LoopKeys) -> int:
+        """Width of a packed row: `row_tokens`, or the longest segment where that does not fit.
+
+        A trie shares most in a row as long as a piece, of which each rank gets one.
+        """
+        width = keys.row_tokens
+        if self.share_from is not None and self.attention.rows_are_joined:
+            share = keys.micro_batch_tokens
+            if self.ranks.are_several:
+                share = -(-distinct_tokens(segments, self.share_from) // self.ranks.count)
+            width = min(keys.micro_batch_tokens, max(width, share))
+        return max(width, max(len(segment) for segment in segments))
 
 
-def cut_pieces(segments: Sequence[Segment], keys: LoopKeys, ranks: Ranks) -> tuple[Packed, list[Packed]]:
+def cut_pieces(segments: Sequence[Segment], keys: LoopKeys, scorer: Scorer) -> tuple[Packed, list[Packed]]:
     """Segments in packed rows, and these rows in pieces of one forward pass."""
-    width = row_width(segments, keys.row_tokens)
-    packed = pack_segments(segments, row_tokens=width)
-    rows = ranks.rows_of_a_piece(len(packed.token_ids_BL), keys.micro_batch_tokens // width)
+    width = scorer.row_tokens(segments, keys)
+    packed = pack_segments(segments, row_tokens=width, share_from=scorer.share_from)
+    rows = scorer.ranks.rows_of_a_piece(len(packed.token_ids_BL), keys.micro_batch_tokens // width)
     return packed, list(cut_packed(packed, rows))
 
 
@@ -127,14 +233,15 @@ def read_pieces(
     forward: Callable[[Packed], Piece],
     columns: Callable[[Piece], tuple[Tensor, ...]],
     keys: LoopKeys,
-    ranks: Ranks,
+    scorer: Scorer,
 ) -> list[list[NDArray[Any]]]:
     """For each [N] column of the pieces: for each segment, the numbers of its sampled tokens.
 
     All ranks make the `forward` pass of a piece at a time; `columns` reads the numbers, on the rank that
-    gives them.
+    gives them. Segments are packed as `scorer`'s are.
     """
-    packed, pieces = cut_pieces(segments, keys, ranks)
+    ranks = scorer.ranks
+    packed, pieces = cut_pieces(segments, keys, scorer)
     passes = ((forward(piece), counts) for piece, counts in ranks.own_pieces(pieces))
     own = [columns(found) for found, counts in passes if counts]
     if ranks.are_several:
@@ -143,10 +250,10 @@ def read_pieces(
 
 
 def score_by(
-    policy: Callable[[Packed], Tensor], segments: Sequence[Segment], keys: LoopKeys, ranks: Ranks
+    policy: Callable[[Packed], Tensor], segments: Sequence[Segment], keys: LoopKeys, scorer: Scorer
 ) -> list[NDArray[Any]]:
     """For each segment, the [N] log-probs (nats) that `policy` gives its sampled tokens."""
-    return read_pieces(segments, policy, lambda logprobs_N: (logprobs_N,), keys, ranks)[0]
+    return read_pieces(segments, policy, lambda logprobs_N: (logprobs_N,), keys, scorer)[0]
 
 
 def refuse_unknown_ids(segments: Sequence[Segment], rows: int) -> None:
@@ -167,8 +274,3 @@ def refuse_unknown_ids(segments: Sequence[Segment], rows: int) -> None:
     )
     error.rollout_ids = tuple(dict.fromkeys(segment.rollout_id for segment in unknown))
     raise error
-
-
-def row_width(segments: Sequence[Segment], row_tokens: int) -> int:
-    """Width of a packed row: `row_tokens`, or the longest segment where that does not fit."""
-    return max(row_tokens, max(len(segment) for segment in segments))

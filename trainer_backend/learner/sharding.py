@@ -18,11 +18,12 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from trainer_backend.errors import JobError
 from trainer_backend.job.tables import LearnerTable
 from trainer_backend.learner.ranks import Ranks
+from trainer_backend.models.text_part import empty_model
 
 Result = TypeVar("Result")
 _RUN = "turnwise_run"
@@ -152,8 +153,7 @@ def clip_gradient(weights: Iterable[Tensor], most: float) -> float:
 
 def gathered_copy(model: PreTrainedModel) -> PreTrainedModel:
     """The whole model in main memory, gathered tensor by tensor; without adapters."""
-    with torch.device("meta"):
-        copied: PreTrainedModel = AutoModelForCausalLM.from_config(model.config)  # type: ignore[no-untyped-call]
+    copied = empty_model(model.config)
     weights, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     for name, module in copied.named_modules():
         for own in list(module._parameters):

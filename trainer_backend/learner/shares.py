@@ -41,26 +41,26 @@ def write_weights(
     weights: Mapping[str, Tensor],
     ranks: Ranks,
     *,
-    finished: Callable[[str, Tensor], Tensor] = lambda _name, tensor: tensor,
+    finished: Callable[[str, Tensor], Mapping[str, Tensor]] = lambda name, tensor: {name: tensor},
 ) -> None:
     """Write a model's weights, a file on each rank, and the index.
 
     Of the whole model a rank holds the largest tensor and what it writes. The weights have one order on every
-    rank; `finished` makes of a gathered tensor the one that is written.
+    rank; `finished` makes of a gathered tensor those that are written.
     """
     writers = _writers(weights, ranks.count)
-    mine = {}
+    mine: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         full = sent_to(tensor, writers[name])
         if full is not None:
-            mine[name] = finished(name, full).cpu().contiguous()
+            mine |= {own: part.cpu().contiguous() for own, part in finished(name, full).items()}
         del full  # before the next one comes
     names = [f"model-{number:05}-of-{ranks.count:05}.safetensors" for number in range(1, ranks.count + 1)]
     ranks.together(lambda: save_file(mine, folder / names[ranks.index], metadata={"format": "pt"}))
-    sizes = ranks.of_every_rank(sum(tensor.nbytes for tensor in mine.values()))
+    written = ranks.of_every_rank({name: tensor.nbytes for name, tensor in mine.items()})
     index = {
-        "metadata": {"total_size": sum(sizes)},
-        "weight_map": {name: names[writer] for name, writer in writers.items()},
+        "metadata": {"total_size": sum(sum(sizes.values()) for sizes in written)},
+        "weight_map": {name: file for file, sizes in zip(names, written, strict=True) for name in sizes},
     }
     text = json.dumps(index, indent=2)
     ranks.first_alone(lambda: (folder / INDEX).write_text(text, encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Which models the learner can score exactly; the others are refused before anything is trained."""
+"""How the learner scores a model exactly; a model that it cannot score so is refused before it is trained."""
 
 from typing import Any
 
@@ -9,44 +9,33 @@ from transformers import PreTrainedModel
 from trainer_backend.core.collate import block_mask
 from trainer_backend.errors import ModelFolderError
 from trainer_backend.models.folder import embedding_rows
-from trainer_backend.models.layout import refuse_unsupported_attention
+from trainer_backend.models.kinds import logit_map, refuse_rotations_by_length, why_not_by_position
 
-# Set to anything else, each of them comes between what the learner computes and the model's own logits.
-NEUTRAL = {
-    "final_logit_softcapping": (None,),
-    "attn_logit_softcapping": (None,),
-    "logit_scale": (None, 1.0),
-    "logits_scaling": (None, 1.0),
-}
 # How far logits may lie apart that the model and the learner compute from the same weights, relative to them.
 ROUNDING = 1e-3
 
 
-def refuse_unsupported(model: PreTrainedModel, *, longest: int) -> None:
+def refuse_unsupported(model: PreTrainedModel, *, longest: int) -> str | None:
     """Refuse a model whose log-probs of up to `longest` tokens the learner would compute wrongly.
 
-    Scoring runs `model.model` under a mask of its own and applies `lm_head` itself (`learner.scoring`). So
-    nothing else may stand between hidden states and logits, every layer must attend as the mask says, and
-    positions may not depend on the length of a sequence.
+    Scoring runs `model.model` and applies `lm_head` itself (`learner.scoring`). So nothing but the map that
+    the config names may stand between hidden states and logits, and positions may not depend on the length
+    of a sequence. Packed rows need layers that attend as a mask says; others compute a segment a row, where
+    padding behind it must change nothing.
+
+    Returns:
+        Why each segment needs a row of its own; None: rows are packed.
     """
     if not hasattr(model, "model") or not hasattr(model, "lm_head"):
         raise ModelFolderError(f"{type(model).__name__} has no `model` and `lm_head`", where="model")
-    if getattr(model.lm_head, "bias", None) is not None:
-        raise ModelFolderError("its lm_head has a bias, which the learner would leave out", where="model")
     config = model.config.get_text_config()
-    for name, neutral in NEUTRAL.items():
-        if getattr(config, name, None) not in neutral:
-            raise ModelFolderError(f"its config sets {name}, which the learner leaves out", where="model")
-    if not model._supports_sdpa:
-        raise ModelFolderError(
-            f"{type(model).__name__} has attention of its own, which scaled_dot_product_attention, all that "
-            "engine and learner have, does not compute",
-            where="model",
-        )
-    refuse_unsupported_attention(config, longest=longest)
+    refuse_rotations_by_length(config, longest=longest)
     _refuse_few_positions(config, longest)
     _refuse_other_logits(model)
-    _refuse_neighbours(model)
+    reason = why_not_by_position(model, longest=longest) or _why_neighbours_change(model)
+    if reason is not None:
+        _refuse_padding(model, reason)
+    return reason
 
 
 def _refuse_few_positions(config: Any, longest: int) -> None:
@@ -71,34 +60,54 @@ def _refuse_other_logits(model: PreTrainedModel) -> None:
     apart = _apart(own_BLV, _logits(model, ids_BL))
     if not apart <= ROUNDING:
         raise ModelFolderError(
-            f"its logits lie up to {apart:.3g} of their size from lm_head(hidden states), which is all that "
-            "the learner computes",
+            f"its logits lie up to {apart:.3g} of their size from lm_head(hidden states), scaled and capped "
+            "as its config says, which is all that the learner computes",
             where="model",
         )
 
 
 @torch.inference_mode()
-def _refuse_neighbours(model: PreTrainedModel) -> None:
+def _why_neighbours_change(model: PreTrainedModel) -> str | None:
     """Compare the logits of two texts in one row with those of each text alone."""
-    first_BL = _few_ids(model)
-    second_BL = first_BL.flip(1)[:, : first_BL.shape[1] // 2 + 1]
-    parts = [first_BL, second_BL]
+    parts = _two_texts(model)
     alone_BLV = torch.cat([_logits(model, part) for part in parts], dim=1)
-    numbers_BL = torch.cat([torch.full_like(part, number) for number, part in enumerate(parts)], dim=1)
-    mask_B1LL = block_mask(numbers_BL)
+    positions_BL = torch.cat([torch.arange(part.shape[1]) for part in parts])[None]
+    mask_B1LL = block_mask(positions_BL).to(model.device)
     together_BLV = _logits(
         model,
         torch.cat(parts, dim=1),
-        position_ids=torch.cat([torch.arange(part.shape[1], device=part.device) for part in parts])[None],
+        position_ids=positions_BL.to(model.device),
         attention_mask=torch.zeros_like(mask_B1LL, dtype=model.dtype).masked_fill_(~mask_B1LL, -torch.inf),
     )
     apart = _apart(alone_BLV, together_BLV)
+    if apart <= ROUNDING:
+        return None
+    return (
+        f"logits change by up to {apart:.3g} of their size by another text in the row, whatever its mask says"
+    )
+
+
+@torch.inference_mode()
+def _refuse_padding(model: PreTrainedModel, reason: str) -> None:
+    """Compare the logits of a text with padding behind it, in a row beside a longer one, with its own."""
+    longer_BL, text_BL = _two_texts(model)
+    padding_BL = text_BL[:, -1:].expand(1, longer_BL.shape[1] - text_BL.shape[1])
+    rows_BL = torch.cat([longer_BL, torch.cat([text_BL, padding_BL], dim=1)])
+    positions_BL = torch.arange(rows_BL.shape[1], device=model.device).expand_as(rows_BL)
+    padded_BLV = _logits(model, rows_BL, position_ids=positions_BL)[1:, : text_BL.shape[1]]
+    apart = _apart(_logits(model, text_BL), padded_BLV)
     if not apart <= ROUNDING:
         raise ModelFolderError(
-            f"two texts in one row change each other's logits by up to {apart:.3g} of their size, whatever "
-            "mask and positions say",
+            f"its rows cannot be packed, since its {reason}; and padding behind a text changes the text's "
+            f"logits by up to {apart:.3g} of their size",
             where="model",
+            hint="Take a model whose layers read nothing of later tokens.",
         )
+
+
+def _two_texts(model: PreTrainedModel) -> list[Tensor]:
+    first_BL = _few_ids(model)
+    return [first_BL, first_BL.flip(1)[:, : first_BL.shape[1] // 2 + 1]]
 
 
 def _few_ids(model: PreTrainedModel) -> Tensor:
@@ -108,8 +117,8 @@ def _few_ids(model: PreTrainedModel) -> Tensor:
 def _logits(model: PreTrainedModel, ids_BL: Tensor, **arguments: Any) -> Tensor:
     """Logits as `learner.scoring` computes them."""
     hidden_BLD = model.model(input_ids=ids_BL, use_cache=False, **arguments).last_hidden_state
-    logits_BLV: Tensor = hidden_BLD @ model.lm_head.weight.T
-    return logits_BLV
+    products_BLV = torch.nn.functional.linear(hidden_BLD, model.lm_head.weight, model.lm_head.bias)
+    return logit_map(model.config)(products_BLV)
 
 
 def _apart(own: Tensor, other: Tensor) -> float:

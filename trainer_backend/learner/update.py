@@ -14,17 +14,21 @@ from trainer_backend.core.aggregation import units_of
 from trainer_backend.core.collate import Batch, Packed, collate, cut_batch
 from trainer_backend.core.columns import Row
 from trainer_backend.core.loss_metrics import mean_metrics, merge_metrics
+from trainer_backend.core.router_loss import balance_loss, load_metrics
 from trainer_backend.core.schedules import learning_rate
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.core.segments import Segment
 from trainer_backend.core.value_loss import value_loss
 from trainer_backend.errors import NonFiniteLoss, UpdateStopped
 from trainer_backend.job.training_table import MISMATCH_LIMIT_FLOAT32, MISMATCH_LIMIT_LOW
+from trainer_backend.learner.attention import PaddedRows
 from trainer_backend.learner.behaviour import FirstStep, Scores, Weighed, mismatch, mixture_metrics, weighed
 from trainer_backend.learner.config import LearnerConfig
-from trainer_backend.learner.memory import less_memory
+from trainer_backend.learner.experts import Routing
+from trainer_backend.learner.fit import less_memory
 from trainer_backend.learner.policy_terms import DRIFT, PolicyTerms, StepSums
-from trainer_backend.learner.scoring import Scorer, refuse_unknown_ids, row_width, score_by
+from trainer_backend.learner.ranks import Ranks
+from trainer_backend.learner.scoring import Scorer, refuse_unknown_ids, score_by
 from trainer_backend.learner.sharding import clip_gradient
 from trainer_backend.learner.stepping import Scored, in_steps, memory_watched, stepping, together
 from trainer_backend.learner.value_head import ValueHead
@@ -80,6 +84,8 @@ class PolicyUpdate:
         self._aggregation_keys = config.training.read(self._aggregation.keys, name)
         # Of the pieces of all steps so far, by rank.
         self._tokens_by_rank = np.zeros(scorer.ranks.count)
+        # Of the steps' segments; less what these share; with padding, where segments have rows of their own.
+        self._tokens = self._computed = self._places = 0
         of_products = MISMATCH_LIMIT_FLOAT32 if scorer.placement.low is None else MISMATCH_LIMIT_LOW
         self._mismatch_limit = config.training.mismatch_limit or of_products
 
@@ -140,17 +146,20 @@ class PolicyUpdate:
             "optim/steps_skipped": float(len(steps) - len(parts)),
             "optim/lr": self._rate(),
             DRIFT: moved,
-            **self._spread_of_ranks(),
+            **self._told_of_pieces(),
             **mixture_metrics(self._terms.objectives, scores.samples, metrics),
         }
 
-    def _spread_of_ranks(self) -> dict[str, float]:
-        """How evenly the pieces of the steps were dealt out."""
+    def _told_of_pieces(self) -> dict[str, float]:
+        """Tokens of the steps, how much of their pieces was padding, and how evenly these were dealt out."""
+        told = {"learner/tokens": float(self._tokens), "learner/tokens_computed": float(self._computed)}
+        if self._places:
+            told["learner/padding_share"] = 1.0 - self._computed / self._places
         if not self._ranks.are_several:
-            return {}
+            return told
         tokens = self._tokens_by_rank
         imbalance = float(tokens.max() / tokens.mean())
-        return {"learner/ranks": float(len(tokens)), "learner/tokens_imbalance": imbalance}
+        return told | {"learner/ranks": float(len(tokens)), "learner/tokens_imbalance": imbalance}
 
     def weighed(self, episodes: Sequence[CreditedEpisode], cache: LogprobCache = EMPTY) -> Weighed:
         """Stop 8: score each segment before the first step, without dropout, and weigh its tokens."""
@@ -210,7 +219,7 @@ class PolicyUpdate:
         if all(episode.rollout_id in cached for episode in episodes):
             return list(chain.from_iterable(cached[episode.rollout_id] for episode in episodes))
         segments = [segment for episode in episodes for segment in episode.segments]
-        return [*score_by(policy, segments, self._table, self._ranks)]
+        return [*score_by(policy, segments, self._table, self._scorer)]
 
     @property
     def _drops(self) -> bool:
@@ -250,38 +259,60 @@ class PolicyUpdate:
         `episodes` are by rollout id. The pass is cut into `steps`, and `is_first` says whether the weights
         are those that gave the proximal log-probs.
         """
-        width = row_width([item.segment for item in step], self._table.row_tokens)
+        width = self._scorer.row_tokens([item.segment for item in step], self._table)
         batch = self._terms.trusted(self._batch(step, episodes, self._token_weights(step, steps), width))
         sums, ranks, model = self._terms.sums(batch), self._ranks, self._scorer.model
         self._zero_grad()
         parts, moved = [], 0.0
         rows = ranks.rows_of_a_piece(len(batch.packed.token_ids_BL), self._table.micro_batch_tokens // width)
         pieces = self._pieces(batch, rows, is_first=is_first)
-        if ranks.are_several:
-            tokens = [int(piece.packed.segment_ids_BL.count_nonzero()) for piece in pieces]
-            self._tokens_by_rank += ranks.sums_by_rank(tokens)
+        self._count_tokens(step, pieces)
+        load = self._load(batch, pieces)
         with stepping(model):
             for piece, counts in ranks.own_pieces(pieces):
                 with torch.set_grad_enabled(moved <= drift_limit):
-                    loss, metrics, error = self._checked_piece(piece, sums, first)
+                    loss, metrics, error = self._checked_piece(piece, sums, first, load)
                 moved += self._agreed_drift(metrics[DRIFT] if counts else 0.0, error)
                 if moved <= drift_limit:
                     (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]
                 if counts:
                     parts.append(metrics)
+                    load.keep()
         head = () if self._head is None else self._head.trained.values()
         ranks.sum_gradients([*model.parameters(), *head])
         if first is not None:
             for rows_of_rank in ranks.of_every_rank(first.proximal):
                 first.proximal |= rows_of_rank
-        return merge_metrics(ranks.in_order(parts))
+        return merge_metrics(ranks.in_order(parts)) | load.metrics(ranks)
+
+    def _count_tokens(self, step: Sequence[Scored], pieces: Sequence[Batch]) -> None:
+        tokens = [int(piece.packed.segment_ids_BL.count_nonzero()) for piece in pieces]
+        self._tokens += sum(len(item.segment) for item in step)
+        self._computed += sum(tokens)
+        self._tokens_by_rank += self._ranks.sums_by_rank(tokens)
+        if isinstance(self._scorer.attention, PaddedRows):
+            self._places += sum(PaddedRows.places(piece.packed) for piece in pieces)
+
+    def _load(self, batch: Batch, pieces: Sequence[Batch]) -> "_Load":
+        """The load of a step's experts; where a loss balances it, as all pieces have it together."""
+        experts = self._scorer.experts
+        load = _Load(int(batch.packed.segment_ids_BL.count_nonzero()))
+        if experts is not None and experts.coefficient and len(pieces) > 1:
+            with torch.no_grad():
+                for piece, counts in self._ranks.own_pieces(pieces):
+                    load.piece = self._scorer.routing(piece.packed)
+                    if counts:
+                        load.keep()
+            load.of_step = load.sent_by_all(self._ranks)
+            load.sent = None
+        return load
 
     def _checked_piece(
-        self, piece: Batch, sums: StepSums, first: FirstStep | None
+        self, piece: Batch, sums: StepSums, first: FirstStep | None, load: "_Load"
     ) -> tuple[Tensor, dict[str, float], NonFiniteLoss | None]:
         """A piece's loss and metrics; the error, where a number in it is not finite."""
         try:
-            loss, metrics = self._piece(piece, sums, first)
+            loss, metrics = self._piece(piece, sums, first, load)
         except NonFiniteLoss as error:
             return torch.tensor(math.nan), {DRIFT: 0.0}, error
         if torch.isfinite(loss):
@@ -332,6 +363,7 @@ class PolicyUpdate:
             units=units_of(segments, [levels[item.policy] for item in step]),
             policies=[numbers[item.policy] for item in step],
             row_tokens=width,
+            share_from=self._scorer.share_from,
             critic=critic or None,
             reference=[item.reference for item in step if item.reference is not None] or None,
         )
@@ -374,10 +406,14 @@ class PolicyUpdate:
             self._head.zero_grad()
 
     def _piece(
-        self, batch: Batch, sums: StepSums, first: FirstStep | None
+        self, batch: Batch, sums: StepSums, first: FirstStep | None, load: "_Load"
     ) -> tuple[Tensor, dict[str, float]]:
-        table = self._table
-        states = self._scorer.states(batch.packed)
+        table, experts = self._table, self._scorer.experts
+        if experts is None:
+            states = self._scorer.states(batch.packed)
+        else:
+            states = routed = self._scorer.routed(batch.packed, with_probabilities=experts.coefficient > 0)
+            load.piece = routed.routing
         logprobs_N = states.logprobs_N
         if first is not None:
             batch = first.scored(batch, logprobs_N)
@@ -387,6 +423,10 @@ class PolicyUpdate:
             missed = value_loss(self._head.values(states), batch.critic, clip=table.value_clip)
             loss = loss + table.value_coef * missed
             metrics["value/loss"] = missed.item() / sums.critic
+        if experts is not None and experts.coefficient:
+            balance = load.loss()
+            loss = loss + experts.coefficient * balance
+            metrics["loss/router_aux"] = balance.item()
         return loss, metrics
 
     def _set_learning_rate(self, iterations_done: float) -> None:
@@ -403,6 +443,47 @@ class PolicyUpdate:
 
     def _rate(self) -> float:
         return float(self._optimizer.param_groups[0]["lr"])
+
+
+@dataclass(slots=True)
+class _Load:
+    """Where the routers send a step's tokens; of a model without experts it stays empty.
+
+    tokens: of the step, without padding.
+    of_step: [M, E] all that the step sends; None: its one piece has it all.
+    piece: what the piece of now sends.
+    sent: [M, E] what the pieces that count have sent so far.
+    """
+
+    tokens: int
+    of_step: Tensor | None = None
+    piece: Routing | None = None
+    sent: Tensor | None = None
+
+    def keep(self) -> None:
+        """Add the piece of now to what counts."""
+        if self.piece is not None and self.piece.sent:
+            sent_ME = torch.stack(self.piece.sent)
+            self.sent = sent_ME if self.sent is None else self.sent + sent_ME
+
+    def loss(self) -> Tensor:
+        """The part of the balancing loss that the piece of now has."""
+        piece = self.piece
+        assert piece is not None and piece.probability_E is not None, "it was asked to read them"
+        sent_ME = torch.stack(piece.sent) if self.of_step is None else self.of_step
+        routed = float(len(sent_ME) * self.tokens)
+        return balance_loss(piece.probability_E, sent_ME.sum(dim=0).to(piece.probability_E), routed)
+
+    def sent_by_all(self, ranks: Ranks) -> Tensor | None:
+        """[M, E] over the ranks, which all ask for it; None: nothing was sent."""
+        own = None if self.sent is None else self.sent.cpu()
+        parts = [part for part in ranks.of_every_rank(own) if part is not None]
+        return torch.stack(parts).sum(dim=0) if parts else None
+
+    def metrics(self, ranks: Ranks) -> dict[str, float]:
+        """How even the load of the step is."""
+        sent_ME = None if self.piece is None else self.sent_by_all(ranks)
+        return {} if sent_ME is None else load_metrics(sent_ME)
 
 
 def _or_zeros(scores: Row, segment: Segment) -> Row:

@@ -107,7 +107,7 @@ def _step(
     weight = float(token_mean(segments)[0][0])
     optimizer.zero_grad(set_to_none=True)
     total, ranks, weights = 0.0, scorer.ranks, list(scorer.model.parameters())
-    for piece, counts in ranks.own_pieces(cut_pieces(segments, training, ranks)[1]):
+    for piece, counts in ranks.own_pieces(cut_pieces(segments, training, scorer)[1]):
         loss = -(weight if counts else 0.0) * scorer.logprobs(piece).sum()
         (of_all,) = ranks.sums(loss.item())
         if not math.isfinite(of_all):

@@ -2,21 +2,17 @@
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
-from transformers.utils import logging
 
 from trainer_backend.errors import EngineOutOfMemory, ModelFolderError
 from trainer_backend.models.layout import (
@@ -26,6 +22,14 @@ from trainer_backend.models.layout import (
     refuse_own_tokenizer,
     refuse_untrainable,
 )
+from trainer_backend.models.origin import (
+    WRAPPED_NAMES,
+    origin_of,
+    quiet_library,
+    remember_origin,
+    text_name,
+)
+from trainer_backend.models.text_part import causal_class, text_config
 from trainer_backend.models.tokenizer import id_count
 
 # One of these holds a tokenizer's vocabulary. Without any, the library makes an empty tokenizer in silence.
@@ -44,19 +48,22 @@ def load_model_folder(
     refuse_untrainable(folder)
     # The libraries raise a dozen types for a broken file; each means the same to the caller.
     try:
-        with _no_progress_bar():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+        with quiet_library():
+            config = text_config(folder)
+            loaded: Any = causal_class(config).from_pretrained(
                 folder,
+                config=config,
+                key_mapping=WRAPPED_NAMES,
                 local_files_only=True,
                 use_safetensors=True,
-                trust_remote_code=False,
                 dtype=dtype,
                 output_loading_info=True,
             )
     except Exception as error:
         raise ModelFolderError(f"the model cannot be loaded: {error}", where=str(folder)) from error
     model: PreTrainedModel = loaded[0]
-    _refuse_other_weights(loaded[1], folder)
+    remember_origin(model, folder)
+    _refuse_other_weights(loaded[1], set(origin_of(model).kept), folder)
     model.eval()  # type: ignore[no-untyped-call]
     tokenizer = load_tokenizer(folder, known_ids=embedding_rows(model))
     _refuse_foreign_tokenizer(model, tokenizer, folder)
@@ -66,10 +73,15 @@ def load_model_folder(
 def folder_config(folder: Path) -> Any:
     """The config of a folder's model, or of the one that its adapters are over; no weights are read."""
     refuse_incomplete(folder)
+    return config_alone(folder)
+
+
+def config_alone(folder: Path) -> Any:
+    """The same of a folder that needs no weights."""
     refuse_untrainable(folder)
     try:
         model = base_folder(folder) or folder
-        return AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+        return text_config(model)
     except Exception as error:  # a dozen types for a value that the library does not take
         raise ModelFolderError(f"config.json cannot be used: {error}", where=str(folder)) from error
 
@@ -114,14 +126,18 @@ def save_model_folder(
 
     `weights` stand in for the model's own: those of a model whose adapter is merged.
     """
-    with _no_progress_bar():
+    with quiet_library():
         model.save_pretrained(path, safe_serialization=True, state_dict=dict(weights) if weights else None)
+    dtype = next(iter(weights.values())).dtype if weights else model.dtype
+    origin_of(model).write_settings(Path(path), dtype)
+    origin_of(model).write_kept(Path(path))
     _save_tokenizer(path, tokenizer)
 
 
 def save_settings(path: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     """Write what `save_model_folder` does, but for the weights."""
     model.config.save_pretrained(path)
+    origin_of(model).write_settings(Path(path), model.dtype)
     model.generation_config.save_pretrained(path)
     _save_tokenizer(path, tokenizer)
 
@@ -138,22 +154,11 @@ def _save_tokenizer(path: str | Path, tokenizer: PreTrainedTokenizerFast | None)
         file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """The library draws a bar for a file of one megabyte, across the live display of a run."""
-    was_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if was_enabled:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-def _refuse_other_weights(loading: Mapping[str, Any], folder: Path) -> None:
+def _refuse_other_weights(loading: Mapping[str, Any], kept: Collection[str], folder: Path) -> None:
     """Weights that are missing would be random, and others left out: both in silence."""
+    known = {*kept, *map(text_name, kept)}
     for what, meaning in (("missing", "would be random"), ("unexpected", "would be left out")):
-        names: Collection[str] = loading[f"{what}_keys"]
+        names: Collection[str] = set(loading[f"{what}_keys"]) - known
         if names:
             raise ModelFolderError(
                 f"the weights do not fit config.json: {len(names)} {meaning}, such as {min(names)}",

@@ -8,9 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import CONFIG_MAPPING
 from transformers import __version__ as transformers_version
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from trainer_backend.errors import ModelFolderError
@@ -19,6 +23,8 @@ from trainer_backend.errors import ModelFolderError
 BASE = "base.json"
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Of a checkpoint: the tensors of its first folder that are no part of the model that is trained.
+KEPT = "model-kept.safetensors"
 _NEEDED = "a causal language model (decoder only) is needed"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -95,10 +101,28 @@ def refuse_untrainable(folder: Path) -> None:
     architecture = str((config.get("architectures") or [kind])[0])
     if config.get("is_encoder_decoder"):
         raise ModelFolderError(f"{architecture} is an encoder with a decoder; {_NEEDED}", where=where)
+    if "text_config" in config and str(kind) in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
+        _refuse_without_text(config, where)
+        return
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(kind), ())
     known = {names} if isinstance(names, str) else set(names)
     if not known & set(config.get("architectures") or known):
         raise ModelFolderError(f"it holds {architecture}; {_NEEDED}", where=where)
+
+
+def _refuse_without_text(config: Mapping[str, Any], where: str) -> None:
+    """Refuse a wrapper whose text part is no decoder."""
+    sizes = text_sizes(config)
+    kind = str(sizes.get("model_type") or "")
+    has_class = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or MODEL_MAPPING_NAMES.get(kind)
+    if sizes.get("is_encoder_decoder") or (kind and not has_class):
+        raise ModelFolderError(f"its text part is of model_type {kind!r}; {_NEEDED}", where=where)
+
+
+def text_sizes(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json with the text model's sizes: of a wrapper its text_config."""
+    part = config.get("text_config")
+    return part if isinstance(part, dict) else config
 
 
 def refuse_own_tokenizer(folder: Path) -> None:
@@ -134,7 +158,8 @@ def described(config: Mapping[str, Any]) -> str:
 
     By `model_type`: every config.json has it, while `architectures` is what the class that saved it adds.
     """
-    layers, width = config.get("num_hidden_layers"), config.get("hidden_size")
+    sizes = text_sizes(config)
+    layers, width = sizes.get("num_hidden_layers"), sizes.get("hidden_size")
     return f"{config.get('model_type')} with {layers} layers of width {width}"
 
 
@@ -162,66 +187,3 @@ def _shards(folder: Path) -> list[Path]:
 def _is_a_name(name: str) -> bool:
     """Of something in a folder itself, whatever is there."""
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name
-
-
-# Kinds of attention that neither the engine's cache nor packed rows compute as the model means are refused.
-
-
-def refuse_unsupported_attention(config: PreTrainedConfig, *, longest: int) -> None:
-    """The cache keeps every position of every layer, and segments in a row are told apart by a mask alone.
-
-    Of the config the part about texts is looked at; `longest` are tokens of the longest sequence.
-    """
-    texts = config.get_text_config()
-    _refuse_windows(texts, longest)
-    _refuse_rotations_by_length(texts, longest)
-
-
-# Names of `layer_types` whose layers carry a state from token to token: Qwen3-Next, Qwen3.5, LFM2 and others.
-_RECURRENT = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
-
-
-def _refuse_windows(config: PreTrainedConfig, longest: int) -> None:
-    """Refuse layers without full attention; a window that holds the longest sequence counts as full."""
-    window = getattr(config, "sliding_window", None)
-    # The models of before `layer_types` have the window in all layers.
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
-    if window is not None and window >= longest:
-        kinds.discard("sliding_attention")
-    if recurrent := sorted(kinds & _RECURRENT):
-        raise ModelFolderError(
-            f"its layers are {', '.join(sorted(kinds))}; {recurrent[0]} keeps one state of the whole prefix "
-            "in place of keys and values by position: the engine's cache cannot go on from a part of a "
-            "prefix, which siblings and turns share, and no mask keeps texts of one packed row of the "
-            "learner apart",
-            where="model",
-            hint="Take a model whose layers all have full_attention, such as Qwen3.",
-        )
-    if kinds - {"full_attention"}:
-        of_width = f" of {window} tokens" if "sliding_attention" in kinds and window else ""
-        raise ModelFolderError(
-            f"its layers are {', '.join(sorted(kinds))}{of_width}; full_attention is needed, or a window of "
-            f"inference.max_model_len ({longest})",
-            where="model",
-            hint=f"Set inference.max_model_len to {window} or less." if of_width else None,
-        )
-
-
-def _refuse_rotations_by_length(config: PreTrainedConfig, longest: int) -> None:
-    """In one batch the longest sequence would choose the rotation of all."""
-    made_for = getattr(config, "max_position_embeddings", None)
-    stated = getattr(config, "rope_parameters", None) or {}
-    # One for all layers, or one for each kind of layer.
-    for rotation in [inner for inner in stated.values() if isinstance(inner, Mapping)] or [stated]:
-        kind = str(rotation.get("rope_type", rotation.get("type")))
-        if "dynamic" not in kind and kind != "longrope":
-            continue
-        limits = [made_for] if "dynamic" in kind else []
-        limit = min(filter(None, [*limits, rotation.get("original_max_position_embeddings")]), default=0)
-        if longest > limit:
-            raise ModelFolderError(
-                f"its positions ({kind}) are turned otherwise in sequences of more than {limit} tokens, so a "
-                "short one computed beside a longer one would not be what it is alone",
-                where="model",
-                hint=f"Set inference.max_model_len to {limit} or less.",
-            )

@@ -13,6 +13,7 @@ makes no difference then. Without a low precision everything is float32.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,4 +29,9 @@ def tokens_for(model: PreTrainedModel, ids_BL: Tensor, low: torch.dtype | None) 
     """A model's token inputs: in a low precision embeddings, whose type the residual stream takes."""
     if low is None:
         return {"input_ids": ids_BL}
-    return {"inputs_embeds": model.get_input_embeddings()(ids_BL).to(low).float()}
+    tokens = {"inputs_embeds": model.get_input_embeddings()(ids_BL).to(low).float()}
+    if getattr(model.config.get_text_config(), "hidden_size_per_layer_input", None):
+        # Gemma's embeddings for single layers, which it would look up by searching for the ids of the others.
+        decoder: Any = model.base_model
+        tokens["per_layer_inputs"] = decoder.get_per_layer_inputs(ids_BL).to(low).float()
+    return tokens

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from service_kit.process import Process, Worker, last_line, name_exit
-from service_kit.replies import ReplyTooLarge, read_bounded
+from service_kit.replies import PLAIN, ReplyFault, read_bounded, refuse_encoded
 from service_kit.rpc import MOST_REFUSAL_BYTES, PATH, Reply, Tell
 from service_kit.server import Listener
 from service_kit.tasks import end_tasks
@@ -145,7 +145,7 @@ class Gateway(Worker):
         self._ended: Mapping[str, float] = {}
         self._newest: Mapping[str, float] = {}
         self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {keys[CONTROL_KEY]}"},
+            headers=PLAIN | {"Authorization": f"Bearer {keys[CONTROL_KEY]}"},
             connector=aiohttp.TCPConnector(force_close=True),  # none outlives the process that it led to
             auto_decompress=False,  # no process of a run compresses, and a small reply might grow a lot
         )
@@ -207,6 +207,10 @@ class Gateway(Worker):
         await self._ask_until_answered("load", version)
         self._version = version
         self._report("serving")
+
+    async def release(self) -> None:
+        """Have its vLLM servers sleep until the next load."""
+        await self._ask_until_answered("release")
 
     async def verify(self) -> list[str]:
         """Check that its fixed policies are as they were loaded; return a line for each local one."""
@@ -380,6 +384,7 @@ class Gateway(Worker):
             async with self._session.post(
                 url, data=reply.body, timeout=timeout, allow_redirects=False
             ) as response:
+                refuse_encoded(response.headers)
                 if response.status != 200:
                     content = await read_bounded(response.content.iter_any(), MOST_REFUSAL_BYTES)
                     raise GATEWAY_CALLS.refusal(
@@ -391,7 +396,7 @@ class Gateway(Worker):
             raise ConnectionResetError(f"{self.name} has broken off its reply")
         except TimeoutError as error:
             raise EngineTimeout(f"{self.name} did not answer {name!r} within {timeout_s:g} s") from error
-        except ReplyTooLarge as error:
+        except ReplyFault as error:
             raise InferenceError(f"{self.name}: {error}") from error
         except TrainerError as error:
             if name == "serve":

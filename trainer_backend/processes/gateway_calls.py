@@ -85,6 +85,8 @@ GATEWAY_CALLS = Table(
         "serve": Call(tuple[GatewaySetup], str, progress=tuple[Event]),
         # WeightsRefused: the version before continues to be served.
         "load": Call(tuple[PolicyVersion], None),
+        # Its vLLM servers sleep until the next load.
+        "release": Call(tuple[()], None),
         # The actor's counts since the start of the process.
         "totals": Call(tuple[()], dict[str, int | float]),
         # It ends once the engine has given a sign of life.

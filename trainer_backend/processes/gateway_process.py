@@ -99,6 +99,9 @@ class GatewayHost:
     async def load(self, version: PolicyVersion) -> None:
         await self._serving()[0].load(version)
 
+    async def release(self) -> None:
+        await self._serving()[0].release()
+
     async def totals(self) -> dict[str, float]:
         engine, policy = self._serving()
         return {**engine.totals(), **policy.figures.totals()}

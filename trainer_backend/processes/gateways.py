@@ -48,8 +48,11 @@ class Gateways:
 
     def __init__(self, inference: Inference, gateways: Sequence[Gateway], weights: WeightFolders) -> None:
         self.inference, self.gateways, self._weights = inference, gateways, weights
+        self._may_start = asyncio.Event()
+        self._may_start.set()
         for gateway in gateways:
             gateway.renew, gateway.serve_again = weights.renew, weights.serve_again
+            gateway.may_start = self._may_start
         if weights.servers is not None:
             weights.servers.on_move(self.move_server)
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -58,10 +61,22 @@ class Gateways:
     async def publish(self, policy_version: int) -> None:
         """Write or send the policy, and have every gateway serve it; the first one starts them."""
         version = await self._weights.write(policy_version)
-        await self._weights.deliver(self.while_serving(self._load(version)))
+        await self._deliver(version)
 
     async def release(self) -> None:
-        """Engines of other processes keep their memory, which the plan counts."""
+        """Have vLLM's servers sleep, where they do; engines keep their memory, which the plan counts."""
+        self._weights.hold()
+        if self._weights.held is not None:
+            await self.while_serving(_all(gateway.release() for gateway in self.gateways))
+            self._may_start.clear()  # one that starts would wake its servers
+
+    async def resume(self) -> None:
+        if (version := self._weights.held) is not None:
+            await self._deliver(version)
+
+    async def _deliver(self, version: PolicyVersion) -> None:
+        self._may_start.set()
+        await self._weights.deliver(self.while_serving(self._load(version)))
 
     async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
         return await while_unbroken(self._broken, work)

@@ -19,7 +19,7 @@ import httpx
 
 from service_kit.process import Process, last_line, name_exit
 from service_kit.release import version
-from service_kit.replies import ReplyTooLarge, bounded
+from service_kit.replies import PLAIN, ReplyFault, bounded, refuse_encoded
 from service_kit.rpc import MOST_REFUSAL_BYTES, PATH, Reply
 from service_kit.tasks import end_tasks
 from shared_schemas.trajectory import Trajectory
@@ -79,7 +79,7 @@ class LearnerConnection:
         self._turn = threading.Lock()
         self._client = httpx.Client(
             base_url=url,
-            headers={"Authorization": f"Bearer {key}", SESSION_HEADER: session},
+            headers=PLAIN | {"Authorization": f"Bearer {key}", SESSION_HEADER: session},
             timeout=_CONNECT_S,
             follow_redirects=False,
             trust_env=False,  # no proxy: it is within the machine or the cluster
@@ -162,6 +162,10 @@ class LearnerConnection:
         with self._client.stream("POST", path, content=call.body, headers=number, timeout=timeout) as reply:
             if not reply.is_success:
                 raise self._refusal(reply)
+            try:
+                refuse_encoded(reply.headers)
+            except ReplyFault as error:
+                raise self._with_log(LearnerFailed(f"{reply.url}: {error}")) from error
             for part in reply.iter_raw():
                 if call.take(part):
                     try:
@@ -408,6 +412,7 @@ class LearnerProcess:
 def _content(reply: httpx.Response) -> bytes:
     """The content of a short reply, which is no result of a call."""
     try:
+        refuse_encoded(reply.headers)
         return b"".join(bounded(reply.iter_raw(), MOST_REFUSAL_BYTES))
-    except ReplyTooLarge as error:
+    except ReplyFault as error:
         raise LearnerFailed(f"{reply.url} answered, and not as a learner does: {error}") from error

@@ -72,9 +72,14 @@ class ActorServer:
         await self._weights.deliver(self._engine.load(version))
 
     async def release(self) -> None:
+        self._weights.hold()
         with suppress(EngineStopped):  # what needs the engine hears of it; an update does not
             await self._engine.release()
         await self._fixed.release()
+
+    async def resume(self) -> None:
+        if (version := self._weights.held) is not None:
+            await self._weights.deliver(self._engine.load(version))
 
     async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
         return await while_unbroken(self._broken, work)
@@ -277,4 +282,7 @@ def make_servers(
     ]  # fmt: skip
     is_exact = place(facts.table.device).low is None
     limit = _CANARY_LIMIT_FLOAT32 if is_exact else _CANARY_LIMIT_BFLOAT16
-    return Servers(engines, wait_s=table.replica_patience_s, canary_limit=limit, tell=tell, renew=renew)
+    return Servers(
+        engines, wait_s=table.replica_patience_s, canary_limit=limit, tell=tell, renew=renew,
+        sleeps=table.sleep,
+    )  # fmt: skip

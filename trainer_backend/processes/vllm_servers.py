@@ -16,7 +16,6 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
-from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,7 +41,6 @@ _RELEASE_TIMEOUT_S = 60.0
 _LOOK_S = 1.0
 # Arguments where the learner sends the weights.
 TRANSFER = {"weight_transfer_config": {"backend": "turnwise"}}
-_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 _QUIET = {"VLLM_NO_USAGE_STATS": "1"}  # nothing is reported to vLLM's makers
 _LOOPBACK = "127.0.0.1"
 # Of this process's environment: its packages, its keys, and one that vLLM would ask the run for.
@@ -75,6 +73,8 @@ async def ready_server(url: str, table: InferenceTable, where: str, *, broadcast
                 line = await engine.refuse_unfit()
                 if broadcasts:
                     await engine.refuse_deaf()
+                if table.sleep and table.urls:
+                    await engine.refuse_sleepless()
                 return line
             except (EngineBusy, RemoteUnavailable) as error:
                 if time.monotonic() > deadline:
@@ -216,9 +216,7 @@ class VllmServers:
         replicas = table.replicas
         if broadcasts:
             table = table.model_copy(update={"vllm": TRANSFER | table.vllm})
-        # The accelerators of one server, by vLLM's parallel sizes.
-        sizes = {key.replace("-", "_"): value for key, value in table.vllm.items()}
-        of_one = prod(size for key in _PARALLEL if isinstance(size := sizes.get(key), int))
+        of_one = table.server_devices
         # Where the launcher chooses machines, it chooses their accelerators too.
         devices = hardware.devices if launcher is LOCAL else ()
         own = {
@@ -226,6 +224,8 @@ class VllmServers:
             "max_model_len": table.max_model_len,
             "dtype": hardware.dtype,
         }
+        if table.sleep and hardware.devices:  # vLLM on a CPU refuses it, and keeps its memory
+            own["enable_sleep_mode"] = True
         make = partial(
             VllmServer, table=table, own=own | CONTRACT, launcher=launcher, tell=tell,
             resources=Resources("vllm", replicas, of_one, device),
@@ -233,6 +233,10 @@ class VllmServers:
         log_files = map(directory.vllm_log, range(replicas))
         each = visible_devices(devices, replicas, of_one)
         self._servers = list(map(make, count(), _free_ports(replicas), log_files, each))
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+        for server in self._servers:
+            server.may_start = self.may_start
         self._keepers: list[asyncio.Task[NoReturn]] = []
 
     @property

@@ -49,27 +49,50 @@ class WeightFolders:
         prompt_tokens: the most tokens of a prompt that the learner scores for each version; 0: none.
         has_adapters: whether a version is a folder of adapters; the model that they are over is then written
             once, at the first version.
+        sleeps: whether servers sleep while the learner works.
+
+    Attributes:
+        held: the version that is loaded again before anything is sampled; None: one is served.
     """
 
     servers: VllmServers | None = None
     """Those that the run starts itself: with the first version, until `close`."""
 
     def __init__(
-        self, learner: Learner, path: Path, *, prompt_tokens: int = 0, has_adapters: bool = False
+        self,
+        learner: Learner,
+        path: Path,
+        *,
+        prompt_tokens: int = 0,
+        has_adapters: bool = False,
+        sleeps: bool = False,
     ) -> None:
         self._learner, self._path, self._prompt_tokens = learner, path, prompt_tokens
         self._has_adapters = has_adapters
         self._base: Path | None = None
+        self._sleeps = sleeps
+        self._newest: PolicyVersion | None = None
+        self.held: PolicyVersion | None = None
 
     async def write(self, number: int) -> PolicyVersion:
         """Write the policy of now under this version; at first, start servers."""
-        version = await on_thread(self._write, number)
+        self._newest = version = await on_thread(self._write, number)
         if self.servers is not None:
             await self.servers.start(version.model)
         return version
 
+    def hold(self) -> None:
+        """Start no server again until the next load, where servers sleep: the learner needs the memory."""
+        if self._sleeps:
+            self.held = self._newest
+            if self.servers is not None:
+                self.servers.may_start.clear()
+
     async def deliver(self, loading: Coroutine[None, None, None]) -> None:
         """Await what has engines load the version that was written last."""
+        self.held = None
+        if self.servers is not None:
+            self.servers.may_start.set()
         await loading
 
     def serve_again(self) -> None:
@@ -249,6 +272,8 @@ def make_delivery(
         weights = WeightBroadcast(learner, directory.weights, table)
     else:
         tokens = table.max_model_len - 1
-        weights = WeightFolders(learner, directory.weights, prompt_tokens=tokens, has_adapters=has_adapters)
+        weights = WeightFolders(
+            learner, directory.weights, prompt_tokens=tokens, has_adapters=has_adapters, sleeps=table.sleep
+        )
     weights.servers = servers
     return weights, table

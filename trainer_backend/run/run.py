@@ -1,7 +1,7 @@
 """The parts of a running job, put together once at its start, and the collection of a stage's rollouts."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -107,7 +107,9 @@ class Run:
             if shown():
                 self.reporter.stage(name, done, total)
 
-        rollouts = collected(requests, self.dispatcher, spool=spool, tell=tell, stop=stop)
+        rollouts = collected(
+            requests, self.dispatcher, spool=spool, tell=tell, stop=stop, resume=self.server.resume
+        )
         return await self.server.while_serving(rollouts)
 
     async def settled(self) -> None:
@@ -133,6 +135,7 @@ async def collected(
     spool: Spool | None,
     tell: Tell,
     stop: asyncio.Event,
+    resume: Callable[[], Awaitable[None]] | None = None,
 ) -> Batch | None:
     """Collect a plan's rollouts: reuse those that an earlier start spooled, and ask task apps for the rest.
 
@@ -141,6 +144,7 @@ async def collected(
     Args:
         spool: of the stage; None: a later start could not use these rollouts.
         tell: is called with how many rollouts have ended, and of how many.
+        resume: has the policy served; None: it is.
 
     Returns:
         None when `stop` came first.
@@ -148,8 +152,13 @@ async def collected(
     reused = {} if spool is None else spool.rollouts_for(requests)
     rest = [request for request in requests if request.rollout_id not in reused]
     count, keep = len(reused), None if spool is None else spool.keep
-    collecting = dispatcher.collect(rest, lambda done, total: tell(done + count, total + count), keep)
-    batch = await until(stop, collecting)
+
+    async def collect() -> Batch:
+        if resume is not None and rest:
+            await resume()
+        return await dispatcher.collect(rest, lambda done, total: tell(done + count, total + count), keep)
+
+    batch = await until(stop, collect())
     if batch is None:
         return None
     earlier = tuple(reused.values())

@@ -4,7 +4,7 @@ import asyncio
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from trainer_backend import job_parts
 from trainer_backend.collect.first_prompts import FirstPrompts
 from trainer_backend.collect.trial import try_job
 from trainer_backend.data.dataset import DataSet
-from trainer_backend.errors import ModelFolderError
+from trainer_backend.errors import JobError, ModelFolderError
 from trainer_backend.job.layers import DIGESTS
 from trainer_backend.job.load import dump_job
 from trainer_backend.job.plug_table import own_tables
@@ -29,6 +29,7 @@ from trainer_backend.terminal.templates import toml_value
 
 _TABLE = re.compile(r"\[+([^\]]+)\]+")
 _KEY = re.compile(r"([\w-]+) = ")
+_SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?) ?(GiB|GB)", re.IGNORECASE | re.ASCII)
 # The defaults stand right of lines up to this length, and behind longer ones.
 _COLUMN = 44
 
@@ -96,21 +97,39 @@ def _marked(document: Mapping[str, Any], defaults: Mapping[str, str]) -> list[Ma
     return [(line.ljust(width) if mark else line, mark) for line, mark in marks]
 
 
-def lines_before_a_run(job: JobConfig, *, trial: bool) -> Iterator[str]:
+def card_bytes(text: str) -> int:
+    """Read the size of a GPU's memory: `24GiB`, `80 GB`."""
+    size = _SIZE.fullmatch(text.strip())
+    number = float(size[1]) if size else 0.0
+    if size is None or not number:
+        raise JobError(
+            f"--memory is {text!r}, which is no size of a GPU's memory",
+            hint="Write a number above 0 with its unit, GiB or GB, such as 24GiB: a card that is sold with "
+            "24 GB has about 24 GiB.",
+        )
+    return int(number * (2**30 if size[2].lower() == "gib" else 10**9))
+
+
+def lines_before_a_run(job: JobConfig, *, trial: bool, card: int | None = None) -> Iterator[str]:
     """Check rows, fixed policies and offers of the own task app, and describe them to a person.
 
     Settings that bias the gradient are named too. A JobError says why the job cannot run as it is. A `trial`
-    starts the job's own task app for a moment, which runs the job's task_plugins.
+    starts the job's own task app for a moment, which runs the job's task_plugins. `card` are the bytes of a
+    GPU that the job's memory is planned for.
     """
     data = job_parts.data(job)
     yield from data.notes if data is not None else ()
+    folders: Mapping[str, Path] = {}
     if job.fixed_policies:
         from trainer_backend.run.preflight import checked_folders  # with torch, which takes seconds
 
-        for name, folder in checked_folders(job.fixed_policies, job.model).items():
+        folders = checked_folders(job.fixed_policies, job.model)
+        for name, folder in folders.items():
             yield f"fixed policy {name!r}: {folder}, which speaks as the actor"
     _refuse_unread_names(job)
+    yield from _chat(job)
     yield from _slow_sampling(job)
+    yield from _slow_layers(job)
     if trial and job.services.task_url:
         yield f"not tried: environment and policies are of {', '.join(job.services.task_url)}"
     elif trial and job.rollout_only:
@@ -121,6 +140,23 @@ def lines_before_a_run(job: JobConfig, *, trial: bool) -> Iterator[str]:
         yield from _long_rows(job, data)
     names = "; ".join(biases(job)) or "nothing that is known"
     yield f"expected policy gradient, biased by: {names} (docs/credit.md)"
+    if card is not None:
+        yield from _plan_for_card(job, card, [*folders.values()])
+
+
+def _plan_for_card(job: JobConfig, card: int, fixed: Sequence[Path]) -> Iterator[str]:
+    """The memory of a job on a CUDA GPU that need not be here; a JobError says why it cannot fit."""
+    if job.model.device not in ("auto", "cuda"):
+        yield f"the plan is that of model.device = 'cuda', and the job has {job.model.device!r}"
+    from trainer_backend.learner.fit import report_for_card  # with torch, which takes seconds
+    from trainer_backend.learner_parts import learner_config
+
+    # A prompt may be as long as an answer.
+    shortest = 2 * job.rollout.max_tokens
+    try:
+        yield from report_for_card(learner_config(job), card, fixed, shortest=shortest)
+    except ModelFolderError as error:
+        yield f"memory is not planned, for it needs the model's config.json: {error}"
 
 
 def _refuse_unread_names(job: JobConfig) -> None:
@@ -137,6 +173,21 @@ def _refuse_unread_names(job: JobConfig) -> None:
             ChatRenderer(tokenizer).refuse_unread_settings(job.model.chat_template_kwargs)
 
 
+def _chat(job: JobConfig) -> Iterator[str]:
+    """How the model speaks, where its tokenizer is on this machine; a preset's is made by the run."""
+    if job.model.preset is not None:
+        return
+    from trainer_backend.inference.chat_check import describe_chat  # with torch
+    from trainer_backend.run.preflight import actors_tokenizer
+
+    try:
+        tokenizer = actors_tokenizer(job.model)
+        if tokenizer is not None:
+            yield describe_chat(tokenizer)
+    except ModelFolderError as error:  # perhaps the folder is on the machine that will train
+        yield f"its chat template is not checked: {error}"
+
+
 def _slow_sampling(job: JobConfig) -> Iterator[str]:
     """A sentence where this machine has a GPU on which Triton's kernels do not run."""
     if job.model.device == "cpu" or not any(Path("/dev").glob("nvidia[0-9]*")):
@@ -146,6 +197,25 @@ def _slow_sampling(job: JobConfig) -> Iterator[str]:
     from trainer_backend.learner.memory import slower_sampling
 
     yield from slower_sampling(why_no_kernels(place(job.model.device).device))
+
+
+def _slow_layers(job: JobConfig) -> Iterator[str]:
+    """How a model is computed, and what of it is slow, where it is on this machine."""
+    if job.model.preset is not None:
+        return
+    from trainer_backend.learner.device import place  # with torch
+    from trainer_backend.learner.memory import slower_layers
+    from trainer_backend.learner.shapes import config_here, model_shape
+    from trainer_backend.learner.ways import ways_of
+    from trainer_backend.models.kinds import missing_kernels, module_is_here
+    from trainer_backend.models.text_part import empty_model
+
+    if (config := config_here(job.model)) is not None:
+        longest = job.inference.max_model_len
+        shape = model_shape(config, None, longest=longest)
+        yield f"{config.get_text_config().model_type}: {ways_of(empty_model(config), longest=longest)}"
+        device = place("auto").device.type if job.model.device == "auto" else job.model.device
+        yield from slower_layers(device, shape.apart, missing_kernels(config, module_is_here))
 
 
 def _long_rows(job: JobConfig, data: DataSet) -> list[str]:

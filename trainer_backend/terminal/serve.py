@@ -13,7 +13,7 @@ from trainer_backend.inference.chat_request import OF_LIBRARIES
 from trainer_backend.inference.gateway_app import GatewayLimits
 from trainer_backend.job.load import LoadedJob, load_job, parse_job
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.models.layout import read_config
+from trainer_backend.models.layout import read_config, text_sizes
 from trainer_backend.processes.policy_server import FolderPolicy, PolicyServer
 from trainer_backend.run.stopping import stop_on_signals
 from trainer_backend.rundir.checkpoint_paths import model_in, run_of
@@ -32,7 +32,7 @@ def what_to_serve(folder: Path, job_path: Path | None, overrides: Sequence[str])
     if job_path is not None or run is not None:
         loaded = load_job(job_path or (run or Path()) / "job.toml", overrides, runs_plugins=False)
         return loaded, model_in(folder)
-    positions = read_config(folder).get("max_position_embeddings")
+    positions = text_sizes(read_config(folder)).get("max_position_embeddings")
     document = {
         "job": {"name": re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name).lstrip(".-")[:60] or "model"},
         "model": {"path": str(folder)},

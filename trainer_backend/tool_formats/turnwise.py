@@ -5,11 +5,18 @@ single one. The presets' chat template (models/tokenizer.py) writes calls by the
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from trainer_backend.tool_formats.calls import ParsedCall, ParsedReply, as_call, read_json, unreadable
+from trainer_backend.tool_formats.calls import (
+    ParsedCall,
+    ParsedReply,
+    Tools,
+    argument_schemas,
+    as_call,
+    read_json,
+    unreadable,
+)
 
 CALL = "<|call|>"
 
@@ -23,13 +30,12 @@ class ShortForm:
     is_list: bool
 
     @classmethod
-    def of(cls, tools: Sequence[Mapping[str, Any]]) -> "ShortForm | None":
+    def of(cls, tools: Tools) -> "ShortForm | None":
         """None where the tools do not allow it."""
         if len(tools) != 1 or not isinstance(function := tools[0].get("function"), Mapping):
             return None
-        parameters = function.get("parameters")
-        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-        if not isinstance(properties, Mapping) or len(properties) != 1:
+        properties = argument_schemas(tools, function.get("name", ""))
+        if len(properties) != 1:
             return None
         ((argument, schema),) = properties.items()
         kind = schema.get("type") if isinstance(schema, Mapping) else None
@@ -42,7 +48,7 @@ class ShortForm:
         return ParsedCall(self.tool, json.dumps({self.argument: body.split() if self.is_list else body}))
 
 
-def parse_turnwise(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedReply:
+def parse_turnwise(text: str, tools: Tools) -> ParsedReply:
     """Parse calls of either form."""
     content, *bodies = text.split(CALL)
     short_form = ShortForm.of(tools)

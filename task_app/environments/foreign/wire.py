@@ -19,7 +19,7 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
 from service_kit.replies import PLAIN, ReplyEncoded, ReplyTooLarge, bounded, refuse_encoded
-from shared_schemas.json_text import read_json
+from shared_schemas.json_text import read_json, refuse_repeated
 from shared_schemas.prefixes import PREFIXES
 from shared_schemas.urls import PORTS, split_http
 from task_app.environments.foreign.peer import ForeignDeadline, ForeignFailed
@@ -173,7 +173,9 @@ class Socket:
 def json_of(text: bytes | str, name: str) -> Any:
     """The value of a JSON text without NaN."""
     try:
-        return read_json(text)
+        value = read_json(text)
+        refuse_repeated(text)
+        return value
     except ValueError as exc:
         what = f"{name} answered no JSON"
         raise ForeignFailed(f"{what}: {clipped(str(exc), 200)}", unquoted=what) from exc

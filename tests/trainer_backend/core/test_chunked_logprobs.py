@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer_backend.core.logprobs import BYTES_PER_LOGIT, chunk_within, chunked_logprobs
+from trainer_backend.core.logprobs import BYTES_PER_LOGIT, LogitMap, chunk_within, chunked_logprobs
 
 
 def plain(hidden, head, targets, temperatures):
@@ -33,6 +33,34 @@ def gradients(function, *, of, **options):
 @pytest.mark.parametrize("chunk", [1, 4, 11, 100])
 def test_chunks_give_the_plain_log_probs_and_entropies(chunk):
     torch.testing.assert_close(chunked_logprobs(*inputs(), chunk=chunk), plain(*inputs()))
+
+
+@pytest.mark.parametrize("chunk", [1, 100])
+def test_a_scale_a_cap_and_a_bias_stand_before_the_temperature(chunk):
+    # Products 0 and 2, with the bias 1 and 2, by a scale of 1/2: 1/2 and 2; the cap 4 makes 4 tanh(1/8) and
+    # 4 tanh(1/2); a temperature of 2 halves them.
+    hidden, head, bias = (
+        torch.ones(3, 1),
+        torch.tensor([[0.0], [2.0]]),
+        torch.tensor([1.0, 2.0]),
+    )
+    told = {"chunk": chunk, "bias_V": bias, "logits": LogitMap(scale=0.5, cap=4.0)}
+    logprobs, _ = chunked_logprobs(hidden, head, torch.tensor([0, 1, 1]), torch.full((3,), 2.0), **told)
+    low, high = 2 * math.tanh(1 / 8), 2 * math.tanh(1 / 2)
+    total = math.log(math.exp(low) + math.exp(high))
+    assert logprobs.tolist() == pytest.approx([low - total, high - total, high - total], abs=1e-6)
+
+
+@pytest.mark.parametrize("logits", [LogitMap(0.5), LogitMap(cap=2.0), LogitMap(0.5, 2.0)], ids=str)
+def test_gradients_by_chunks_are_the_plain_ones_of_scales_caps_and_biases(logits):
+    def by(chunk):
+        hidden, head, targets, temperatures = inputs()
+        bias = torch.linspace(-1, 1, 9, dtype=torch.float64).requires_grad_()
+        found = chunked_logprobs(hidden, head, targets, temperatures, chunk=chunk, bias_V=bias, logits=logits)
+        sum(part.square().sum() for part in found).backward()
+        return hidden.grad, head.grad, bias.grad
+
+    torch.testing.assert_close(by(4), by(100))  # the second is autograd's
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 100])

@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 
 from tests.trainer_backend.segment_columns import segment_of
 from trainer_backend.core.aggregation import token_mean, units_of
-from trainer_backend.core.collate import block_mask, by_segment, collate, cut_batch, cut_packed, pack_segments
+from trainer_backend.core.collate import (
+    block_mask,
+    by_segment,
+    collate,
+    cut_batch,
+    cut_packed,
+    distinct_tokens,
+    pack_segments,
+)
 from trainer_backend.errors import BatchError
 
 
@@ -101,15 +109,43 @@ def test_scores_find_back_to_their_segments():
 
 
 def test_attention_is_causal_and_stays_in_its_segment():
-    mask_LL = block_mask(torch.tensor([[1, 1, 2, 2, 0, 0]]))[0, 0].int().tolist()
-    assert mask_LL == [
+    packed = pack_segments(SEGMENTS, row_tokens=6)
+    assert block_mask(packed.position_ids_BL)[1, 0].int().tolist() == [
         [1, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0],
-        [0, 0, 1, 0, 0, 0],
-        [0, 0, 1, 1, 0, 0],
-        [0, 0, 0, 0, 1, 0],  # padding looks at padding: an empty softmax would be NaN
+        [1, 1, 1, 0, 0, 0],
+        [0, 0, 0, 1, 0, 0],  # padding looks at itself: an empty softmax would be NaN
+        [0, 0, 0, 0, 1, 0],
+        [0, 0, 0, 0, 0, 1],
+    ]
+    assert block_mask(packed.position_ids_BL)[0, 0, 4:].int().tolist() == [
+        [0, 0, 0, 0, 1, 0],
         [0, 0, 0, 0, 1, 1],
     ]
+
+
+def test_a_row_holds_what_segments_begin_with_once():
+    alike = [
+        segment("a", [1, 2, 3, 4], [-1, -1, -1, 0]),
+        segment("b", [1, 2, 3, 5, 6], [-1, -1, -1, 0, 0]),
+        segment("c", [9, 9], [-1, 0]),
+        segment("d", [1, 2, 7], [-1, -1, 0]),
+        segment("e", [1, 2, 3, 4], [-1, -1, -1, 0]),
+    ]
+    packed = pack_segments(alike, row_tokens=12, share_from=1)
+    assert packed.token_ids_BL.tolist() == [[1, 2, 3, 4, 5, 6, 7, 9, 9]]
+    assert packed.position_ids_BL.tolist() == [[0, 1, 2, 3, 3, 4, 2, 0, 1]]
+    assert packed.segment_ids_BL.tolist() == [[1, 1, 1, 1, 1, 1, 1, 2, 2]]
+    assert packed.segment_N.tolist() == [0, 4, 1, 1, 3, 2]
+    assert packed.target_N.tolist() == [4, 4, 5, 6, 7, 9]
+    assert packed.predict_position_N.tolist() == [2, 2, 2, 4, 1, 7]
+    assert block_mask(packed.position_ids_BL)[0, 0, 5:7].int().tolist() == [
+        [1, 1, 1, 0, 1, 1, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 1, 0, 0],
+    ]
+    # the two tokens that the fourth has of the others are too few, and so is one more than three
+    apart = pack_segments(alike, row_tokens=12, share_from=3)
+    assert apart.position_ids_BL.tolist() == [[0, 1, 2, 3, 3, 3, 4, 0, 1, 2, 0, 1]]
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 5])
@@ -133,7 +169,7 @@ def many_segments(draw):
     segments = []
     for k in range(draw(st.integers(1, 12))):
         context, sampled = draw(st.integers(1, 6)), draw(st.integers(1, 6))
-        ids = draw(st.lists(st.integers(1, 99), min_size=context + sampled, max_size=context + sampled))
+        ids = draw(st.lists(st.integers(1, 3), min_size=context + sampled, max_size=context + sampled))
         segments.append(segment(f"r-{k}", ids, [-1] * context + [0] * sampled))
     return segments
 
@@ -149,6 +185,23 @@ def test_packing_loses_and_invents_nothing(segments, row_tokens):
     assert torch.equal(packed.token_ids_BL[rows, at + 1], packed.target_N)
     assert torch.equal(packed.segment_ids_BL[rows, at], packed.segment_ids_BL[rows, at + 1])
     assert packed.token_ids_BL.shape[1] <= row_tokens
+
+
+@settings(max_examples=50)
+@given(many_segments(), st.integers(12, 40), st.integers(1, 4))
+def test_of_tries_each_sampled_token_is_predicted_behind_its_own_prompt(segments, row_tokens, share_from):
+    packed = pack_segments(segments, row_tokens=row_tokens, share_from=share_from)
+    seen_BLL = block_mask(packed.position_ids_BL)[:, 0]
+    for index, part in enumerate(segments):
+        mine_N = packed.segment_N == index
+        assert packed.target_N[mine_N].tolist() == part.token_ids[part.sampled_positions].tolist()
+        places = zip(packed.predict_row_N[mine_N], packed.predict_position_N[mine_N], strict=True)
+        for position, (row, at) in zip(part.sampled_positions.tolist(), places, strict=True):
+            assert packed.token_ids_BL[row][seen_BLL[row, at]].tolist() == part.token_ids[:position].tolist()
+            assert packed.position_ids_BL[row][seen_BLL[row, at]].tolist() == list(range(position))
+    assert packed.token_ids_BL.shape[1] <= row_tokens
+    if len(packed.token_ids_BL) == 1:
+        assert int((packed.segment_ids_BL > 0).sum()) == distinct_tokens(segments, share_from)
 
 
 def test_a_sampled_token_without_a_finite_advantage_stops_the_update():

@@ -65,7 +65,7 @@ def packed_logprobs(model, packed, chunk=16):
     hidden_BLD = model.model(
         input_ids=packed.token_ids_BL,
         position_ids=packed.position_ids_BL,
-        attention_mask=block_mask(packed.segment_ids_BL),
+        attention_mask=block_mask(packed.position_ids_BL),
         use_cache=False,
     ).last_hidden_state
     hidden_ND = hidden_BLD[packed.predict_row_N, packed.predict_position_N]

@@ -52,6 +52,8 @@ class FakeVllm:
         raw: its log-probs are those before the temperature.
         streams_wait: it sends the last token of a stream after the request was aborted.
         rpc_status: of calls to its workers.
+        sleeps: it was started to give memory back; `asleep` has the kinds that it has given back.
+        may_sleep: a sleep fails without it.
         sees_folders: it runs on a machine that has the trainer's disk.
         deadly_file: the process that finds and removes this file at its third sample dies of it, or is down
             from then on where the file says so.
@@ -67,7 +69,9 @@ class FakeVllm:
         keys = EngineKeys(max_running=8)
         self.engine = LocalEngine(self.model, stop_ids=[tokenizer.eos_token_id], keys=keys)
         self.version, self.release, self.max_model_len = "default", release, max_model_len
-        self.has_worker = self.receives = self.sees_folders = True
+        self.has_worker = self.receives = self.sees_folders = self.sleeps = self.may_sleep = True
+        self.asleep = set[str]()
+        self.turns = list[str]()
         self._updates = False
         self.loads_at_most = 1 << 60
         self.down = self.forgets_head = self.raw = False
@@ -102,6 +106,8 @@ class FakeVllm:
             "/inference/v1/abort_requests": ("POST", self._abort_requests),
             "/pause": ("POST", self._pause),
             "/resume": ("POST", self._resume),
+            "/sleep": ("POST", self._sleep),
+            "/wake_up": ("POST", self._wake_up),
             "/collective_rpc": ("POST", self._collective_rpc),
             "/reset_prefix_cache": ("POST", self._ok),
             "/update_weight_version": ("POST", self._update_weight_version),
@@ -142,7 +148,27 @@ class FakeVllm:
             await self.engine.pause()
         return JSONResponse({"status": "paused"})
 
+    async def _sleep(self, request: Request) -> Response:
+        self.turns.append(f"sleep {request.query_params['level']}")
+        if not self.may_sleep:
+            return Response("Memory usage increased after sleeping.", status_code=500)
+        self._running.clear()
+        self.asleep = {"weights", "kv_cache"}
+        return JSONResponse({"status": "sleeping"})
+
+    async def _wake_up(self, request: Request) -> Response:
+        """Without tags everything wakes, and where all is awake it goes on."""
+        tags = request.query_params.getlist("tags")
+        self.turns += [f"wake {tag}" for tag in tags]
+        self.asleep -= {*tags} or self.asleep
+        if not self.asleep:
+            await self.engine.resume()
+            self._running.set()
+        return JSONResponse({"status": "sleeping" if self.asleep else "awake"})
+
     async def _resume(self, request: Request) -> Response:
+        if self.asleep:  # it would step over a cache that has no memory
+            return Response("EngineCore died", status_code=500)
         await self.engine.resume()
         self._running.set()
         return JSONResponse({"status": "resumed"})
@@ -157,6 +183,11 @@ class FakeVllm:
         if body["method"] == "turnwise_receives":
             error = "turnwise_receives: --weight-transfer-config names no backend of Turnwise"
             return Response(status_code=200) if self.receives else Response(error, status_code=500)
+        if body["method"] == "turnwise_sleeps":
+            error = "turnwise_sleeps: it was started without --enable-sleep-mode"
+            return Response(status_code=200) if self.sleeps else Response(error, status_code=500)
+        if "weights" in self.asleep:
+            return Response("EngineCore died", status_code=500)
         folder, files, *adapters = body["args"]
         await asyncio.to_thread(self.may_load.wait)
         if not self.sees_folders:
@@ -171,6 +202,7 @@ class FakeVllm:
         if self.forgets_head:
             self.model.config.tie_word_embeddings = False
             self.model.lm_head.weight = torch.nn.Parameter(head)
+        self.turns.append("load")
         self.loads.append(adapters[0] if adapters else folder)
         return JSONResponse({"results": [{"seconds": 0.0}]})
 

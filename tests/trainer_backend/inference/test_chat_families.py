@@ -18,12 +18,14 @@ from shared_schemas.trajectory import Sampling
 from tests.model_folders import FAMILIES, Family, chat_template
 from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.actor import NO_EXTRAS, Extras, FrozenEngine, Generation
-from trainer_backend.inference.chat_check import refuse_without_tools, tool_format_of
+from trainer_backend.inference.chat_check import describe_chat, refuse_without_tools
 from trainer_backend.inference.engine import LocalEngine, stop_token_ids
+from trainer_backend.inference.forced_call import find_opening
 from trainer_backend.inference.gateway_app import create_gateway
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.served_policy import ServedPolicy
+from trainer_backend.inference.tool_format import tool_format_of
 from trainer_backend.job.tables import ModelTable
 from trainer_backend.learner.loading import load_named
 from trainer_backend.models.folder import load_tokenizer
@@ -278,9 +280,18 @@ def test_qwen3_thinks_before_its_call_and_keeps_that_in_the_content(
 
 @pytest.mark.parametrize(
     ("family", "template", "tool_format"),
-    [("mistral", "mistral_args", "mistral"), ("qwen3", "qwen3_coder", "qwen3_coder")],
+    [
+        ("mistral", "mistral_args", "mistral"),
+        ("qwen3", "qwen3_coder", "qwen3_coder"),
+        ("qwen3", "qwen3_5", "qwen3_coder"),
+        ("qwen3", "harmony", "harmony"),
+        ("qwen3", "gemma4", "gemma4"),
+        ("qwen3", "glm", "glm"),
+        ("qwen3", "lfm2", "lfm2"),
+        ("qwen3", "deepseek", "deepseek"),
+    ],
 )
-def test_other_generations_of_a_family_are_told_apart_by_their_template(
+def test_a_format_is_told_by_its_template_and_reads_the_call_that_the_template_writes(
     family: str,
     template: str,
     tool_format: str,
@@ -295,6 +306,93 @@ def test_other_generations_of_a_family_are_told_apart_by_their_template(
     answer = renderer.answer_text([SYSTEM, USER], called(), tools)
     (call,) = TOOL_FORMATS[tool_format].parse(answer, tools).tool_calls
     assert (call.name, call.arguments) == ("interact_many", ARGUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("template", "tool_format", "opening"),
+    [
+        ("qwen3_5", "qwen3_coder", "</think>\n\n<tool_call>\n<function=turnwise_probe>\n"),
+        ("harmony", "harmony", " to=functions.turnwise_probe<|channel|>commentary json<|message|>"),
+        ("gemma4", "gemma4", "<|tool_call>call:turnwise_probe{"),
+        ("glm", "glm", "<tool_call>turnwise_probe\n"),
+        ("lfm2", "lfm2", "<|tool_call_start|>[turnwise_probe("),
+        ("deepseek", "deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>turnwise_probe<｜tool▁sep｜>"),  # noqa: RUF001
+    ],
+)
+def test_a_forced_call_begins_as_its_format_does(
+    template: str, tool_format: str, opening: str, model_folders: Mapping[str, Path]
+):
+    tokenizer = load_tokenizer(model_folders["qwen3"])
+    tokenizer.chat_template = chat_template(template)
+    found = find_opening(ChatRenderer(tokenizer), TOOL_FORMATS[tool_format])
+    assert (found.lead + found.text("turnwise_probe")).lstrip("\n") == opening
+
+
+@pytest.mark.parametrize(
+    ("template", "kept"),
+    [
+        ("harmony", "tool calls: harmony; reasoning is dropped behind the user's next question"),
+        ("gemma4", "tool calls: gemma4; reasoning is dropped behind the user's next question"),
+        ("qwen3_5", "tool calls: qwen3_coder; reasoning is dropped behind the user's next question"),
+        ("qwen3", "tool calls: hermes; reasoning is dropped behind the user's next question"),
+        ("deepseek", "tool calls: deepseek; reasoning is dropped behind every answer"),
+        ("qwen3_coder", "tool calls: qwen3_coder; reasoning stays in later prompts"),
+    ],
+)
+def test_what_becomes_of_earlier_reasoning_is_told_before_a_run(
+    template: str, kept: str, model_folders: Mapping[str, Path]
+):
+    tokenizer = load_tokenizer(model_folders["qwen3"])
+    tokenizer.chat_template = chat_template(template)
+    assert describe_chat(tokenizer).startswith(kept)
+
+
+# The shape of SmolLM3's and LFM2's templates: they print no calls of earlier answers.
+DROPS_CALLS = """\
+{%- if tools -%}<|im_start|>system
+{{ tools | tojson }} OPENING<|im_end|>{{- '\\n' }}{%- endif -%}
+{%- for m in messages -%}
+<|im_start|>{{ m.role }}{{ '\\n' + m.content }}<|im_end|>{{- '\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant{{- '\\n' }}{%- endif -%}"""
+
+
+@pytest.mark.parametrize(
+    ("opening", "written"),
+    [
+        ("<tool_call>", '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'),
+        ("<|tool_list_start|>", "<|tool_call_start|>[f(x='é')]<|tool_call_end|>"),
+    ],
+)
+def test_calls_that_a_template_leaves_out_are_written_as_its_format_writes_them(
+    opening: str, written: str, model_folders: Mapping[str, Path], tools: list[dict[str, object]]
+):
+    tokenizer = load_tokenizer(model_folders["qwen3"])
+    tokenizer.chat_template = DROPS_CALLS.replace("OPENING", opening)
+    refuse_without_tools(tokenizer)
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": "é"}'}}
+    answer = {"role": "assistant", "content": "Go.", "tool_calls": [call]}
+    text = ChatRenderer(tokenizer).prompt_text([USER, answer], tools)
+    assert f"assistant\nGo.\n{written}<|im_end|>" in text
+
+
+def test_reasoning_in_a_channel_is_apart_from_content_and_streamed_at_the_end(
+    model_folders: Mapping[str, Path], tools: list[dict[str, object]]
+):
+    tokenizer = load_tokenizer(model_folders["qwen3"])
+    tokenizer.chat_template = chat_template("harmony")
+    thought = "<|channel|>analysis<|message|>a tree?<|end|><|start|>assistant<|channel|>"
+    call = f"{thought}commentary to=functions.interact_many <|constrain|>json<|message|>{ARGUMENTS}"
+    engine = WrittenEngine(tokenizer, [call, f"{thought}final<|message|>tree"], "<|im_end|>")
+    with client_of(engine, tokenizer) as client:
+        ask = {"model": "job/actor", "tools": tools, "messages": [USER]}
+        message = client.chat.completions.create(**ask).choices[0].message
+        assert [part.function.arguments for part in message.tool_calls] == [ARGUMENTS]
+        assert (message.content, message.reasoning_content) == (None, "a tree?")
+        chunks = list(client.chat.completions.create(stream=True, **ask))
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    assert "".join(delta.content or "" for delta in deltas) == "tree"
+    assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "a tree?"
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,35 @@ def test_an_edit_right_behind_an_answer_keeps_that_answer_as_sampled(renderer: C
     assert prompt.reused == 0 and RAW in prompt.text
 
 
+# The shape of GLM-4.7's template: prompts begin reasoning; an answer without any has the end mark alone.
+BEGINS_REASONING = """\
+{%- for m in messages -%}
+<|{{ m.role }}|>
+{%- if m.role == 'assistant' -%}
+{%- if m.reasoning_content -%}<think>{{ m.reasoning_content }}</think>{%- else -%}</think>{%- endif -%}
+{%- endif -%}
+{{ (m.content.split('</think>')|last) }}
+{%- for call in m.tool_calls or [] -%}
+<tool_call>{{ {'name': call.function.name, 'arguments': call.function.arguments}|tojson }}</tool_call>
+{%- endfor -%}
+<|end|>
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant|><think>{%- endif -%}"""
+
+
+@pytest.mark.parametrize("thought", ["", "hm", " hm\n"])
+def test_an_answer_that_ends_the_reasoning_begun_in_the_prompt_is_continued(
+    thought: str, renderer: ChatRenderer
+):
+    renderer.tokenizer.chat_template = BEGINS_REASONING
+    own = ChatRenderer(renderer.tokenizer)
+    raw = f"{thought}</think>{RAW.removeprefix('go ')}"
+    memory = Conversations(most=5)
+    messages, _ = spoken(own, [raw, raw, f"{thought}</think>tree"], memory=memory)
+    prompt = memory.prompt("r", messages, [], own)
+    assert prompt.text.count(f"<|assistant|><think>{thought}</think>") == 3 and prompt.extends
+
+
 def test_a_prompt_that_is_asked_for_again_is_whole_and_keeps_its_exact_ids(renderer: ChatRenderer):
     memory = Conversations(most=5)
     messages, turns = spoken(renderer, [RAW, RAW], memory=memory)

@@ -5,7 +5,7 @@ import copy
 from collections.abc import Callable
 
 import pytest
-from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from shared_schemas.trajectory import Sampling
 from trainer_backend.errors import (
@@ -14,13 +14,10 @@ from trainer_backend.errors import (
     EngineBusy,
     EngineStopped,
     EngineTimeout,
-    ModelFolderError,
 )
 from trainer_backend.inference.actor import Generation
-from trainer_backend.inference.batch import RunningBatch
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.inbox import Inbox
-from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.request import Request
 
 StartEngine = Callable[..., LocalEngine]
@@ -219,24 +216,3 @@ async def test_a_crash_of_the_thread_reaches_everyone_and_later_calls_get_its_re
             await task
     with pytest.raises(EngineStopped, match="MemoryError: no memory left"):
         await generation(engine, "later")
-
-
-def test_attention_that_the_cache_cannot_hold_is_refused(model: PreTrainedModel):
-    RunningBatch(model, slots=1, max_len=100)
-    config = type(model.config)(
-        **{**model.config.to_dict(), "layer_types": ["full_attention", "linear_attention"]}
-    )
-    told = "linear_attention keeps one state of the whole prefix.*cache cannot.*no mask keeps texts"
-    with pytest.raises(ModelFolderError, match=told):
-        RunningBatch(type(model)(config), slots=1, max_len=100)
-
-
-def test_a_window_that_no_list_of_layers_names_is_refused_too():
-    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = MistralConfig(vocab_size=50, num_key_value_heads=2, sliding_window=64, **size)
-    served = MistralForCausalLM(config)
-    LocalEngine(served, stop_ids=[], keys=EngineKeys(max_model_len=64))
-    with pytest.raises(
-        ModelFolderError, match=r"sliding_attention of 64 tokens.*max_model_len to 64 or less"
-    ):
-        LocalEngine(served, stop_ids=[], keys=EngineKeys(max_model_len=65))

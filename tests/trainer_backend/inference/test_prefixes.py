@@ -191,3 +191,62 @@ def test_another_fault_while_copying_is_not_hidden():
     prefixes._cache.copy_out = lambda row, length: (_ for _ in ()).throw(RuntimeError("other"))
     with pytest.raises(RuntimeError, match="other"):
         run_and_end(prefixes, 0, ids(100), [])
+
+
+def held_whole(place: object, length: int) -> bool:
+    return place != "gone on"
+
+
+def test_of_what_cannot_be_cut_the_longest_that_is_whole_is_found():
+    short, long, other = Prefix(ids(100)), Prefix(ids(120)), Prefix(ids(140))
+    index = index_of(short, long, other)
+    assert index.longest_whole(Prefix(ids(130)), held_whole) == Match(long, 120)
+    assert index.longest_whole(Prefix(ids(119)), held_whole) == Match(short, 100)
+    assert index.longest_whole(Prefix(ids(99)), held_whole) == NOTHING
+    long.place = "gone on"
+    assert index.longest_whole(Prefix(ids(130)), held_whole) == Match(short, 100)
+
+
+@given(trees)
+def test_what_is_found_whole_is_the_longest_of_all_that_begin_a_prompt(lists: list[list[int]]):
+    *known, wanted = lists
+    found = index_of(*map(Prefix, known)).longest_whole(Prefix(wanted), held_whole)
+    whole = [one for one in known if wanted[: len(one)] == one and len(one) >= SHORTEST_PREFIX]
+    assert found.length == max(map(len, whole), default=0)
+
+
+class UncutCache(SlotCache):
+    """Its rows are states: none can be cut. Row 3 has gone on."""
+
+    cuts = False
+
+    def holds(self, place: int | RowCopy, length: int) -> bool:
+        return place != 3
+
+
+def uncut(most: int) -> Prefixes:
+    cache = filled_cache()
+    cache.__class__ = UncutCache
+    return Prefixes(cache, most=most)
+
+
+def test_where_a_prompt_parts_from_a_known_one_a_mark_is_due_at_the_end_of_the_block_before():
+    prefixes, held = uncut(most=4), Prefix(ids(200))
+    prefixes.runs(held, 3)
+    assert prefixes.find(Prefix([*ids(110), 5000])) == Match(None, 0, lost=110, mark=96)
+    assert prefixes.find(Prefix(ids(110))) == Match(None, 0, lost=110, mark=110), "all of the prompt"
+    assert prefixes.find(Prefix(ids(250))) == Match(None, 0, lost=200, mark=200), "all of the known one"
+    prefixes.mark(ids(96), 0)
+    found = prefixes.find(Prefix([*ids(140), 5000]))
+    assert (found.length, found.lost, found.mark) == (96, 140 - 96, 128)
+
+
+def test_ends_of_turns_replace_one_another_and_leave_the_marks():
+    prefixes = uncut(most=2)
+    prefixes.mark(ids(96), 0)
+    for length in (110, 130, 150):
+        run_and_end(prefixes, 0, ids(length), [])
+    assert sorted(len(copy.ids) for copy in prefixes.copies) == [96, 150]
+    for seed in (1, 2, 3):
+        prefixes.mark(ids(100, seed), 0)
+    assert [len(copy.ids) for copy in prefixes.copies] == [150, 100, 100], "as many marks as ends"

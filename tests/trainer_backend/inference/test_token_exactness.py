@@ -16,20 +16,28 @@ from tests.model_folders import chat_template
 from trainer_backend.core.segments import Segment, segments_of
 from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.answers import Answer, hash_of
-from trainer_backend.inference.chat_check import tool_format_in_use
 from trainer_backend.inference.conversations import Conversations, Prompt, Turn
+from trainer_backend.inference.engine import stop_token_ids
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.reply import assistant_message
+from trainer_backend.inference.tool_format import tool_format_in_use
 from trainer_backend.models.folder import load_tokenizer
 
-# Template, whose tokenizer, its stop token, and whether it goes on from every answer of a plain dialogue.
+# Template, whose tokenizer, the stop tokens of a call and of text, and whether the template goes on from
+# every answer of a plain dialogue.
 TEMPLATES = {
-    "llama": ("llama", "<|eot_id|>", True),
-    "qwen3": ("qwen3", "<|im_end|>", True),
-    "qwen3_coder": ("qwen3", "<|im_end|>", True),
-    "mistral": ("mistral", "</s>", False),
-    "mistral_args": ("mistral", "</s>", False),
-    "mistral_plain": ("mistral", "</s>", False),
+    "llama": ("llama", "<|eot_id|>", "<|eot_id|>", True),
+    "qwen3": ("qwen3", "<|im_end|>", "<|im_end|>", True),
+    "qwen3_coder": ("qwen3", "<|im_end|>", "<|im_end|>", True),
+    "mistral": ("mistral", "</s>", "</s>", False),
+    "mistral_args": ("mistral", "</s>", "</s>", False),
+    "mistral_plain": ("mistral", "</s>", "</s>", False),
+    "harmony": ("qwen3", "<|call|>", "<|return|>", False),
+    "gemma4": ("qwen3", "<|tool_response>", "<turn|>", True),
+    "glm": ("qwen3", "<|observation|>", "<|user|>", False),
+    "lfm2": ("qwen3", "<|im_end|>", "<|im_end|>", True),
+    "qwen3_5": ("qwen3", "<|im_end|>", "<|im_end|>", False),
+    "deepseek": ("qwen3", "<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>", True),  # noqa: RUF001
 }
 CALLS = {
     "llama": '{"name": "f",  "parameters": {"x": %d}}',
@@ -38,6 +46,22 @@ CALLS = {
     "mistral": '[TOOL_CALLS] [{"name":"f", "arguments":{"x": %d}}]',
     "mistral_args": '[TOOL_CALLS]f[ARGS]{"x":  %d}',
     "mistral_plain": "f(%d)",
+    "harmony": '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x":  %d}',
+    "gemma4": "<|tool_call>call:f{x: %d}<tool_call|>",
+    "glm": "\n<tool_call>f<arg_key>x</arg_key><arg_value>%d</arg_value></tool_call>",
+    "lfm2": "<|tool_call_start|>[f(x = %d)]<|tool_call_end|>",
+    "qwen3_5": "<tool_call><function=f><parameter=x>%d</parameter></function></tool_call>",
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>"  # noqa: RUF001
+    '{"x":%d}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',  # noqa: RUF001
+}
+# The model's reasoning before a call. What the template shows of it is dropped behind the next question.
+THOUGHTS = {
+    "qwen3": "<think>\nhm\n</think>\n\n",
+    "harmony": "<|channel|>analysis<|message|>hm<|end|><|start|>assistant",
+    "gemma4": "<|channel>thought\nhm\n<channel|>",
+    "glm": "\n<think>hm</think>",
+    "lfm2": "<think>hm</think>",
+    "qwen3_5": "hm \n</think>\n\n",
 }
 TOOLS = [
     {
@@ -56,7 +80,7 @@ class Played:
     """A dialogue with a scripted model: prompts and turns as the gateway makes them, steps as they arrive."""
 
     renderer: ChatRenderer
-    stop: str
+    stops: tuple[str, str]
     memory: Conversations = field(default_factory=lambda: Conversations(most=2))
     messages: list[dict[str, Any]] = field(default_factory=lambda: [{"role": "user", "content": "wood 2"}])
     prompts: list[Prompt] = field(default_factory=list)
@@ -66,13 +90,15 @@ class Played:
     def turn(self, raw: str, *, cut: bool) -> None:
         """The model says `raw`, a character a token; `cut`: it was ended by its length."""
         prompt = self.memory.prompt("r", self.messages, TOOLS, self.renderer)
-        stop = "" if cut else self.stop
+        parse = tool_format_in_use(self.renderer.tokenizer).parse
+        stop = "" if cut else self.stops[0 if parse(raw, TOOLS).tool_calls else 1]
         ids = [token for character in raw for token in sampled_ids(character, self.renderer)]
         ids += self.renderer.encode(stop)[-1:] if stop else []
         raw = self.renderer.decode(ids[:-1] if stop else ids)
-        parsed = tool_format_in_use(self.renderer.tokenizer).parse(raw, TOOLS)
-        message = assistant_message(parsed, prompt_ids=prompt.ids, token_ids=ids)
-        answer = Answer(len(self.messages), hash_of(message), raw, stop)
+        message = assistant_message(parse(raw, TOOLS), prompt_ids=prompt.ids, token_ids=ids)
+        # A client sends back what OpenAI's API knows.
+        reasoning = message.pop("reasoning_content", "")
+        answer = Answer(len(self.messages), hash_of(message), raw, stop, reasoning=reasoning)
         self.memory.remember("r", Turn.of(prompt, answer, ids, self.renderer))
         self.messages.append(json.loads(json.dumps(message)))
         self.prompts.append(prompt)
@@ -117,14 +143,22 @@ def step(turn: int, prompt: Prompt, ids: list[int]) -> StepData:
 @pytest.fixture(scope="module")
 def tokenizers(model_folders: Mapping[str, Path]) -> dict[str, PreTrainedTokenizerFast]:
     found = {}
-    for name, (family, _, _) in TEMPLATES.items():
+    for name, (family, *stops, _) in TEMPLATES.items():
         found[name] = load_tokenizer(model_folders[family])
+        found[name].add_special_tokens({"additional_special_tokens": list(stops)})
+        if name in (
+            "harmony",
+            "deepseek",
+        ):  # what ends answers of the others stands in no tokenizer_config.json
+            found[name].eos_token = stops[-1]
         found[name].chat_template = chat_template(name)
     return found
 
 
 TEXTS = st.sampled_from(["go", " wood ", "tree\n", "a  b", "<think>\nhm\n</think>\n\nwood", "1 + 1 = 2"])
-WORDS = st.fixed_dictionaries({"call": st.booleans(), "text": TEXTS, "cut": st.booleans()})
+WORDS = st.fixed_dictionaries(
+    {"thinks": st.booleans(), "call": st.booleans(), "text": TEXTS, "cut": st.booleans()}
+)
 EDITS = st.one_of(st.none(), st.integers(0, 20))
 TURNS = st.lists(st.tuples(WORDS, EDITS), min_size=2, max_size=6)
 
@@ -133,7 +167,8 @@ def play(played: Played, name: str, turns: list[tuple[dict[str, Any], int | None
     """Which decisions came right behind an edit that changed something, from 0."""
     edits = []
     for number, (words, edit) in enumerate(turns):
-        played.turn(CALLS[name] % number if words["call"] else words["text"], cut=words["cut"])
+        thought = THOUGHTS.get(name, "") if words["thinks"] else ""
+        played.turn(thought + (CALLS[name] % number if words["call"] else words["text"]), cut=words["cut"])
         played.answered(f"tree {number}")
         # From here on the last message is new: an edit of it is none.
         if edit is not None:
@@ -152,7 +187,7 @@ def test_every_prompt_is_spelled_and_every_sampled_token_trained_once_on_its_vie
     name: str, turns: list[tuple[dict[str, Any], int | None]], tokenizers: dict[str, Any]
 ):
     renderer = ChatRenderer(tokenizers[name])
-    played = Played(renderer, TEMPLATES[name][1])
+    played = Played(renderer, TEMPLATES[name][1:3])
     try:
         edits = play(played, name, turns)
     except BadChatRequest:
@@ -177,16 +212,16 @@ def test_every_prompt_is_spelled_and_every_sampled_token_trained_once_on_its_vie
         for t in set(segment.decision):
             first = segment.sampled_positions[segment.decision == t][0]
             assert list(segment.token_ids[:first]) == list(played.prompts[t].ids)
-    if TEMPLATES[name][2]:
+    if TEMPLATES[name][3]:
         unedited = [n for n in breaks if n not in edits]
         assert set(edits) <= set(breaks), "an edit is another prompt"
         assert all(played.prompts[n].break_cause == "reasoning" for n in unedited)
 
 
-@pytest.mark.parametrize("name", [name for name, (_, _, extends) in TEMPLATES.items() if extends])
+@pytest.mark.parametrize("name", [name for name, (*_, extends) in TEMPLATES.items() if extends])
 def test_a_dialogue_that_nobody_edits_is_one_segment(name: str, tokenizers: dict[str, Any]):
-    played = Played(ChatRenderer(tokenizers[name]), TEMPLATES[name][1])
-    words = [{"call": t % 2 == 0, "text": f" wood  {t}\n", "cut": t == 3} for t in range(12)]
+    played = Played(ChatRenderer(tokenizers[name]), TEMPLATES[name][1:3])
+    words = [{"thinks": False, "call": t % 2 == 0, "text": f" wood  {t}\n", "cut": t == 3} for t in range(12)]
     assert play(played, name, [(said, None) for said in words]) == []
     assert len(played.segments()) == 1
     assert [prompt.reused for prompt in played.prompts[1:]] == [
@@ -195,22 +230,61 @@ def test_a_dialogue_that_nobody_edits_is_one_segment(name: str, tokenizers: dict
     ]
 
 
-def test_reasoning_is_dropped_by_qwen3_behind_the_next_question_alone(tokenizers: dict[str, Any]):
-    played = Played(ChatRenderer(tokenizers["qwen3"]), "<|im_end|>")
-    thought = "<think>\nhm\n</think>\n\n"
-    for raw in (thought + CALLS["qwen3"] % 1, thought + CALLS["qwen3"] % 2, thought + "wood", "tree", "do"):
-        played.turn(raw, cut=False)
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_reasoning_stays_among_tool_calls_and_is_dropped_behind_the_next_question(
+    name: str, tokenizers: dict[str, Any]
+):
+    played = Played(ChatRenderer(tokenizers[name]), TEMPLATES[name][1:3])
+    for number in range(3):
+        played.turn(THOUGHTS[name] + CALLS[name] % number, cut=False)
         played.answered("next")
-    # The tool's answers leave the thoughts; the user's next question takes all three away, once.
-    assert [prompt.break_cause for prompt in played.prompts] == [None, None, None, "reasoning", None]
-    assert len(played.segments()) == 2
+    answer = "<|channel|>final<|message|>wood" if name == "harmony" else "wood"
+    played.turn(THOUGHTS[name] + answer, cut=False)
+    played.answered("more")
+    played.turn(THOUGHTS[name] + CALLS[name] % 4, cut=False)
+    played.answered("next")
+    played.turn("tree", cut=False)
+    # The tool's answers leave the thoughts; the user's next question takes all of them away, once.
+    assert [prompt.break_cause for prompt in played.prompts] == [None] * 4 + ["reasoning", None]
+    assert len(played.segments()) == 2 and "hm" not in played.prompts[4].text
 
 
-@pytest.mark.parametrize("name", ["mistral", "mistral_plain"])
-def test_a_template_that_cannot_go_on_is_told_each_time(name: str, tokenizers: dict[str, Any]):
-    played = Played(ChatRenderer(tokenizers[name]), "</s>")
-    for _ in range(4):
-        played.turn("wood", cut=False)  # it puts a space before an answer, and the model wrote none
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_the_model_has_to_write_ends_with_its_stop_token(name: str, tokenizers: dict[str, Any]):
+    renderer = ChatRenderer(tokenizers[name])
+    question = [{"role": "user", "content": "wood 2"}]
+    call = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    answers = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "assistant", "content": "wood"},
+    ]
+    if name == "mistral_plain":
+        answers = answers[1:]
+    for answer, stop in zip(answers, TEMPLATES[name][3 - len(answers) : 3], strict=True):
+        assert renderer.answer_text(question, answer, TOOLS).endswith(stop)
+        assert renderer.encode(stop)[-1] in stop_token_ids(None, tokenizers[name])
+
+
+def test_deepseek_drops_reasoning_behind_every_answer(tokenizers: dict[str, Any]):
+    played = Played(ChatRenderer(tokenizers["deepseek"]), TEMPLATES["deepseek"][1:3])
+    for number in range(3):
+        played.turn("hm</think>" + CALLS["deepseek"] % number, cut=False)
         played.answered("next")
+    assert [prompt.break_cause for prompt in played.prompts] == [None, "reasoning", "reasoning"]
+
+
+def test_a_template_that_moves_the_tools_cannot_go_on_and_that_is_told_each_time(tokenizers: dict[str, Any]):
+    played = Played(ChatRenderer(tokenizers["mistral"]), ("</s>", "</s>"))
+    for number in range(4):
+        played.turn("wood", cut=False)
+        played.answered(f"next {number}")
     assert [prompt.break_cause for prompt in played.prompts] == [None, "template", "template", "template"]
     assert len(played.segments()) == 4
+
+
+def test_a_space_that_the_template_puts_before_an_answer_breaks_no_prefix(tokenizers: dict[str, Any]):
+    played = Played(ChatRenderer(tokenizers["mistral_plain"]), ("</s>", "</s>"))
+    for number in range(4):
+        played.turn("wood", cut=number == 2)  # the template writes " wood", and the model wrote no space
+        played.answered(f"next {number}")
+    assert len(played.segments()) == 1 and "wood</s>" in played.prompts[3].text

@@ -150,6 +150,24 @@ async def test_a_server_that_a_killed_trainer_left_paused_serves_again(folders):
             assert "vLLM 0.32.0" in await engine.refuse_unfit()
 
 
+async def test_a_server_that_a_killed_trainer_left_asleep_serves_again(folders):
+    with fake_vllm(folders[0]) as (fake, url):
+        async with engine_at(url) as theirs, engine_at(url) as engine:
+            await theirs.sleep()
+            assert "vLLM 0.32.0" in await engine.refuse_unfit()
+            assert not fake.asleep
+
+
+async def test_a_server_that_would_keep_its_memory_while_it_sleeps_is_refused(folders):
+    with fake_vllm(folders[0]) as (fake, url):
+        async with engine_at(url) as engine:
+            await engine.refuse_sleepless()
+            fake.sleeps = False
+            with pytest.raises(RemoteRefused, match="gives no memory back") as error:
+                await engine.refuse_sleepless()
+    assert "--enable-sleep-mode" in (error.value.hint or "")
+
+
 async def test_a_truncated_sample_is_refused(folders):
     async with engine_at("http://127.0.0.1:9") as engine:
         with pytest.raises(BadChatRequest, match="log-probs of the truncated distribution"):
@@ -263,12 +281,13 @@ async def pool_of(
     loads_s: Sequence[float] = (30.0, 30.0),
     weight_update: str = "wait",
     renew: Callable[[str], None] | None = None,
+    sleeps: bool = False,
 ) -> AsyncIterator[Servers]:
     limits = {**LIMITS, "weight_update": weight_update}
     engines = [
         VllmEngine(url, **limits | {"wait_s": load_s}) for url, load_s in zip(fakes, loads_s, strict=False)
     ]
-    pool = Servers(engines, tell=lines.append, wait_s=wait_s, canary_limit=1e-4, renew=renew)
+    pool = Servers(engines, tell=lines.append, wait_s=wait_s, canary_limit=1e-4, renew=renew, sleeps=sleeps)
     try:
         yield pool
     finally:
@@ -288,6 +307,56 @@ async def sample(pool: Servers, session: str, turn: int = 0) -> Any:
         request_id=f"{session}.{turn}",
         extras=Extras(session=session),
     )
+
+
+async def test_replicas_sleep_from_a_release_to_the_next_load_and_wake_with_its_weights(folders, models):
+    with two_fakes(folders[0]) as (fakes, urls):
+        async with pool_of(urls, [], sleeps=True) as pool:
+            await pool.load(publication(0, folders, models))
+            await sample(pool, "a")
+            await pool.release()
+            await pool.release()  # another round of an iteration: they sleep already
+            assert [fake.asleep for fake in fakes] == [{"weights", "kv_cache"}] * 2
+            waiting = asyncio.ensure_future(sample(pool, "a", 1))
+            await asyncio.sleep(0)
+            await pool.load(publication(1, folders, models))
+            assert (await waiting).versions == ((0, 1),)
+            own = logprobs_under(models[1], (*PROMPT, 1, *(await waiting).token_ids))[-2:]
+            assert (await waiting).logprobs == pytest.approx(own, abs=1e-5)
+            counts = pool.totals()
+    for fake in fakes:
+        assert fake.turns == ["load", "sleep 2", "wake weights", "load", "wake kv_cache"]
+    assert counts["sleep_s"] > 0 and counts["wake_s"] > 0
+
+
+async def test_a_replica_that_does_not_fall_asleep_is_lost_and_the_runs_own_is_killed(folders, models):
+    killed: list[str] = []
+    with two_fakes(folders[0]) as (fakes, urls):
+        fakes[1].may_sleep = False
+        async with pool_of(urls, lines := [], sleeps=True, renew=killed.append) as pool:
+            await pool.load(publication(0, folders, models))
+            await pool.release()
+            assert [replica.state for replica in pool.replicas] == ["asleep", "lost"]
+            assert killed == urls[1:] and "did not fall asleep" in lines[0]
+            await pool.load(publication(1, folders, models))
+            assert [replica.state for replica in pool.replicas] == ["serving", "serving"]
+
+
+async def test_a_replica_whose_load_fails_while_it_wakes_does_not_go_on_without_its_cache(folders, models):
+    with fake_vllm(folders[0]) as (fake, url):
+        async with engine_at(url) as engine:
+            await load(engine, 0, folders[0])
+            await engine.sleep()
+            fake.loads_at_most = 1
+            with pytest.raises(WeightsRefused, match="no space left"):
+                await engine.load_weights(1, folders[1])
+            assert fake.asleep == {"kv_cache"}  # and nothing was resumed, which the fake would refuse
+            fake.loads_at_most = 2
+            await engine.refuse_unfit()
+            await load(engine, 1, folders[1])
+            assert (await engine.generate(PROMPT, Sampling(max_tokens=1), request_id="a")).versions == (
+                (0, 1),
+            )
 
 
 async def test_a_rollout_stays_with_its_replica_and_rollouts_are_shared_out(folders, models):

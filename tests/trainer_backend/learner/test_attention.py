@@ -3,6 +3,7 @@
 Their gradients agree too, and checkpointed layers change nothing but what is kept.
 """
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -17,8 +18,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tests.trainer_backend.learner.test_joined import OneByOne
 from tests.trainer_backend.segment_columns import segment_of
-from trainer_backend.core.collate import cut_packed, pack_segments
+from trainer_backend.core.collate import cut_packed, distinct_tokens, pack_segments
 from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.learner.attention import BlockMask, ByLength, OneRow
 from trainer_backend.learner.by_length import SHORTEST_SHARE, SegmentBounds, groups_of, one_row
@@ -102,8 +104,9 @@ def test_packed_log_probs_are_those_of_each_segment_alone(architecture, attentio
         assert mine == pytest.approx(theirs, rel=0, abs=1e-5)
 
 
-def gradient(scorer, *, row_tokens, max_rows):
-    for piece in cut_packed(pack_segments(segments(), row_tokens=row_tokens), max_rows):
+def gradient(scorer, *, row_tokens, max_rows, parts=None):
+    packed = pack_segments(parts or segments(), row_tokens=row_tokens, share_from=scorer.share_from)
+    for piece in cut_packed(packed, max_rows):
         states = scorer.states(piece)
         logprobs_N, entropies_N = states.logprobs_N, states.entropies_N
         (logprobs_N + 0.1 * entropies_N).sum().backward()
@@ -116,6 +119,47 @@ def test_all_ways_have_the_same_gradient_however_the_batch_is_cut(architecture, 
     masked = gradient(scorer_of(architecture, BlockMask()), row_tokens=40, max_rows=2)
     one = gradient(scorer_of(architecture, attention), row_tokens=200, max_rows=1)
     torch.testing.assert_close(one, masked, rtol=1e-4, atol=1e-6)
+
+
+def alike_at_first():
+    """Two levels of beginnings, two equal segments, one inside another, and one that shares nothing."""
+    draw = torch.Generator().manual_seed(2)
+    rules, question, *rest = (torch.randint(2, 37, (n,), generator=draw).tolist() for n in (9, 6, 5, 3, 8, 4))
+    texts = [
+        [*rules, *question, *rest[0]],
+        [*rules, *question, *rest[1]],
+        [*rules, *rest[2]],
+        [*rules, *rest[2]],
+    ]
+    texts += [[*rules, *question], rest[3]]
+    return [
+        segment_of(f"r-{k}", ids, [-1] * (len(ids) - 3) + [0] * 3, (-1.0,) * len(ids))
+        for k, ids in enumerate(texts)
+    ]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "attention", [WAYS[0], OneRow(attend_one_by_one, OneByOne()), WAYS[2]], ids=WAYS_NAMES
+)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_what_segments_begin_with_is_computed_once_and_changes_nothing(architecture, attention, checkpointed):
+    parts, plain = alike_at_first(), scorer_of(architecture, BlockMask())
+    expected = gradient(plain, row_tokens=40, max_rows=9, parts=parts)
+    scorer = replace(scorer_of(architecture, attention), share_from=1)
+    if checkpointed:
+        checkpoint_layers(scorer.model)
+    tokens = []
+    scorer.model.model.embed_tokens.register_forward_hook(lambda _, given, out: tokens.append(out.shape[1]))
+    with stepping(scorer.model):
+        found = gradient(scorer, row_tokens=200, max_rows=9, parts=parts)
+    assert tokens == [9 + 6 + 5 + 3 + 8 + 4] == [distinct_tokens(parts, 1)]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    scores = scorer.score(parts, LoopKeys.model_construct(row_tokens=40, micro_batch_tokens=80))
+    with torch.no_grad():
+        alone_ = [alone(scorer.model, part) for part in parts]
+    for mine, theirs in zip(scores, alone_, strict=True):
+        assert mine == pytest.approx(theirs, rel=0, abs=1e-5)
 
 
 def test_segments_of_similar_length_stand_side_by_side_padded_with_their_last_token():

@@ -261,3 +261,15 @@ def test_the_largest_fixed_policy_passes_through_main_memory_before_any_checkpoi
     assert memory_needs(SHAPE, use, is_gpu=True, fixed=[small]).host == {"checkpoint": 8000}
     needs = memory_needs(SHAPE, use, is_gpu=True, fixed=[small, large])
     assert (needs.host, needs.device["fixed"]) == ({"fixed": 3000 * 6}, 3900 * 2)
+
+
+def test_while_vllm_sleeps_the_larger_of_an_update_and_of_its_own_memory_is_held():
+    use = replace(CPU, engines=0, vllm_servers=1)
+    both = memory_needs(SHAPE, replace(use, vllm=5 * OVERHEAD), is_gpu=True).device
+    assert both["vllm"] == 5 * OVERHEAD and both["gradients"] == 4000
+    awake = memory_needs(SHAPE, replace(use, vllm=5 * OVERHEAD, vllm_sleeps=True), is_gpu=True).device
+    # what stays in the learner from step to step, and vLLM
+    assert awake == {"weights": 4000, "optimizer": 8000, "vllm": 5 * OVERHEAD, "overhead": OVERHEAD}
+    # a server of CUDA's own size has nothing to give back
+    update = memory_needs(SHAPE, replace(use, vllm=OVERHEAD, vllm_sleeps=True), is_gpu=True).device
+    assert update == both | {"vllm": OVERHEAD}

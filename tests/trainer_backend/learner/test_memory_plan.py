@@ -8,31 +8,39 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.conftest import tiny_job
+from tests.tiny_families import tiny_model
 from tests.trainer_backend.learner.hand_made import episodes_of, learner_of, segment, tiny_tokenizer
 from trainer_backend import learner_parts
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.errors import JobError, ModelFolderError
 from trainer_backend.inference.cache import CACHE_NAME, SlotCache
 from trainer_backend.inference.keys import EngineKeys
-from trainer_backend.learner.attention import BlockMask, ByLength
+from trainer_backend.learner.attention import BlockMask, ByLength, PaddedRows
+from trainer_backend.learner.by_length import SHORTEST_SHARE
 from trainer_backend.learner.device import Found, Placement, place
+from trainer_backend.learner.fit import less_memory
+from trainer_backend.learner.learner import scorer_of
 from trainer_backend.learner.loading import copy_to_serve
 from trainer_backend.learner.memory import (
     MemoryNeeds,
     MemoryPlan,
     MemoryUse,
     activations,
-    less_memory,
     main_memory,
     memory_needs,
     memory_plan,
     memory_use,
     refuse_too_large,
+    slower_layers,
 )
 from trainer_backend.learner.ranks import Ranks
 from trainer_backend.learner.scoring import Scorer
 from trainer_backend.learner.shapes import model_shape
+from trainer_backend.learner.stepping import checkpoint_layers, stepping
+from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.models import save_model_folder
+from trainer_backend.models.kinds import missing_kernels
+from trainer_backend.terminal.check_command import lines_before_a_run
 
 GIB = 2**30
 
@@ -89,6 +97,22 @@ def test_activations_are_near_what_autograd_keeps(family, rounded, checkpointing
     assert checkpointing or kept >= planned * 0.85
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_text", "gpt_oss", "gemma2", "lfm2", "qwen3_moe"])
+def test_activations_of_the_models_own_layers_are_near_what_autograd_keeps(family):
+    size = {"hidden_size": 96, "intermediate_size": 192, "head_dim": 16, "max_position_embeddings": 1024}
+    model = tiny_model(family, **size)
+    scorer = scorer_of(model, place("cpu"), 8, why_apart=refuse_unsupported(model, longest=256))
+    shape = model_shape(model.config, None, longest=256)
+    kept = bytes_saved(scorer)
+    use = MemoryUse(
+        low=False, masked=False, row_tokens=256, micro_batch_tokens=1024, logits_chunk=8, keys=EngineKeys()
+    )
+    assert bool(shape.apart) == isinstance(scorer.attention, PaddedRows)
+    # The plan has the padding that a group may have, which these segments of one length do not need.
+    planned = activations(shape, use) * (SHORTEST_SHARE if shape.apart else 1.0)
+    assert 0.6 * planned < kept < 1.1 * planned
+
+
 def with_layers(shape, layers: int):
     return type(shape)(
         **{name: getattr(shape, name) for name in shape.__slots__} | {"layers": layers, "parameters": 0}
@@ -100,16 +124,17 @@ def bytes_kept(config, attention, *, rounded: bool, checkpointing: bool) -> int:
 
     Weights are left out, and memory that is shared is counted once.
     """
-    from trainer_backend.learner.stepping import checkpoint_layers, stepping
-
     model = (Qwen3ForCausalLM if isinstance(config, Qwen3Config) else LlamaForCausalLM)(config).eval()
     if checkpointing:
         checkpoint_layers(model)
     placement = Placement(torch.device("cpu"), torch.bfloat16 if rounded else None)
     model.set_attn_implementation(attention.implementation)
-    scorer = Scorer(model, placement, attention, 8)
+    return bytes_saved(Scorer(model, placement, attention, 8))
+
+
+def bytes_saved(scorer) -> int:
     parts = [segment(f"r{i}", [3, 3], [4] * 254, [-1.0] * 254) for i in range(4)]
-    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    weights = {weight.untyped_storage().data_ptr() for weight in scorer.model.parameters()}
     found: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,7 +143,7 @@ def bytes_kept(config, attention, *, rounded: bool, checkpointing: bool) -> int:
             found[storage.data_ptr()] = tensor  # held, so that the address is not given out again
         return tensor
 
-    with stepping(model), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with stepping(scorer.model), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         states = scorer.states(pack_segments(parts, row_tokens=256))
     assert states.logprobs_N.requires_grad
     return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
@@ -284,3 +309,21 @@ def test_main_memory_is_the_containers_where_that_is_less(tmp_path: Path):
     (tmp_path / "memory.max").write_text("max\n")
     assert main_memory(tmp_path) > 3_000_000
     assert main_memory(tmp_path / "nowhere") > 3_000_000
+
+
+def test_plan_and_check_tell_that_segments_have_rows_of_their_own_and_what_computes_states(
+    tokenizer, tmp_path: Path
+):
+    end = tokenizer.eos_token_id
+    model = tiny_model("qwen3_5_text", vocab_size=300, bos_token_id=None, eos_token_id=end, pad_token_id=end)
+    save_model_folder(tmp_path, model, tokenizer)
+    job = tiny_job(model__preset=None, model__path=str(tmp_path))
+    lines = memory_plan(learner_parts.learner_config(job)).report().splitlines()
+    found = [line for line in lines_before_a_run(job, trial=False) if line in lines[1:]]
+    assert [line.split(":")[0] for line in found] == [
+        "updates of this model run through transformers, a segment a row, padded by up to 25% of its tokens "
+        "(learner/padding_share)",
+        "layers with a state are computed by torch's operators, which are exact and slow",
+    ]
+    on_a_gpu = list(slower_layers("cuda", "", missing_kernels(model.config, lambda module: module == "fla")))
+    assert on_a_gpu == [found[1].replace("a CPU has no others", "causal-conv1d would be much faster")]

@@ -50,7 +50,7 @@ def test_it_names_the_knobs_and_says_how_many_steps_were_taken(tokenizer, error,
     Shortage(learner, call, error)
     with pytest.raises(OutOfMemory, match=told) as caught:
         learner.update(episodes, iteration=1)
-    for knob in ("micro_batch_tokens", "row_tokens", "gradient_checkpointing", "[lora]", "max_running"):
+    for knob in ("micro_batch_tokens", "gradient_checkpointing", "[lora]", "max_running"):
         assert knob in str(caught.value)
     assert caught.value.steps_taken == steps
     assert caught.value.__cause__.__traceback__ is None, "its frames would hold on to the memory"

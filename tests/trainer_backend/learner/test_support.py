@@ -1,4 +1,4 @@
-"""What of a model the learner would leave out, or could not hold: refused, and by name where it has one."""
+"""Which models get a row for each segment, and which are refused, by name where the reason has one."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,7 +35,7 @@ from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.shapes import model_shape
 from trainer_backend.learner.support import refuse_unsupported
-from trainer_backend.models.layout import refuse_unsupported_attention
+from trainer_backend.models.kinds import refuse_rotations_by_length, why_not_by_position
 
 torch.set_num_threads(1)
 
@@ -45,27 +45,17 @@ def llama(**changes: object) -> LlamaForCausalLM:
 
 
 @pytest.mark.parametrize(
-    ("model", "says"),
+    "model",
     [
-        (CohereForCausalLM(CohereConfig(vocab_size=50, logit_scale=0.5, **SIZE)), "sets logit_scale"),
-        (GraniteForCausalLM(GraniteConfig(vocab_size=50, logits_scaling=4.0, **SIZE)), "sets logits_scaling"),
-        (
-            Gemma2ForCausalLM(Gemma2Config(vocab_size=50, final_logit_softcapping=None, **SIZE)),
-            "sets attn_logit_softcapping",
-        ),
+        CohereForCausalLM(CohereConfig(vocab_size=50, logit_scale=0.5, **SIZE)),
+        GraniteForCausalLM(GraniteConfig(vocab_size=50, logits_scaling=4.0, **SIZE)),
+        Gemma2ForCausalLM(Gemma2Config(vocab_size=50, final_logit_softcapping=0.5, **SIZE)),
     ],
     ids=["cohere", "granite", "gemma2"],
 )
-def test_a_scale_or_cap_of_the_config_is_named(model, says: str):
-    with pytest.raises(ModelFolderError, match=says):
-        refuse_unsupported(model, longest=64)
-
-
-def test_a_head_with_a_bias_is_refused():
-    model = llama()
+def test_scales_caps_and_a_bias_of_the_head_are_computed(model):
     model.lm_head = torch.nn.Linear(32, 50, bias=True)
-    with pytest.raises(ModelFolderError, match="lm_head has a bias"):
-        refuse_unsupported(model, longest=64)
+    refuse_unsupported(model.eval(), longest=64)
 
 
 def test_what_no_name_foresees_is_measured():
@@ -78,9 +68,8 @@ def test_what_no_name_foresees_is_measured():
 
 def test_a_window_is_none_for_sequences_that_it_holds_whole():
     model = MistralForCausalLM(MistralConfig(vocab_size=50, sliding_window=64, **SIZE)).eval()
-    refuse_unsupported(model, longest=64)
-    with pytest.raises(ModelFolderError, match=r"sliding_attention of 64 tokens.*\(65\)"):
-        refuse_unsupported(model, longest=65)
+    assert refuse_unsupported(model, longest=64) is None
+    assert "sliding_attention of 64 tokens" in refuse_unsupported(model, longest=65)
 
 
 def test_a_job_may_not_sample_more_tokens_than_the_model_has_positions():
@@ -111,28 +100,46 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0}
 def test_positions_that_depend_on_the_length_of_a_neighbour_are_refused(rotation, limit: int):
     config = LlamaConfig(vocab_size=50, **SIZE)
     config.rope_parameters = rotation
-    refuse_unsupported_attention(config, longest=limit)
+    refuse_rotations_by_length(config, longest=limit)
     with pytest.raises(
         ModelFolderError, match=rf"more than {limit} tokens.*max_model_len to {limit} or less"
     ):
-        refuse_unsupported_attention(config, longest=limit + 1)
+        refuse_rotations_by_length(config, longest=limit + 1)
 
 
-def test_texts_that_a_row_does_not_keep_apart_are_found_without_a_name():
+def with_forward(change) -> LlamaForCausalLM:
     model = llama()
     forward = model.model.forward
-    model.model.forward = lambda *args, **told: forward(
-        *args, **{**told, "position_ids": None, "attention_mask": None}
+    model.model.forward = lambda *args, **told: change(forward(*args, **told), told)
+    return model
+
+
+def test_texts_that_a_row_does_not_keep_apart_get_rows_of_their_own():
+    def mean_before(out, told):  # a state that no mask resets
+        out.last_hidden_state = out.last_hidden_state.cumsum(dim=1)
+        return out
+
+    assert refuse_unsupported(llama(), longest=64) is None
+    assert "by another text in the row" in refuse_unsupported(with_forward(mean_before), longest=64)
+
+
+def test_layers_that_read_the_padding_behind_a_text_are_refused():
+    def mean_of_all(out, told):
+        out.last_hidden_state = out.last_hidden_state.mean(dim=1, keepdim=True).expand_as(
+            out.last_hidden_state
+        )
+        return out
+
+    with pytest.raises(ModelFolderError, match="padding behind a text changes the text's logits"):
+        refuse_unsupported(with_forward(mean_of_all), longest=64)
+
+
+def test_attention_that_torch_does_not_compute_is_the_models_own():
+    config = GptOssConfig(
+        vocab_size=50, sliding_window=64, num_local_experts=2, num_experts_per_tok=1, **SIZE
     )
-    refuse_unsupported(llama(), longest=64)
-    with pytest.raises(ModelFolderError, match="two texts in one row change each other's logits"):
-        refuse_unsupported(model, longest=64)
-
-
-def test_attention_that_torch_does_not_compute_is_refused():
-    config = GptOssConfig(vocab_size=50, num_local_experts=2, num_experts_per_tok=1, **SIZE)
-    with pytest.raises(ModelFolderError, match="GptOssForCausalLM has attention of its own"):
-        refuse_unsupported(GptOssForCausalLM(config), longest=64)
+    model = GptOssForCausalLM(config).eval()
+    assert "GptOssForCausalLM has attention of its own" in refuse_unsupported(model, longest=64)
 
 
 def test_of_a_model_for_pictures_too_the_part_about_texts_is_looked_at():
@@ -144,8 +151,7 @@ def test_of_a_model_for_pictures_too_the_part_about_texts_is_looked_at():
     assert model_shape(config, None).width == SIZE["hidden_size"]
     with torch.device("meta"):
         model = Gemma3ForConditionalGeneration(config)
-    with pytest.raises(ModelFolderError, match="sliding_attention of 64 tokens"):
-        refuse_unsupported(model, longest=65)
+    assert "sliding_attention of 64 tokens" in why_not_by_position(model, longest=65)
 
 
 @pytest.mark.parametrize("config", [MambaConfig(), RwkvConfig()], ids=lambda config: config.model_type)

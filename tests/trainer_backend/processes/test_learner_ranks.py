@@ -49,6 +49,9 @@ def runs(group: Group, played, tmp_path_factory: pytest.TempPathFactory) -> tupl
     assert [found.pop("learner/ranks") for found in of_updates] == [2.0, 2.0]
     assert all(1.0 <= found.pop("learner/tokens_imbalance") < 2.0 for found in of_updates)
     for was, found in zip(expected, results, strict=True):
+        for row in (was, found):
+            if isinstance(row, dict):  # rows of two ranks are shorter, and share less
+                row.pop("learner/tokens_computed", None)
         assert_close(found, was)
     return one, two
 
@@ -78,7 +81,7 @@ def apart(one: Path, other: Path) -> float:
 
 def test_two_ranks_write_the_model_that_one_process_writes(runs):
     one, two = runs
-    assert apart(one / "iteration_2", two / "iteration_2") < 2e-5
+    assert apart(one / "iteration_2", two / "iteration_2") < 5e-5  # they share other beginnings
     assert apart(two / "version_1", two / "iteration_1") == 0.0
     assert len(list((two / "version_1").glob("model-*-of-00002.safetensors"))) == 2
 
@@ -149,9 +152,10 @@ def test_a_critic_with_layers_of_its_own_is_shared_out_too(group, played, tmp_pa
     results = calls_in_order(group, played, two)
     assert any(value != 0.0 for row in results[9].values() for value in row)
     for found, was in zip(results, expected, strict=True):
+        rows = [found, was]
         if isinstance(found, dict):
-            found = {key: value for key, value in found.items() if not str(key).startswith("learner/")}
-        assert_close(found, was)
+            rows = [{key: row[key] for key in row if not key.startswith("learner/")} for row in rows]
+        assert_close(*rows)
     (_, here), (_, there) = (
         learner_parts.local_learners(tiny_job(**own)).resumed(folder / "iteration_2") for folder in (one, two)
     )

@@ -17,7 +17,7 @@ from tests.trainer_backend.inference.fake_vllm_environment import fake_environme
 from trainer_backend.errors import JobError, NotPlaced
 from trainer_backend.job.tables import InferenceTable
 from trainer_backend.parts import Hardware
-from trainer_backend.processes.launching import LOCAL, Launcher, Process, Role
+from trainer_backend.processes.launching import LOCAL, Launcher, Place, Process, Role
 from trainer_backend.processes.vllm_servers import (
     VllmServer,
     VllmServers,
@@ -60,6 +60,13 @@ def test_a_table_is_a_command_line_in_the_way_of_vllm():
 )
 def test_the_learner_s_accelerator_is_shared_last(devices, servers, each, names):
     assert visible_devices(list(devices), servers, each) == names
+
+
+@pytest.mark.parametrize(("devices", "is_able"), [(("0",), True), ((), False)], ids=["gpu", "cpu"])
+def test_servers_that_sleep_are_started_so_that_they_can_where_there_is_a_gpu(devices, is_able, tmp_path):
+    run, hardware = RunDirectory(tmp_path, "run"), Hardware("bfloat16", devices)
+    servers = VllmServers(table(tmp_path, sleep=True), hardware, run, print)
+    assert ("--enable-sleep-mode" in servers._servers[0]._command(Place())) == is_able
 
 
 async def test_an_environment_without_vllm_is_refused_before_anything_is_played(tmp_path):

@@ -106,6 +106,7 @@ def test_rows_that_do_not_fit_are_told_by_the_tokenizer_of_a_named_model_without
         return " ".join(found.stderr.split())
 
     assert "data.path: 1 of 2 training rows do not fit the model: long (" in told()
+    assert "tool calls: hermes; reasoning is dropped behind the user's next question" in told()
     (folder / "tokenizer.json").unlink()  # perhaps it is on the machine that will train
     assert "rows are not measured: " in told()
 

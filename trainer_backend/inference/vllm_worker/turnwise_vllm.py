@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from turnwise_copies import DirectCopies
 from turnwise_transfer import Worker, receive
 from turnwise_weights import tensors
 from vllm.config import set_current_vllm_config
@@ -28,6 +29,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
 
 _BACKEND = "turnwise"
 
@@ -43,6 +45,12 @@ class TurnwiseWorker:
         """Say that it can receive weights from the learner's process, or raise a RuntimeError."""
         if not isinstance(self.weight_transfer_engine, TurnwiseTransfer):
             raise RuntimeError("turnwise_receives: --weight-transfer-config names no backend of Turnwise")
+        return True
+
+    def turnwise_sleeps(self: Any) -> bool:
+        """Say that it gives its GPU's memory back while it sleeps, or raise a RuntimeError."""
+        if not self.vllm_config.model_config.enable_sleep_mode:
+            raise RuntimeError("turnwise_sleeps: it was started without --enable-sleep-mode")
         return True
 
     def turnwise_load(self: Any, folder: str, files: list[str], adapter: str | None = None) -> dict[str, Any]:
@@ -117,14 +125,26 @@ with suppress(ValueError):  # it is registered: processes of a server import thi
 
 def _load(model: Any, config: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Replace all weights, a layer at a time, inside vLLM's configuration."""
-    with torch.device(next(model.parameters()).device):
+    device = next(model.parameters()).device
+    if device.type == "cpu":
+        _forget_packed_experts(model)
+    with torch.device(device):
         initialize_layerwise_reload(model)
         try:
-            model.load_weights(weights)
+            with DirectCopies(model, get_layerwise_info, _layerwise_process):
+                model.load_weights(weights)
         finally:
             # After an error too: layers that have a part of their weights would count it again next time.
             finalize_layerwise_reload(model, config)
             _refresh_tied_head(model)
+
+
+def _forget_packed_experts(model: Any) -> None:
+    """Let the experts be packed anew: on a CPU vLLM packs them once, where their kernel is set up."""
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _refresh_tied_head(model: Any) -> None:

@@ -1,0 +1,208 @@
+"""This year's families by the learner: each segment scored and trained as if it were computed alone."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.conftest import tiny_job
+from tests.tiny_families import EACH_KIND, KEYS, VOCABULARY, tiny_model
+from tests.trainer_backend.learner.hand_made import segment, tiny_tokenizer
+from tests.trainer_backend.segment_columns import segment_of
+from trainer_backend import learner_parts
+from trainer_backend.core.collate import cut_packed, pack_segments
+from trainer_backend.core.router_loss import load_metrics
+from trainer_backend.core.segments import Segment
+from trainer_backend.errors import JobError
+from trainer_backend.job.training_table import LoopKeys
+from trainer_backend.learner.attention import GROUPS, PaddedRows
+from trainer_backend.learner.device import Placement
+from trainer_backend.learner.learner import LocalLearner, scorer_of
+from trainer_backend.learner.lora import adapted_layers
+from trainer_backend.learner.ranks import Ranks
+from trainer_backend.learner.scoring import Scorer
+from trainer_backend.learner.stepping import checkpoint_layers, stepping
+from trainer_backend.learner.support import refuse_unsupported
+from trainer_backend.parts import CreditedEpisode
+
+CPU = Placement(torch.device("cpu"))
+FAMILIES = tuple(KEYS) if os.environ.get("TURNWISE_TEST_FAMILIES") else EACH_KIND
+# Those whose own loss balances the load of experts.
+BALANCED = ("qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text")
+LENGTHS = (23, 70, 12, 3, 19, 9, 21, 5)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+def segments() -> list[Segment]:
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for k, length in enumerate(LENGTHS):
+        ids = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+        decision = [-1 if i == 0 or i % 4 == 1 else i // 4 for i in range(length)]
+        temperature = (0.5, 1.0, 1.5)[k % 3]
+        made.append(segment_of(f"r-{k}", ids, decision, (-1.0,) * length, temperature=temperature))
+    return made
+
+
+def learners(family: str) -> Scorer:
+    model = tiny_model(family)
+    return scorer_of(model, CPU, why_apart=refuse_unsupported(model, longest=128))
+
+
+def alone(model, part: Segment) -> torch.Tensor:
+    """[N] by the model's own forward pass of one segment, with full logits."""
+    ids_L = torch.from_numpy(part.token_ids.astype("int64"))
+    logits_LV = model(input_ids=ids_L[None], use_cache=False).logits[0]
+    logp_LV = (logits_LV[:-1] / float(part.temperatures[0])).log_softmax(-1)
+    at = torch.tensor(part.sampled_positions)
+    return logp_LV[at - 1, ids_L[at]]
+
+
+def gradient(model, loss: torch.Tensor) -> torch.Tensor:
+    model.zero_grad()
+    loss.backward()
+    return gradients_of(model)
+
+
+def gradients_of(model) -> torch.Tensor:
+    weights = model.parameters()
+    return torch.cat([torch.zeros(w.numel()) if w.grad is None else w.grad.flatten() for w in weights])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_and_gradient_are_those_of_each_segment_alone(family: str):
+    scorer, parts = learners(family), segments()
+    found = scorer.score(parts, LoopKeys(row_tokens=80, micro_batch_tokens=160))
+    model = tiny_model(family)
+    expected = [alone(model, part) for part in parts]
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.from_numpy(mine), theirs.detach(), rtol=0, atol=1e-4)
+    one_by_one = gradient(model, sum(row.sum() for row in expected))
+    pieces = list(cut_packed(pack_segments(parts, row_tokens=80), 2))
+    together = gradient(scorer.model, sum(scorer.logprobs(piece).sum() for piece in pieces))
+    assert float((together - one_by_one).norm() / one_by_one.norm()) <= 1e-5
+    checkpoint_layers(scorer.model)
+    with stepping(scorer.model):
+        again = gradient(scorer.model, sum(scorer.logprobs(piece).sum() for piece in pieces))
+    torch.testing.assert_close(again, together, rtol=1e-4, atol=1e-6 * float(together.abs().max()))
+
+
+def learner_of_family(tokenizer, family: str, **overrides) -> LocalLearner:
+    torch.set_num_threads(1)
+    model = tiny_model(family, vocab_size=300, pad_token_id=None, bos_token_id=None, eos_token_id=None)
+    told = {"training__mismatch_limit": 1e9, "training__entropy_coef": 0.0, **overrides}
+    return LocalLearner(learner_parts.learner_config(tiny_job(**told)), model, tokenizer)
+
+
+def routed_episodes() -> list[CreditedEpisode]:
+    """Of several lengths, whose advantages are 0: nothing but the routers' loss has a gradient."""
+    made = [segment(f"r{k}", range(20, 23 + 7 * k), range(40, 45 + k), [-1.0] * (5 + k)) for k in range(5)]
+    return [CreditedEpisode(part.rollout_id, [part], [0.0]) for part in made]
+
+
+def step_of(learner: LocalLearner) -> tuple[torch.Tensor, dict[str, float]]:
+    """The gradient and metrics of one step over all these episodes."""
+    episodes, update = routed_episodes(), learner.policy_update()
+    metrics = update.gradient(update.weighed(episodes).scored, {item.rollout_id: item for item in episodes})
+    weights = learner.model.parameters()
+    return torch.cat(
+        [torch.zeros(w.numel()) if w.grad is None else w.grad.flatten() for w in weights]
+    ), metrics
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name in BALANCED])
+def test_the_loss_of_the_routers_is_the_familys_own_however_the_step_is_cut(tokenizer, family: str):
+    cut = {"training__row_tokens": 64, "training__micro_batch_tokens": 64}
+    by_pieces, metrics = step_of(learner_of_family(tokenizer, family, training__router_aux_coef=0.5, **cut))
+    learner = learner_of_family(tokenizer, family, training__router_aux_coef=0.5)
+    whole, of_whole = step_of(learner)
+    torch.testing.assert_close(by_pieces, whole, rtol=1e-4, atol=1e-7)
+    rows = [torch.tensor(part.token_ids.tolist()) for item in routed_episodes() for part in item.segments]
+    ids_BL = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask_BL = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    learner.model.zero_grad()
+    learner.model.set_attn_implementation("eager")
+    own = learner.model(input_ids=ids_BL, attention_mask=mask_BL, output_router_logits=True).aux_loss
+    expected = gradient(learner.model, 0.5 * own)
+    torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-6)
+    for found in (metrics, of_whole):
+        assert found["loss/router_aux"] == pytest.approx(own.item(), rel=1e-5)
+        assert found["moe/load_max"] == pytest.approx(of_whole["moe/load_max"])
+        assert 1.0 <= found["moe/load_max"] <= 2.0 and 0.5 < found["moe/load_entropy"] <= 1.0
+
+
+# The ends of the names of what `all-linear` adapts in these families, beside attention's q, k, v and o.
+MORE_ADAPTED = {
+    "qwen3_5_text": "in_proj_qkv in_proj_z in_proj_a in_proj_b out_proj gate_proj up_proj down_proj",
+    "lfm2": "in_proj out_proj w1 w2 w3",
+    "gpt_oss": "",
+    "qwen3_moe": "",
+    "granite": "gate_proj up_proj down_proj",
+    "gemma2": "gate_proj up_proj down_proj",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_are_on_the_familys_own_projections_all_of_them_trained_and_merged(tokenizer, family: str):
+    learner = learner_of_family(tokenizer, family, lora__rank=2, training__router_aux_coef=0.0)
+    parts = [part for item in routed_episodes() for part in item.segments]
+    episodes = {part.rollout_id: CreditedEpisode(part.rollout_id, [part], [1.0]) for part in parts}
+    update = learner.policy_update()
+    update.gradient(update.weighed([*episodes.values()]).scored, episodes)
+    ups = {name: w for name, w in learner.model.named_parameters() if ".lora_B." in name}
+    assert all(weight.grad.any() for weight in ups.values())
+    if family in MORE_ADAPTED:
+        ends = {name.partition(".lora_B.")[0].rpartition(".")[2] for name in ups}
+        assert ends - {"q_proj", "k_proj", "v_proj", "o_proj"} == {*MORE_ADAPTED[family].split()} - {"o_proj"}
+    with torch.no_grad():
+        for weight in ups.values():
+            weight.normal_(0.0, 0.03)
+        merged = tiny_model(family, vocab_size=300, pad_token_id=None, bos_token_id=None, eos_token_id=None)
+        merged.load_state_dict(learner._adapter.merged(), strict=False)
+        found = learner.scorer.score(parts, LoopKeys(row_tokens=64, micro_batch_tokens=128))
+        for mine, part in zip(found, parts, strict=True):
+            torch.testing.assert_close(torch.from_numpy(mine), alone(merged, part), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "says"),
+    [
+        ("qwen3_moe", "gate_up_proj", r"its experts are one tensor a layer \(.*experts.gate_up_proj\)"),
+        ("nemotron_h", "out_proj", "whose weight a kernel of its layer reads without an adapter"),
+        ("llama4_text", "router", "a Llama4Router, which computes more than a product"),
+    ],
+)
+def test_a_layer_whose_adapter_would_not_be_computed_is_refused(family: str, target: str, says: str):
+    with pytest.raises(JobError, match=says):
+        adapted_layers(tiny_model(family), [target])
+
+
+def test_a_loss_of_routers_is_refused_where_the_model_has_none(tokenizer):
+    for family, says in (("granite", "has no experts"), ("glm4_moe", "balances experts otherwise")):
+        with pytest.raises(JobError, match=f"is 0.1, but .*{says}"):
+            learner_of_family(tokenizer, family, training__router_aux_coef=0.1)
+
+
+def test_the_load_of_experts_by_hand():
+    # Layer 1: 4, 4, 0, 0 of 8, twice the even load; layer 2 is even.
+    found = load_metrics(torch.tensor([[4, 4, 0, 0], [2, 2, 2, 2]]))
+    assert found == pytest.approx({"moe/load_max": 1.5, "moe/load_entropy": 0.75, "moe/idle_experts": 1.0})
+
+
+def test_ranks_with_fewer_groups_of_segments_make_as_many_passes_as_the_others():
+    class Two(Ranks):
+        def of_every_rank(self, own):
+            return [own, 9]
+
+    packed = pack_segments(segments(), row_tokens=80)
+    groups, _ = PaddedRows("sdpa", "", Two()).arranged(packed, CPU.device, torch.float32)[1][GROUPS]
+    assert len(groups) == 9 and [len(group.read_R) for group in groups[-2:]] == [0, 0]
+    scorer = learners("gemma2")
+    expected = scorer.logprobs(packed)
+    padded = replace(scorer, attention=replace(scorer.attention, ranks=Two()))
+    torch.testing.assert_close(padded.logprobs(packed), expected)

@@ -1,0 +1,175 @@
+"""Forward passes of the running batch by a model's own layers, with the cache that they ask for."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from trainer_backend.errors import ModelFolderError
+from trainer_backend.inference.cache import CACHE_NAME
+from trainer_backend.inference.layer_cache import Bounds, LayerCache, Stack
+from trainer_backend.inference.request import Request
+from trainer_backend.models.precision import tokens_for
+
+# Prompts of one length are prefilled together, up to so many tokens.
+GROUP_TOKENS = 2048
+# How far logits of rows may lie from those of a plain pass, relative to them: roundings of float32, of less.
+EXACT, ROUNDED = 1e-3, 0.1
+_AT_SERVERS = 'Sample at vLLM servers: inference.engine = "vllm".'
+
+
+class LayerRunner:
+    """Runs any causal model whose layers `LayerCache` can hold; as `DecoderRunner`.
+
+    Prompts are not padded, since a state would take a pad for a token: those that begin and end at the same
+    places are computed together, each other one alone. A step is one pass of all rows.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, slots: int, max_len: int) -> None:
+        self._pass = Pass(model)
+        self._config = model.config
+        self._bounds = Bounds(slots, max_len, self._pass.dtype)
+        self.goes_on = self._tried_out()
+        self.cache = LayerCache(model.config, self._bounds)
+
+    @property
+    def cost(self) -> str:
+        """What this way costs, for the log."""
+        prompts = "prompts of different lengths are computed one by one"
+        if not self.goes_on:
+            return f"{prompts}, each whole: the layers cannot go on with several tokens from a state"
+        if self.cache.cuts:
+            return prompts
+        return f"{prompts}, and a prompt goes on from a kept state alone, not from any part of a known one"
+
+    def prefill(
+        self, requests: Sequence[Request], *, first_row: int, keep: Callable[[Sequence[int], int], None]
+    ) -> None:
+        """Compute what is known of requests but for the last token, in the rows `first_row` and on.
+
+        Where a request has a mark, `keep` is called with the ids up to it and the row.
+        """
+        stops = {
+            row: [stop for stop in sorted({*request.marks, request.cached}) if stop > request.reused]
+            for row, request in enumerate(requests, first_row)
+        }
+        while any(stops.values()):
+            groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+            for row, ahead in stops.items():
+                if ahead:
+                    groups[self.cache.waiting[row].length, ahead[0]].append(row)
+            for (start, stop), rows in groups.items():
+                self._compute({row: requests[row - first_row].cached_ids() for row in rows}, start, stop)
+                for row in rows:
+                    if stops[row].pop(0) in requests[row - first_row].marks:
+                        keep(requests[row - first_row].cached_ids()[:stop], row)
+
+    def decode(self, ids_B: NDArray[np.int64], cached_B: NDArray[np.int64]) -> Tensor:
+        """Feed a token to each of the first B rows, which have `cached` tokens; return [B, V] logits."""
+        rows = len(ids_B)
+        self.cache.enter(rows)
+        stack = self.cache.stack
+        mask = stack.mask(rows)
+        stack.begin(rows)
+        ids_B1, positions_B1 = (self._pass.on_device(torch.from_numpy(x)[:, None]) for x in (ids_B, cached_B))
+        seen = {} if mask is None else {"attention_mask": self._pass.on_device(mask)}
+        logits_BV = self._pass(ids_B1, stack, position_ids=positions_B1, **seen)
+        stack.commit(rows, 1)
+        return logits_BV
+
+    def take_weights(self) -> None:
+        """Do nothing: a pass reads the model's own weights."""
+
+    def _compute(self, ids: Mapping[int, Sequence[int]], start: int, stop: int) -> None:
+        """Compute the tokens from `start` to `stop` of rows, by number, that have `start` tokens each."""
+        most = max(1, GROUP_TOKENS // (stop - start))
+        rows = list(ids)
+        for part in (rows[first : first + most] for first in range(0, len(rows), most)):
+            # Of rows that have keys already, those are allocated with the room for what comes.
+            spare = stop - start if start else 0
+            stack = Stack(self._config, Bounds(len(part), stop, self._pass.dtype, spare))
+            for number, row in enumerate(part):
+                stack.put(number, self.cache.waiting[row])
+            ids_BL = torch.tensor([ids[row][start:stop] for row in part])
+            positions_BL = torch.arange(start, stop).expand(len(part), -1)
+            stack.begin(len(part))
+            self._pass(self._pass.on_device(ids_BL), stack, position_ids=self._pass.on_device(positions_BL))
+            stack.commit(len(part), stop - start)
+            for number, row in enumerate(part):
+                self.cache.waiting[row] = stack.take(number, stop)
+
+    def _tried_out(self) -> bool:
+        """Whether prompts may go on from what is kept. No list of families is complete, so it is tried.
+
+        Raises:
+            ModelFolderError: rows give other logits than each text alone, or the layers take no such cache.
+        """
+        limit = EXACT if self._pass.dtype == torch.float32 else ROUNDED
+        try:
+            together, goes_on = self._apart(pieces=1), self._apart(pieces=2)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise ModelFolderError(
+                f"its layers take no cache of the engine's: {error}", where="model", hint=_AT_SERVERS
+            ) from error
+        # Of weights that are not finite no token is sampled, and the engine says so.
+        if together > limit:
+            raise ModelFolderError(
+                f"its rows give logits up to {together:.3g} of their size from those of each text alone",
+                where="model",
+                hint=_AT_SERVERS,
+            )
+        return not goes_on > limit
+
+    @torch.inference_mode()
+    def _apart(self, *, pieces: int) -> float:
+        """How far logits of rows lie from those of plain passes, relative to them.
+
+        The rows' prompts are computed in so many pieces, and two tokens more together.
+        """
+        self.cache = LayerCache(self._config, self._bounds)
+        texts = [list(range(1, 3 + 6 * row)) for row in range(min(2, self.cache.slots))]
+        for row, text in enumerate(texts):
+            self.cache.open_row(row, room=len(text) + 2)
+            stops = [len(text) * piece // pieces for piece in range(pieces + 1)]
+            for start, stop in pairwise(stops):
+                self._compute({row: text}, start, stop)
+        for token in (7, 3):
+            logits_BV = self.decode(np.full(len(texts), token), np.array([len(text) for text in texts]))
+            texts = [[*text, token] for text in texts]
+        alone_BV = torch.cat([self._pass(self._pass.on_device(torch.tensor([text])), None) for text in texts])
+        return float((logits_BV - alone_BV).abs().max()) / max(1.0, float(alone_BV.abs().max()))
+
+
+class Pass:
+    """Runs a model by `transformers` over tokens and a cache, in the arithmetic of `models.precision`."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        # Stored, because `transformers` walks over all modules for each answer.
+        self.device, self.dtype = model.device, model.dtype
+        self._low = None if self.dtype == torch.float32 else self.dtype
+
+    def __call__(self, ids_BL: Tensor, cache: Any, **positions: Tensor) -> Tensor:
+        """[B, V] logits of each row's last token; the cache, if any, has all tokens then."""
+        low = self._low
+        tokens = tokens_for(self._model, ids_BL, low)
+        with nullcontext() if low is None else torch.autocast(self.device.type, dtype=low):
+            output = self._model(
+                **tokens,
+                **positions,
+                **{CACHE_NAME: cache},
+                use_cache=cache is not None,
+                logits_to_keep=1,
+            )
+        logits_BV: Tensor = output.logits[:, -1]
+        return logits_BV
+
+    def on_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device)

@@ -1,0 +1,39 @@
+"""Which tool-call format a model has."""
+
+from transformers import PreTrainedTokenizerFast
+
+from shared_schemas.base import did_you_mean
+from trainer_backend.errors import ModelFolderError
+from trainer_backend.models.tokenizer import TOOL_CALL_FORMAT_KEY
+from trainer_backend.plugins import TOOL_FORMATS
+from trainer_backend.tool_formats.calls import ParsedReply, ToolFormat, Tools
+
+# Parsers never raise or rewrite: an unreadable call comes back as whole text with the reason.
+
+
+def tool_format_in_use(tokenizer: PreTrainedTokenizerFast) -> ToolFormat:
+    """Return the model's tool-call format, or plain text if unknown."""
+    name = tool_format_of(tokenizer)
+    return TEXT if name is None else TOOL_FORMATS[name]
+
+
+def parse_text(text: str, tools: Tools) -> ParsedReply:
+    """Parse nothing: for models without a known tool-call format everything is text."""
+    return ParsedReply(text)
+
+
+TEXT = ToolFormat(parse_text, markers=(), openers=())
+
+
+def tool_format_of(tokenizer: PreTrainedTokenizerFast) -> str | None:
+    """Return the format in tokenizer_config.json, else the first whose marker is in the chat template."""
+    setting = tokenizer.init_kwargs.get(TOOL_CALL_FORMAT_KEY)
+    if setting is not None and setting not in TOOL_FORMATS:
+        raise ModelFolderError(
+            f"{TOOL_CALL_FORMAT_KEY} is {setting!r}{did_you_mean(str(setting), TOOL_FORMATS)}",
+            where="tokenizer_config.json",
+        )
+    # Some models have a separate template for conversations with tools.
+    template = str(tokenizer.chat_template)
+    matches = (name for name, form in TOOL_FORMATS.items() if any(m in template for m in form.markers))
+    return str(setting) if setting is not None else next(matches, None)

@@ -1,0 +1,112 @@
+"""What the routers of a mixture of experts decide while a model computes, read by hooks on its modules."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from trainer_backend.core.router_loss import RouterKeys
+from trainer_backend.errors import JobError
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of a model.
+
+    count: E, of a layer.
+    coefficient: of the loss that balances their load.
+    """
+
+    count: int
+    coefficient: float = 0.0
+
+
+def experts_of(model: PreTrainedModel, keys: RouterKeys) -> Experts | None:
+    """The experts of a model, None where it has none; JobError: the job weighs a loss that it has not."""
+    config, coefficient = model.config.get_text_config(), keys.router_aux_coef
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    count = next((int(value) for name in names if (value := getattr(config, name, None))), 0)
+    has_loss = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
+    if not any(True for _ in _expert_layers(model)):
+        count = 0
+    if coefficient and not (count and has_loss):
+        reason = "whose family balances experts otherwise than by a loss" if count else "which has no experts"
+        raise JobError(
+            f"is {coefficient:g}, but the model is {type(model).__name__}, {reason}",
+            where="training.router_aux_coef",
+            hint="Leave the key out.",
+        )
+    if not count:
+        return None
+    if coefficient is None:
+        coefficient = float(getattr(config, "router_aux_loss_coef", None) or 0.0)
+    return Experts(count, coefficient if has_loss else 0.0)
+
+
+@dataclass(slots=True)
+class Routing:
+    """Sums over the tokens of forward passes, without padding.
+
+    sent: for each layer with experts, [E] tokens that were sent to each.
+    probability_E: sums of the router's probabilities over tokens and layers; None: they are not read.
+    """
+
+    experts: Experts
+    reads_probabilities: bool
+    sent: list[Tensor] = field(default_factory=list)
+    probability_E: Tensor | None = None
+
+    @property
+    def keywords(self) -> dict[str, bool]:
+        """What the model's pass is asked for."""
+        return {"output_router_logits": True} if self.reads_probabilities else {}
+
+    @contextmanager
+    def watching(self, model: PreTrainedModel, real_BL: Tensor | None) -> Iterator[None]:
+        """Count what the layers of one forward pass send; `real_BL` says which tokens are no padding."""
+        chosen: list[Tensor] = []
+
+        def note(module: nn.Module, given: tuple[Any, ...], told: dict[str, Any]) -> None:
+            indices = [value for value in (*given, *told.values()) if _is_index(value)]
+            if indices:
+                chosen.append(indices[0].detach())
+
+        hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in _expert_layers(model)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        sent = [self._counted(index_Rk, real_BL) for index_Rk in chosen]
+        self.sent = [a + b for a, b in zip(self.sent, sent, strict=True)] if self.sent else sent
+
+    def _counted(self, index_Rk: Tensor, real_BL: Tensor | None) -> Tensor:
+        index_Rk = index_Rk.reshape(-1, index_Rk.shape[-1])
+        counts_R = (
+            index_Rk.new_ones(len(index_Rk)) if real_BL is None else real_BL.flatten().to(index_Rk.dtype)
+        )
+        sent_E = index_Rk.new_zeros(self.experts.count + 1)  # the last one: to an expert elsewhere
+        return sent_E.scatter_add_(0, index_Rk.flatten(), counts_R.repeat_interleave(index_Rk.shape[1]))[:-1]
+
+    def add(self, logits: tuple[Tensor, ...], real_BL: Tensor | None) -> None:
+        """Add the probabilities of a pass, from the logits of each of its layers, [rows, E]."""
+        for logits_RE in logits:
+            probability_RE = logits_RE.reshape(-1, self.experts.count).float().softmax(dim=-1)
+            if real_BL is not None:
+                probability_RE = probability_RE * real_BL.reshape(-1, 1)
+            total_E = probability_RE.sum(dim=0)
+            self.probability_E = total_E if self.probability_E is None else self.probability_E + total_E
+
+
+def _is_index(value: object) -> bool:
+    return isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool
+
+
+def _expert_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """The modules that get tokens and the numbers of the experts that each is sent to."""
+    return (module for name, module in model.named_modules() if name.endswith(".experts"))

@@ -1,0 +1,457 @@
+"""What a job may change to fit a device: settings in the order of what they cost, each tried in the plan.
+
+`propose` looks for a combination that fits, and `less_memory` names the same settings where nothing can be
+tried, as when an update has run out of memory.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from service_kit.errors import ServiceError
+from trainer_backend.errors import JobError
+from trainer_backend.job.training_table import LoraTable
+from trainer_backend.learner.config import LearnerConfig
+from trainer_backend.learner.device import Placement, place, place_on_card
+from trainer_backend.learner.memory import (
+    OVERHEAD,
+    MemoryPlan,
+    Models,
+    cached_row,
+    memory_use,
+    model_shapes,
+    plan_on,
+    vocabulary_beside,
+)
+from trainer_backend.learner.ranks import Ranks
+from trainer_backend.learner.shapes import cached_config
+from trainer_backend.models.folder import folder_config
+
+GIB = 2**30
+# Values by their keys in the job's TOML; `lora` and `cluster` are tables.
+Settings = Mapping[str, Any]
+_TABLES = {"training": "training", "inference": "inference", "learner": "ranks"}
+# A cache that holds fewer longest requests makes sampling slow.
+_ENOUGH_REQUESTS, _FEWEST_RUNNING, _SHORTEST = 8, 4, 256
+_MOST_RANKS = 8
+_SHARE = "inference.vllm.gpu_memory_utilization"
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """The plans of a job with other settings, on one device.
+
+    own: the config of the run's model; None: nothing is planned.
+    others: those of fixed policies.
+    shortest: the least that inference.max_model_len may be; None: it stays as it is.
+    """
+
+    config: LearnerConfig
+    placement: Placement
+    own: Any = None
+    others: Sequence[Any] = ()
+    shortest: int | None = None
+    _models: dict[tuple[bool, str], Models] = field(default_factory=dict)
+
+    def models(self, config: LearnerConfig) -> Models:
+        kind = (config.lora is None, config.training.critic)
+        if kind not in self._models:
+            self._models[kind] = model_shapes(config, self.own, self.others)
+        return self._models[kind]
+
+    def plan(self, config: LearnerConfig) -> MemoryPlan:
+        """The plan of the rank that needs most, of those on a node."""
+        table, models = config.ranks, self.models(config)
+        ranks = (Ranks(index, table.ranks) for index in range(table.nproc_per_node))
+        plans = [plan_on(self.placement, config, models, each) for each in ranks]
+        return max(plans, key=lambda plan: plan.need)
+
+    def server_least(self, config: LearnerConfig) -> int:
+        """Bytes of a GPU that a vLLM server needs: weights, one longest request, and what CUDA takes."""
+        shape = self.models(config).own
+        use = memory_use(config, self.placement, shape)
+        held = shape.frozen_bytes(use.held) + cached_row(shape, use)
+        return held // config.inference.server_devices + OVERHEAD
+
+    def starves_servers(self, config: LearnerConfig) -> bool:
+        """Whether vLLM gets less than it needs to start."""
+        if not config.servers or self.placement.device.type != "cuda":
+            return False
+        return config.inference.server_share * self.placement.card_bytes() < self.server_least(config)
+
+
+# What may be set with a job as it stands, the mildest first.
+Step = Callable[[Search, LearnerConfig], Iterator[Settings]]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Settings, and the plan of the job with them.
+
+    fits: whether everything fits at its fullest; otherwise nothing that is known here is enough.
+    """
+
+    settings: Settings
+    plan: MemoryPlan
+    fits: bool
+
+    def told(self) -> str:
+        """The same as a sentence."""
+        text = str(self)
+        return f"{text[:1].upper()}{text[1:]}."
+
+    def __str__(self) -> str:
+        need, free = (f"{size / GIB:.1f}" for size in (self.plan.need, self.plan.free))
+        with_them = " and ".join(write_setting(*item) for item in self.settings.items())
+        each = " on each rank" if self.plan.ranks else ""
+        if self.fits:
+            return f"with {with_them} it needs {need} of {free} GiB{each}"
+        if self.plan.shortage() is None:
+            return (
+                f"with {with_them} it runs, but needs {need} of {free} GiB for sequences as long as allowed"
+            )
+        return f"no settings that are tried here are enough: with {with_them} it needs {need} of {free} GiB"
+
+
+def propose(search: Search) -> Proposal:
+    """Settings with which a job fits, those that cost least; or all of them where they are not enough.
+
+    Settings are added from the cheapest on until the job fits. Then each is taken back, or made milder, as
+    far as the others allow, from the dearest on; those that sample get what is left.
+    """
+    chosen = dict[Step, Settings]()
+    for step in STEPS:
+        config = _with_all(search.config, chosen)
+        options = list(_possible(search, step, config))
+        if not options:
+            continue
+        chosen[step] = _first_that_fits(search, config, options) or options[-1]
+        if _fits(search, _with_all(search.config, chosen)):
+            break
+    fits = _fits(search, _with_all(search.config, chosen))
+    if fits:
+        _ease(search, chosen)
+    settings = {
+        key: value
+        for own in chosen.values()
+        for key, value in own.items()
+        if not _is_set(search.config, key, value)
+    }
+    return Proposal(settings, search.plan(_with_all(search.config, chosen)), fits)
+
+
+def _ease(search: Search, chosen: dict[Step, Settings]) -> None:
+    """Take settings back, or make them milder, as far as the job still fits."""
+    shared = (*_SHARED, *_SHARED_LEAST)
+    # What is left is for those that sample, so they come a second time.
+    for step, is_last in [(each, False) for each in reversed(STEPS)] + [(each, True) for each in shared]:
+        if step not in chosen:
+            continue
+        others = {each: own for each, own in chosen.items() if each is not step}
+        config = _with_all(search.config, others)
+        if _fits(search, config):
+            del chosen[step]
+            continue
+        options = list(_possible(search, step, config))
+        if step in shared and not is_last:
+            options.reverse()
+        chosen[step] = _first_that_fits(search, config, options) or chosen[step]
+
+
+def report_for_card(
+    config: LearnerConfig, card: int, fixed: Sequence[Path] = (), *, shortest: int | None = None
+) -> Iterator[str]:
+    """Lines of a plan for a CUDA GPU of so many bytes, which need not be here, and what makes it fit.
+
+    Args:
+        fixed: the folders of fixed policies.
+        shortest: as of `Search`.
+
+    Raises:
+        ModelFolderError: the config of the model is not on this machine.
+        JobError: it cannot fit, even while sequences are shorter than allowed.
+    """
+    others = [folder_config(folder) for folder in fixed]
+    own = cached_config(config.model, vocabulary_beside(config, others))
+    search = Search(config, place_on_card(card), own, others, shortest)
+    plan = search.plan(config)
+    yield from _table(plan)
+    yield from plan.notes
+    if config.inference.engine == "vllm" and not config.servers:
+        yield "vLLM's servers are not in this plan: the run does not start them on this machine"
+    starving = search.starves_servers(config)
+    if starving:
+        yield (
+            f"{_SHARE} = {config.inference.server_share:g} is too little for vLLM: it needs at least "
+            f"{search.server_least(config) / GIB:.1f} GiB"
+        )
+    if plan.need <= plan.free and not starving:
+        yield "everything fits at its fullest"
+        return
+    proposal = propose(search)
+    if plan.shortage() is not None or starving:
+        raise JobError(
+            f"the job does not fit: {plan.need / GIB:.1f} of {plan.free / GIB:.1f} GiB", hint=proposal.told()
+        )
+    yield f"it runs, but fits only while sequences are shorter than allowed, or fewer; {proposal}"
+
+
+def _table(plan: MemoryPlan) -> Iterator[str]:
+    """A line for each kind, and their sum."""
+    whose = f", of {plan.ranks}" if plan.ranks else ""
+    yield f"memory on {plan.placement}{whose}, in GiB:"
+    lines = {**plan.needs.device, "sum": plan.need, "card": plan.free}
+    lines |= {f"main memory: {kind}": size for kind, size in plan.needs.host.items()}
+    width = max(map(len, lines))
+    yield from (f"  {kind.ljust(width)} {size / GIB:8.2f}" for kind, size in lines.items())
+
+
+def _fits(search: Search, config: LearnerConfig) -> bool:
+    table = config.ranks
+    if table.fsdp_cpu_offload if table.ranks == 1 else config.training.optimizer_offload:
+        return False  # one of them is of several ranks, the other of one
+    plan = search.plan(config)
+    return plan.need <= plan.free and plan.shortage() is None and not search.starves_servers(config)
+
+
+def _possible(search: Search, step: Step, config: LearnerConfig) -> Iterator[Settings]:
+    """The options of a step; none where the model cannot be planned with them."""
+    for settings in step(search, config):
+        try:
+            search.plan(with_settings(config, settings))
+        except ServiceError:  # adapters, of a model that has no layers for them
+            return
+        yield settings
+
+
+def _first_that_fits(search: Search, config: LearnerConfig, options: Sequence[Settings]) -> Settings | None:
+    return next((each for each in options if _fits(search, with_settings(config, each))), None)
+
+
+def _with_all(config: LearnerConfig, chosen: Mapping[Step, Settings]) -> LearnerConfig:
+    for settings in chosen.values():
+        config = with_settings(config, settings)
+    return config
+
+
+def with_settings(config: LearnerConfig, settings: Settings) -> LearnerConfig:
+    """A job's tables with other values."""
+    for key, value in settings.items():
+        table, _, name = key.partition(".")
+        if key == "lora":
+            config = replace(config, lora=value)
+        elif key == "cluster":  # the gateways get processes of their own
+            config = replace(config, processes=1 + config.engines)
+        elif key == _SHARE:
+            own = {
+                other: kept
+                for other, kept in config.inference.vllm.items()
+                if not _SHARE.endswith(other.replace("-", "_"))
+            }
+            vllm = {**own, "gpu_memory_utilization": value}
+            config = replace(config, inference=config.inference.model_copy(update={"vllm": vllm}))
+        else:
+            changed = getattr(config, _TABLES[table]).model_copy(update={name: value})
+            config = replace(config, **{_TABLES[table]: changed})
+    return config
+
+
+def _is_set(config: LearnerConfig, key: str, value: Any) -> bool:
+    table, _, name = key.partition(".")
+    return table in _TABLES and getattr(getattr(config, _TABLES[table]), name, None) == value
+
+
+def write_setting(key: str, value: Any) -> str:
+    """A setting as the TOML has it."""
+    if key in ("lora", "cluster"):
+        return f"[{key}]"
+    return f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
+
+
+def _halves(value: int, least: int) -> list[int]:
+    """Values below `value`, each half of the one before, down to `least`."""
+    halves = list[int]()
+    while value > least:
+        value = max(value // 2, least)
+        halves.append(value)
+    return halves
+
+
+def _lower_cache(search: Search, config: LearnerConfig, *, requests: int) -> Iterator[Settings]:
+    """The cache of an engine here: what is left for it, of at least so many longest requests."""
+    if not config.engines:
+        return
+    shape = search.models(config).own
+    use = memory_use(config, search.placement, shape)
+    if not use.paged:
+        kept = config.inference.prefix_slots
+        yield from ({"inference.kept_prefixes": value} for value in _halves(kept, 0))
+        return
+    plan, row = search.plan(config), cached_row(shape, use)
+    now = plan.needs.device.get("cache", 0) / config.engines
+    over = max(plan.need - plan.free, 0) / (config.engines + config.fixed_copies)
+    least = math.ceil(min(requests, use.keys.slots) * row / GIB * 1000) / 1000
+    left = math.floor((now - over) / GIB * 10) / 10
+    yield from ({"inference.cache_gib": size} for size in (left, least) if least <= size < now / GIB)
+
+
+def _lower_share(search: Search, config: LearnerConfig, *, requests: int) -> Iterator[Settings]:
+    """The share of vLLM's servers: what is left for them, of at least so many longest requests."""
+    if not config.servers or search.placement.device.type != "cuda":
+        return
+    card, share = search.placement.card_bytes(), config.inference.server_share
+    plan = search.plan(config)
+    taken = plan.needs.device.get("vllm", 0)
+    servers = max(round(taken / (share * card)), 1)
+    shape = search.models(config).own
+    use = memory_use(config, search.placement, shape)
+    rows = (requests - 1) * cached_row(shape, use) // config.inference.server_devices
+    least = (search.server_least(config) + rows) / card
+    left = share - (plan.need - plan.free) / servers / card
+    least = math.ceil(least * 100) / 100
+    if search.starves_servers(config):
+        share = 1.0
+    yield from ({_SHARE: value} for value in (math.floor(left * 100) / 100, least) if least <= value < share)
+
+
+def _lower_micro_batches(search: Search, config: LearnerConfig) -> Iterator[Settings]:
+    """Tokens of a forward and backward pass, down to one row, and rows down to one longest segment."""
+    training, longest = config.training, config.inference.max_model_len
+    for tokens in _halves(max(training.micro_batch_tokens, training.row_tokens), max(longest, 64)):
+        rows = {"training.row_tokens": tokens} if tokens < training.row_tokens else {}
+        yield {"training.micro_batch_tokens": tokens, **rows}
+
+
+def _sleep(search: Search, config: LearnerConfig) -> Iterator[Settings]:
+    """vLLM on the learner's GPU gives its memory back during updates."""
+    if config.servers and not config.inference.sleep and not config.training.max_staleness:
+        yield {"inference.sleep": True}
+
+
+def _checkpoint_layers(search: Search, config: LearnerConfig) -> Iterator[Settings]:
+    if not config.training.gradient_checkpointing:
+        yield {"training.gradient_checkpointing": True}
+
+
+def _free_gathered(search: Search, config: LearnerConfig) -> Iterator[Settings]:
+    if not config.ranks.fsdp_reshard_after_forward:
+        yield {"learner.fsdp_reshard_after_forward": True}
+
+
+def _share_out_more(search: Search, config: LearnerConfig) -> Iterator[Settings]:
+    degree = config.ranks.data_parallel_replicate_degree
+    yield from ({"learner.data_parallel_replicate_degree": value} for value in _halves(degree, 1))
+
+
+def _offload_moments(search: Search, config: LearnerConfig) -> Iterator[Settings]:
+    is_here = search.placement.device.type == "cpu" or config.ranks.ranks > 1
+    if not (is_here or config.training.optimizer_offload):
+        yield {"training.optimizer_offload": True}
+
+
+def _offload_shares(search: Search, config: LearnerConfig) -> Iterator[Settings]:
+    is_here = search.placement.device.type == "cpu" or config.ranks.ranks == 1
+    if not (is_here or config.ranks.fsdp_cpu_offload):
+        yield {"learner.fsdp_cpu_offload": True}
+
+
+def _train_less(search: Search, config: LearnerConfig) -> Iterator[Settings]:
+    head = {"training.critic": "head"} if config.has_own_critic else {}
+    if head:  # neither [lora] nor several ranks go with a critic that has layers
+        yield head
+    if config.lora is None:
+        yield {**head, "lora": LoraTable()}
+
+
+def _run_fewer(search: Search, config: LearnerConfig) -> Iterator[Settings]:
+    if config.engines:
+        running = config.inference.max_running
+        yield from ({"inference.max_running": value} for value in _halves(running, _FEWEST_RUNNING))
+
+
+def _shorten(search: Search, config: LearnerConfig) -> Iterator[Settings]:
+    """The longest sequence, and with it rows and micro-batches."""
+    training, longest = config.training, config.inference.max_model_len
+    for length in _halves(longest, max(search.shortest or longest, _SHORTEST)):
+        yield {
+            "inference.max_model_len": length,
+            "training.row_tokens": min(training.row_tokens, length),
+            "training.micro_batch_tokens": max(min(training.micro_batch_tokens, length), 64),
+        }
+
+
+def _add_ranks(search: Search, config: LearnerConfig) -> Iterator[Settings]:
+    """More GPUs of a node; a machine that is planned for may have as many as are asked for."""
+    table, placement = config.ranks, search.placement
+    if placement.device.type != "cuda" or table.nnodes > 1:
+        return
+    here = _MOST_RANKS if placement.card is not None else torch.cuda.device_count()
+    alone: dict[str, Any] = {} if table.ranks > 1 else {"cluster": {}}
+    if config.training.optimizer_offload:  # it is of one process
+        alone["training.optimizer_offload"] = False
+    count = 2 * table.nproc_per_node
+    while count <= here:
+        yield {**alone, "learner.nproc_per_node": count}
+        count *= 2
+
+
+# What is shared with those that sample, by the plan; first as much as they need to be fast.
+_SHARED: tuple[Step, ...] = tuple(
+    partial(lower, requests=_ENOUGH_REQUESTS) for lower in (_lower_cache, _lower_share)
+)
+_SHARED_LEAST: tuple[Step, ...] = tuple(partial(lower, requests=1) for lower in (_lower_cache, _lower_share))
+# From the cheapest, by the time that they cost, to the dearest.
+STEPS: tuple[Step, ...] = (
+    *_SHARED,
+    _lower_micro_batches,
+    _sleep,
+    _free_gathered,
+    _share_out_more,
+    _checkpoint_layers,
+    _offload_moments,
+    _offload_shares,
+    _train_less,
+    *_SHARED_LEAST,
+    _run_fewer,
+    _shorten,
+    _add_ranks,
+    partial(_offload_shares),  # of ranks that were added
+)
+
+
+def less_memory(config: LearnerConfig) -> str:
+    """The keys that lower the need of memory, where nothing is planned; those that cost least come first."""
+    search = Search(config, place(config.model.device))
+    steps = [step for step in STEPS if step not in (*_SHARED, *_SHARED_LEAST)]
+    firsts = [next(step(search, config), None) for step in steps]
+    knobs = [_name_change(config, settings) for settings in firsts if settings is not None]
+    if config.engines:
+        knobs.append("lower inference.max_model_len or kept_prefixes, whose cache shares the device")
+    if config.servers:
+        knobs.append(f"lower {_SHARE} ({config.inference.server_share:g})")
+    copies = max(config.engines, config.fixed_copies)
+    if copies > 1:
+        knobs.append(f"lower services.gateways ({copies}), each with a copy and a cache of its own")
+    if config.fixed_copies:
+        knobs.append("serve the fixed policy elsewhere, and name its rollout_only.inference_url")
+    return f"To need less: {'; '.join(knobs)}."
+
+
+def _name_change(config: LearnerConfig, settings: Settings) -> str:
+    """What a person does to change settings: lower or raise a number, or set another value."""
+    words = list[str]()
+    for key, value in settings.items():
+        if key in ("lora", "cluster"):
+            words.append({"lora": "train adapters with [lora]", "cluster": "use [cluster]"}[key])
+        elif isinstance(value, bool | str):
+            words.append(f"set {write_setting(key, value)}")
+        else:
+            table, _, name = key.partition(".")
+            now = getattr(getattr(config, _TABLES[table]), name)
+            words.append(f"{'lower' if value < now else 'raise'} {key} ({now})")
+    return " and ".join(words)

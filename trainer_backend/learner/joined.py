@@ -1,0 +1,511 @@
+"""Attention over one row of tries, in parts that are joined: what segments share is read once, by all.
+
+A trie is cut into *runs*, straight stretches between its branches. A token sees its run up to itself, and
+each run above it whole. In depth-first order all tokens below a run lie behind it, without a gap, so each
+part is a product of two slices:
+
+    own      each run by itself, causal; runs of similar length side by side
+    shared   the tokens below a run, with all keys of that run
+
+Parts are joined by the logarithms of their sums of exponentials, l_i of part i with the output o_i:
+
+    l = log sum_i exp(l_i)      o = sum_i exp(l_i - l) o_i
+
+In the backward pass a part that is given o and l in place of its own has the gradient of the whole, exactly.
+
+Source: Dao, FlashAttention-2, arXiv:2307.08691 (forward and backward by blocks); Liu et al., Ring Attention,
+arXiv:2310.01889 (blocks by themselves, joined).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainer_backend.learner.by_length import alike
+
+# Up to so many keys plain products are faster on a CPU than torch's kernel, which works in blocks.
+_SHORT = 128
+# Queries of a few tokens alone are worth a mask up to this share of a run's keys: causal attention of all its
+# queries computes half of its scores.
+_MOST_QUERIES = 0.5
+
+
+class Shared(NamedTuple):
+    """A run from `start` to `end` and the end of the tokens below it, which lie behind it."""
+
+    start: int
+    end: int
+    until: int
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The runs of a row: where each begins and, last, the number of tokens; those with tokens below them."""
+
+    starts_R: NDArray[np.int64]
+    shared: Sequence[Shared]
+
+    @classmethod
+    def of(cls, position_L: NDArray[np.int64]) -> Runs:
+        """By the positions of a row of tries in depth-first order, without padding."""
+        length = len(position_L)
+        begins = np.flatnonzero(np.diff(position_L, prepend=-2) != 1).tolist()
+        path: list[tuple[int, int]] = []  # stretches of the present path: place and position of their first
+        cuts = set(begins)
+        for begin in begins:
+            depth = int(position_L[begin])
+            while path and path[-1][1] >= depth:
+                path.pop()
+            if path:  # behind its parent, the run ends
+                place, position = path[-1]
+                cuts.add(place + depth - position)
+            path.append((begin, depth))
+        starts = [*sorted(cuts), length]
+        shared: list[Shared] = []
+        open_: list[tuple[int, int]] = []  # runs of the present path: place and end
+        for begin, end in zip(starts, [*starts[1:], length], strict=True):
+            depth = int(position_L[begin]) if begin < length else 0
+            while open_ and int(position_L[open_[-1][0]]) >= depth:
+                first, last = open_.pop()
+                if begin > last:
+                    shared.append(Shared(first, last, begin))
+            open_.append((begin, end))
+        return cls(np.array(starts), sorted(shared))
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Which token stands where; in the padding behind a run its last token stands again.
+
+    token_GP: int64, the token at each place.
+    real_N, real_token_N: int64, the places without padding, counted over all, and their tokens.
+    """
+
+    token_GP: Tensor
+    real_N: Tensor
+    real_token_N: Tensor
+
+    @classmethod
+    def of(cls, first_G: Tensor, end_G: Tensor) -> _Places:
+        wanted_GP = first_G[:, None] + torch.arange(int((end_G - first_G).max()))
+        token_GP = torch.minimum(wanted_GP, end_G[:, None] - 1)
+        real_N = (wanted_GP < end_G[:, None]).flatten().nonzero()[:, 0]
+        return cls(token_GP, real_N, token_GP.flatten()[real_N])
+
+    def spread(self, tokens: Tensor, times: int = 1) -> Tensor:
+        """[G, H, P, D] of tokens [L, H, D], each head `times` times."""
+        side = tokens.index_select(0, self.token_GP.flatten()).view(*self.token_GP.shape, *tokens.shape[1:])
+        side = side.transpose(1, 2)
+        return side.repeat_interleave(times, dim=1) if times > 1 else side.contiguous()
+
+    def spread_once(self, tokens: Tensor) -> Tensor:
+        """As `spread`, 0 in padding."""
+        side = tokens.new_zeros((self.token_GP.numel(), *tokens.shape[1:]))
+        side.index_copy_(0, self.real_N, tokens.index_select(0, self.real_token_N))
+        return side.view(*self.token_GP.shape, *tokens.shape[1:]).transpose(1, 2).contiguous()
+
+    def gather(self, side: Tensor, tokens: Tensor) -> None:
+        """Write what stands side by side, [G, H, P, D], back to tokens [L, H, D]."""
+        flat = side.transpose(1, 2).flatten(0, 1).index_select(0, self.real_N)
+        tokens.index_copy_(0, self.real_token_N, flat)
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """Runs of similar length side by side.
+
+    queries, keys: where they stand.
+    hidden_GQK: keys that a query does not see; None: of as many keys as queries, the later ones.
+    """
+
+    queries: _Places
+    keys: _Places
+    hidden_GQK: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is computed for the queries of a row: of all tokens, or of some.
+
+    own: groups of runs; shared: of each run with tokens below it, its keys and the slice of the queries.
+    """
+
+    own: Sequence[_Side]
+    shared: Sequence[tuple[slice, slice]]
+
+    @classmethod
+    def of_all(cls, runs: Runs) -> Plan:
+        own = []
+        for first_G, end_G in _side_by_side(runs):
+            places = _Places.of(first_G, end_G)
+            own.append(_Side(places, places, None))
+        return cls(own, [(slice(run.start, run.end), slice(run.end, run.until)) for run in runs.shared])
+
+    @classmethod
+    def of_some(cls, runs: Runs, position_N: Tensor) -> Plan | None:
+        """Of the queries of some tokens, [N] int64 places in ascending order; None where all cost no more."""
+        own, scores, of_all = [], 0, 0
+        for first_G, end_G in _side_by_side(runs):
+            reads_2G = torch.searchsorted(position_N, torch.stack((first_G, end_G)))
+            is_read_G = reads_2G[0] < reads_2G[1]
+            of_all += len(first_G) * int((end_G - first_G).max()) ** 2
+            if not is_read_G.any():
+                continue
+            first_G, end_G, reads_2G = first_G[is_read_G], end_G[is_read_G], reads_2G[:, is_read_G]
+            keys, queries = _Places.of(first_G, end_G), _Places.of(*reads_2G)
+            key_GK = first_G[:, None] + torch.arange(keys.token_GP.shape[1])  # in padding, behind the run
+            hidden_GQK = key_GK[:, None] > position_N[queries.token_GP][:, :, None]
+            scores += hidden_GQK.numel()
+            own.append(_Side(queries, keys, hidden_GQK))
+        if scores > _MOST_QUERIES * of_all:
+            return None
+        shared = []
+        for run in runs.shared:
+            begin, end = torch.searchsorted(position_N, torch.tensor([run.end, run.until])).tolist()
+            if begin < end:
+                shared.append((slice(run.start, run.end), slice(begin, end)))
+        return cls(own, shared)
+
+
+def attend(plan: Plan, q_NHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float) -> Tensor:
+    """[N, H, D] of the plan's queries; keys and values, of all tokens, may have fewer heads."""
+    attended: Tensor = _Joined.apply(plan, q_NHD, k_LHD, v_LHD, scale)  # type: ignore[no-untyped-call]
+    return attended
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        out, lse, heads = torch.empty_like(q), q.new_empty((*q.shape[:2], 1)), q.shape[1] // k.shape[1]
+        for side in plan.own:
+            part, part_lse = _attended(
+                side.queries.spread(q), side.keys.spread(k, heads), side.keys.spread(v, heads),
+                side.hidden_GQK, True, scale,
+            )  # fmt: skip
+            side.queries.gather(part, out)
+            side.queries.gather(part_lse[..., None], lse)
+        lse = lse[..., 0]
+        for keys, queries in plan.shared:
+            part, part_lse = _attended(
+                _folded(q[queries], k.shape[1]), _heads_first(k[keys]), _heads_first(v[keys]),
+                None, False, scale,
+            )  # fmt: skip
+            _join(
+                out[queries],
+                lse[queries],
+                _unfolded(part, q.shape[1]),
+                _unfolded(part_lse[..., None], q.shape[1])[..., 0],
+            )
+        ctx.plan, ctx.scale = plan, scale
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor, Tensor, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        plan, scale, grad = ctx.plan, ctx.scale, gradients[0].contiguous()
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        heads = q.shape[1] // k.shape[1]
+        for side in plan.own:
+            parts = _gradients(
+                side.queries.spread_once(grad),  # nothing comes from what stands in padding
+                side.queries.spread(q), side.keys.spread(k, heads), side.keys.spread(v, heads),
+                side.queries.spread(out), side.queries.spread(lse[..., None])[..., 0],
+                side.hidden_GQK, True, scale,
+            )  # fmt: skip
+            side.queries.gather(parts[0], dq)
+            for whole, part in zip((dk, dv), parts[1:], strict=True):
+                side.keys.gather(_summed(part, heads), whole)
+        for keys, queries in plan.shared:
+            kept = (grad, q, out, lse[..., None])
+            grad_part, q_part, out_part, lse_part = (_folded(part[queries], k.shape[1]) for part in kept)
+            parts = _gradients(
+                grad_part, q_part, _heads_first(k[keys]), _heads_first(v[keys]), out_part, lse_part[..., 0],
+                None, False, scale,
+            )  # fmt: skip
+            dq[queries] += _unfolded(parts[0], q.shape[1])
+            dk[keys] += parts[1][0].transpose(0, 1)
+            dv[keys] += parts[2][0].transpose(0, 1)
+        return None, dq, dk, dv, None
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Runs at one depth of the tries, or by themselves, as a kernel of variable length takes them.
+
+    query_N, key_N: int64, which tokens' queries and keys, one run after the other.
+    queries_S, keys_S: int32, [S + 1] where those of each run begin, then their number.
+    longest: the most queries and the most keys of a run.
+    causal: whether a query sees the keys up to its own alone.
+    """
+
+    query_N: Tensor
+    key_N: Tensor
+    queries_S: Tensor
+    keys_S: Tensor
+    longest: tuple[int, int]
+    causal: bool
+
+    @classmethod
+    def of(
+        cls, queries: Sequence[tuple[int, int]], keys: Sequence[tuple[int, int]], *, causal: bool
+    ) -> Level:
+        """Of ranges of tokens, on the CPU."""
+        counts = [[end - begin for begin, end in ranges] for ranges in (queries, keys)]
+        tokens = [torch.cat([torch.arange(*bounds) for bounds in ranges]) for ranges in (queries, keys)]
+        starts = [torch.tensor([0, *accumulate(count)], dtype=torch.int32) for count in counts]
+        longest = max(counts[0]), max(counts[1])
+        return cls(tokens[0], tokens[1], starts[0], starts[1], longest, causal)
+
+    def to(self, device: torch.device) -> Level:
+        query_N, key_N, queries_S, keys_S = (
+            column.to(device, non_blocking=True)
+            for column in (self.query_N, self.key_N, self.queries_S, self.keys_S)
+        )
+        return Level(query_N, key_N, queries_S, keys_S, self.longest, self.causal)
+
+
+def levels_of(runs: Runs) -> list[Level]:
+    """All runs by themselves, then those with tokens below them, by their depth: there no token is twice."""
+    own = list(pairwise(runs.starts_R.tolist()))
+    depths: list[list[Shared]] = []
+    path: list[Shared] = []
+    for run in runs.shared:
+        while path and path[-1].until <= run.start:
+            path.pop()
+        if len(path) == len(depths):
+            depths.append([])
+        depths[len(path)].append(run)
+        path.append(run)
+    return [
+        Level.of(own, own, causal=True),
+        *(
+            Level.of(
+                [(run.end, run.until) for run in level], [(run.start, run.end) for run in level], causal=False
+            )
+            for level in depths
+        ),
+    ]
+
+
+class LevelKernel(Protocol):
+    """Attention of a level by a kernel of variable length, forward and backward."""
+
+    dtype: ClassVar[torch.dtype | None] = None
+    """What it takes; None: whatever comes."""
+
+    def forward(
+        self, q_NHD: Tensor, k_MHD: Tensor, v_MHD: Tensor, level: Level, scale: float
+    ) -> tuple[Tensor, Tensor, Any]:
+        """[N, H, D], the logarithm of the sum of exponentials [N, H], and what `backward` needs."""
+
+    def backward(
+        self,
+        grad_NHD: Tensor,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        out_NHD: Tensor,
+        lse_NH: Tensor,
+        level: Level,
+        scale: float,
+        kept: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of q, k and v where `out` and `lse` are those of all levels."""
+
+
+class Flash(LevelKernel):
+    """Torch's FlashAttention on CUDA."""
+
+    dtype = torch.bfloat16
+
+    def forward(
+        self, q_NHD: Tensor, k_MHD: Tensor, v_MHD: Tensor, level: Level, scale: float
+    ) -> tuple[Tensor, Tensor, Any]:
+        out, lse_HN, *kept = torch.ops.aten._flash_attention_forward(
+            q_NHD, k_MHD, v_MHD, level.queries_S, level.keys_S, *level.longest, 0.0, level.causal, False,
+            scale=scale,
+        )  # fmt: skip
+        return out, lse_HN.T, kept[:2]
+
+    def backward(
+        self,
+        grad_NHD: Tensor,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        out_NHD: Tensor,
+        lse_NH: Tensor,
+        level: Level,
+        scale: float,
+        kept: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+            grad_NHD, *tensors, out_NHD, lse_NH.T.contiguous(), level.queries_S, level.keys_S, *level.longest,
+            0.0, level.causal, *kept, scale=scale,
+        )  # fmt: skip
+        return found
+
+
+def flash_is_here() -> bool:
+    """Whether this torch's private operators have the form that `Flash` knows."""
+    names = {
+        "_flash_attention_forward": "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal "
+        "return_debug_mask scale",
+        "_flash_attention_backward": "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k "
+        "dropout_p is_causal rng_state unused scale",
+    }
+    for name, wanted in names.items():
+        operator = getattr(torch.ops.aten, name, None)
+        known = [] if operator is None else [argument.name for argument in operator.default._schema.arguments]
+        if known[: len(wanted.split())] != wanted.split():
+            return False
+    return True
+
+
+def attend_levels(
+    levels: Sequence[Level], kernel: LevelKernel, q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float
+) -> Tensor:
+    """[L, H, D] of a row by its levels."""
+    tensors = [tensor.to(kernel.dtype or tensor.dtype) for tensor in (q_LHD, k_LHD, v_LHD)]
+    attended: Tensor = _Levels.apply(levels, kernel, *tensors, scale)  # type: ignore[no-untyped-call]
+    return attended
+
+
+class _Levels(torch.autograd.Function):
+    """What several levels add to an output or to a gradient is summed in float32 at least."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, levels: Sequence[Level], kernel: LevelKernel, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        whole, lse = q.new_zeros(q.shape, dtype=wide), q.new_full(q.shape[:2], -torch.inf, dtype=wide)
+        kept = []
+        for level in levels:
+            part, part_lse, needed = kernel.forward(
+                q[level.query_N], k[level.key_N], v[level.key_N], level, scale
+            )
+            own, own_lse = whole[level.query_N], lse[level.query_N]
+            _join(own, own_lse, part.to(wide), part_lse.to(wide))
+            whole[level.query_N], lse[level.query_N] = own, own_lse
+            kept.append(needed)
+        out = whole.to(q.dtype)
+        ctx.given = levels, kernel, scale, kept
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        levels, kernel, scale, kept = ctx.given
+        sums = [torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (q, k, v)]
+        for level, needed in zip(levels, kept, strict=True):
+            parts = kernel.backward(
+                gradients[0][level.query_N],
+                (q[level.query_N], k[level.key_N], v[level.key_N]),
+                out[level.query_N], lse[level.query_N], level, scale, needed,
+            )  # fmt: skip
+            for total, part, places in zip(
+                sums, parts, (level.query_N, level.key_N, level.key_N), strict=True
+            ):
+                total.index_add_(0, places, part.to(total.dtype))
+        dq, dk, dv = (total.to(q.dtype) for total in sums)
+        return None, None, dq, dk, dv, None
+
+
+def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Join a part to `out` [n, H, D] and `lse` [n, H], in place."""
+    whole = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - whole).exp_()[..., None]).add_(part * (part_lse - whole).exp_()[..., None])
+    lse.copy_(whole)
+
+
+def _heads_first(tokens: Tensor) -> Tensor:
+    """[1, H, n, D] of tokens [n, H, D]."""
+    return tokens.transpose(0, 1)[None]
+
+
+def _folded(tokens: Tensor, kv_heads: int) -> Tensor:
+    """[1, H_kv, n * times, D] of tokens [n, H, D]: heads that share keys are more queries of these."""
+    times = tokens.shape[1] // kv_heads
+    if times == 1:
+        return _heads_first(tokens)
+    by_key = tokens.reshape(len(tokens), kv_heads, times, -1)
+    return by_key.permute(1, 0, 2, 3).flatten(1, 2)[None]
+
+
+def _unfolded(part: Tensor, heads: int) -> Tensor:
+    """[n, H, D] of what `_folded` gave."""
+    times = heads // part.shape[1]
+    by_key = part[0].reshape(part.shape[1], -1, times, part.shape[-1])
+    return by_key.permute(1, 0, 2, 3).flatten(1, 2)
+
+
+def _summed(part: Tensor, times: int) -> Tensor:
+    """[G, H_kv, P, D] of [G, H, P, D], where `times` heads in a row share keys."""
+    groups, heads, places, size = part.shape
+    return part if times == 1 else part.reshape(groups, heads // times, times, places, size).sum(2)
+
+
+def _attended(
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """[B, H, n, D] and the logarithm of the sum of exponentials, [B, H, n], of one part."""
+    if hidden is None and k.shape[2] > _SHORT:
+        out, lse = _FORWARD(q, k, v, 0.0, causal, scale=scale)
+        return out, lse if _lse_is_by_head() else lse.transpose(1, 2)
+    scores = _scores(q, k, hidden, causal, scale)
+    lse = scores.logsumexp(-1)
+    return scores.sub_(lse[..., None]).exp_() @ v, lse
+
+
+def _gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    hidden: Tensor | None, causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of queries, keys and values of a part, whose `out` and `lse` are those of all parts."""
+    if hidden is None and k.shape[2] > _SHORT:
+        lse = lse if _lse_is_by_head() else lse.transpose(1, 2)
+        dq, dk, dv = _BACKWARD(
+            grad.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), 0.0, causal, scale=scale
+        )
+        return dq, dk, dv
+    shares = _scores(q, k, hidden, causal, scale).sub_(lse[..., None]).exp_()
+    d_scores = (grad @ v.transpose(-1, -2)).sub_((grad * out).sum(-1, keepdim=True)).mul_(shares)
+    d_scores.mul_(scale)
+    return d_scores @ k, d_scores.transpose(-1, -2) @ q, shares.transpose(-1, -2) @ grad
+
+
+def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, causal: bool, scale: float) -> Tensor:
+    scores = (q * scale) @ k.transpose(-1, -2)
+    if hidden is not None:
+        return scores.masked_fill_(hidden[:, None], float("-inf"))
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1)
+        return scores.masked_fill_(later, float("-inf"))
+    return scores
+
+
+_FORWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@cache
+def _lse_is_by_head() -> bool:
+    """Whether the kernel gives [B, H, n], and not [B, n, H]."""
+    some = torch.zeros(1, 1, 2, 8)
+    return tuple(_FORWARD(some, some, some)[1].shape) == (1, 1, 2)
+
+
+def _side_by_side(runs: Runs) -> Iterator[tuple[Tensor, Tensor]]:
+    """Groups of runs of similar length: their first tokens, and the ones after their last."""
+    bounds = zip(runs.starts_R.tolist(), runs.starts_R.tolist()[1:], strict=False)
+    for group in alike(sorted(bounds, key=lambda run: run[0] - run[1])):
+        first_G, end_G = torch.tensor(group).T.contiguous()
+        yield first_G, end_G

@@ -1,0 +1,40 @@
+"""How a model is computed, by the learner and by the engine of this process, told without its weights."""
+
+from typing import NamedTuple
+
+from transformers import PreTrainedModel
+
+from trainer_backend.inference.decoder import unsupported_because
+from trainer_backend.learner.packed_decoder import is_known
+from trainer_backend.models.kinds import STATES, layer_kinds, why_not_by_position
+
+
+class Ways(NamedTuple):
+    """Words for the table in docs/models.md and for `turnwise check`."""
+
+    updates: str
+    rows: str
+    """What a row of an update holds."""
+    engine: str
+    goes_on_from: str
+    """Where the engine continues a prompt that it knows in part."""
+
+    def __str__(self) -> str:
+        return (
+            f"updates by {self.updates}, {self.rows}; the local engine by {self.engine}, which continues a "
+            f"prompt from {self.goes_on_from}"
+        )
+
+
+def ways_of(model: PreTrainedModel, *, longest: int) -> Ways:
+    """The ways of a model, which may be without memory, for sequences of up to `longest` tokens."""
+    by_position = why_not_by_position(model, longest=longest) is None
+    has_states = bool(STATES & set(layer_kinds(model.config.get_text_config())))
+    has_decoder = by_position and unsupported_because(model) is None
+    cache = "keys and values by position" if by_position else "a cache by layer"
+    return Ways(
+        updates="own layers" if by_position and is_known(model) else "transformers",
+        rows="packed, shared beginnings once" if by_position else "a segment a row",
+        engine="own decoder" if has_decoder else f"transformers, {cache}",
+        goes_on_from="a kept state" if has_states else "any part",
+    )

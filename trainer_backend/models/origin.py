@@ -1,0 +1,216 @@
+"""What a model folder holds beyond the text model that is trained; it stays unread, and is written back.
+
+A wrapper of text and vision (`...ForConditionalGeneration`) is trained in its text part alone, which is
+loaded as a causal language model. Its towers and projectors, heads of later tokens (`mtp.*`), and the
+settings of its processor are copied from folder to folder, so that other programs load each as the class
+that it came from.
+
+    in memory                        model.layers.0...                     the causal model of transformers
+    in a folder (`as_stored`)        model.language_model.layers.0...      of experts one tensor each
+    in adapters (`Origin.decoder`)   model.language_model.layers.0...      as the wrapper's class has it
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING, AutoConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+from transformers.utils import logging
+
+from trainer_backend.errors import ModelFolderError
+from trainer_backend.models.layout import CONFIG, INDEX, KEPT, WEIGHTS, read_object, weight_files
+
+# The text part's names in a wrapper's folder, and in the causal model that is made of it.
+WRAPPED_NAMES = {
+    r"^model\.language_model\.": "model.",
+    r"^language_model\.model\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+}
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
+_TEXT = "model-text.safetensors"
+_ATTRIBUTE = "turnwise_origin"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What is written back; copies of a model share it.
+
+    config: the wrapper's config.json; None of a model without one.
+    files: the settings of a processor, by name.
+    kept: the file of each tensor that is not read, by its name there; open, so that it may be removed.
+    """
+
+    config: Mapping[str, Any] | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    kept: Mapping[str, Any] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: object) -> "Origin":
+        return self
+
+    @cached_property
+    def decoder(self) -> str:
+        """The name of the text model's decoder in the class that the folder is loaded as; `model` of most."""
+        if self.config is None:
+            return "model"
+        config = AutoConfig.for_model(**self.config)
+        with torch.device("meta"):
+            kind: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
+            wrapper: Any = kind._from_config(config)
+        decoder = wrapper.get_decoder()
+        if hasattr(decoder, "lm_head"):  # Llama 4 has a whole causal model there
+            decoder = decoder.model
+        name: str = next(name for name, module in wrapper.named_modules() if module is decoder)
+        return name
+
+    def write_kept(self, folder: Path) -> None:
+        """Add the kept tensors to a folder with the text model's weights."""
+        if not self.kept:
+            return
+        if (folder / WEIGHTS).is_file():
+            (folder / WEIGHTS).rename(folder / _TEXT)
+            names = dict.fromkeys(stored_names([folder / _TEXT]), _TEXT)
+        else:
+            names = dict(read_object(folder / INDEX)["weight_map"])
+        save_file(
+            {name: file.get_tensor(name) for name, file in self.kept.items()},
+            folder / KEPT,
+            metadata={"format": "pt"},
+        )
+        names |= dict.fromkeys(self.kept, KEPT)
+        size = sum((folder / file).stat().st_size for file in set(names.values()))
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(names.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+    def write_settings(self, folder: Path, dtype: torch.dtype) -> None:
+        """Replace the text model's config.json by the wrapper's, and add its processor's settings."""
+        for name, content in self.files.items():
+            (folder / name).write_bytes(content)
+        if self.config is None:
+            return
+        name = str(dtype).removeprefix("torch.")
+        config = {key: value for key, value in self.config.items() if key != "torch_dtype"}
+        config |= {"dtype": name, "transformers_version": transformers.__version__}
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def origin_of(model: PreTrainedModel) -> Origin:
+    """What the folder of a model holds beyond it; nothing for one that was made here."""
+    return getattr(model, _ATTRIBUTE, None) or Origin()
+
+
+def remember_origin(model: PreTrainedModel, folder: Path) -> None:
+    """Attach to a model what its folder holds beyond it."""
+    config = read_object(folder / CONFIG)
+    is_wrapper = "text_config" in config
+    own = set(as_stored(model, {name: weight.to("meta") for name, weight in model.state_dict().items()}))
+    kept: dict[str, Any] = {}
+    for path in weight_files(folder):
+        file: Any = safe_open(path, "pt")
+        others = (name for name in file.keys() if name not in own)  # noqa: SIM118  # it is no mapping
+        kept |= {name: file for name in others if _is_kept(model, name, is_wrapper)}
+    found = ((name, folder / name) for name in (PROCESSOR_FILES if is_wrapper else ()))
+    files = {name: path.read_bytes() for name, path in found if path.is_file()}
+    setattr(model, _ATTRIBUTE, Origin(config if is_wrapper else None, files, kept))
+
+
+def _is_kept(model: PreTrainedModel, name: str, is_wrapper: bool) -> bool:
+    """Whether a stored tensor is none of the text model, or one that the model's class says it leaves out."""
+    own = text_name(name)
+    patterns = model._keys_to_ignore_on_load_unexpected or ()
+    if any(re.search(pattern, one) for pattern in patterns for one in (name, own)):
+        return True
+    parts = ["lm_head", *(f"model.{part}" for part, _ in model.model.named_children())]
+    return is_wrapper and not own.startswith(tuple(f"{part}." for part in parts))
+
+
+def text_name(name: str) -> str:
+    """The name in memory of a tensor that a wrapper's folder holds; others are as they are."""
+    for pattern, own in WRAPPED_NAMES.items():
+        name = re.sub(pattern, own, name)
+    return name
+
+
+def stored_names(files: Iterable[Path]) -> list[str]:
+    """The names of the tensors in safetensors files; none is read."""
+    names: list[str] = []
+    for path in files:
+        with safe_open(path, "pt") as file:
+            names += file.keys()
+    return names
+
+
+def as_stored(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of a model as its folder has them: under the wrapper's names, of experts one tensor each."""
+    return dict(revert_weight_conversion(model, dict(weights)))
+
+
+def from_stored(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Tensors of a folder under the model's own names; those that it does not know are as they were."""
+    own = {name.replace(".base_layer.", ".") for name in model.state_dict()}
+    if own.issuperset(tensors) or any(".lora_" in name for name in tensors):
+        return tensors
+    types = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    plain: Any = type(model)
+    with quiet_library():
+        loaded, told = plain.from_pretrained(
+            None,
+            config=model.config,
+            state_dict=dict(tensors),
+            key_mapping=WRAPPED_NAMES,
+            dtype=torch.float32 if len(types) > 1 else types.pop(),
+            output_loading_info=True,
+        )
+    unread = {name for name in tensors if name in told["unexpected_keys"]}
+    weights = {
+        name: weight for name, weight in loaded.state_dict().items() if name not in told["missing_keys"]
+    }
+    return weights | {name: tensors[name] for name in unread}
+
+
+@contextmanager
+def quiet_library() -> Iterator[None]:
+    """The library draws a bar for a file of one megabyte, across the live display of a run.
+
+    It also lists in a table what it leaves out of a folder, which is told here where it is an error.
+    """
+    was_enabled, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if was_enabled:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def refuse_joined(model: PreTrainedModel) -> None:
+    """Refuse a model some of whose tensors are one tensor in a folder: they cannot be written one by one."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+    for conversion in conversions:
+        if isinstance(conversion, WeightConverter) and len(conversion.target_patterns) > 1:
+            joined = ", ".join(conversion.target_patterns)
+            raise ModelFolderError(
+                f"{joined} are one tensor in its folder, and its weights are sent one by one",
+                where="model",
+                hint="Train it on one rank, and publish whole folders of weights.",
+            )

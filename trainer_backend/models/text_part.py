@@ -1,0 +1,70 @@
+"""The causal language model of a config: of a wrapper of text and vision, that of its text part."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
+    AutoConfig,
+    GenerationMixin,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+
+def text_config(folder: Path) -> Any:
+    """The config of a folder's model; of a wrapper of text and vision that of its text part."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    text = config.get_text_config(decoder=True)
+    if text is not config:
+        # What the wrapper's class goes by; some text configs lack it.
+        text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
+    return text
+
+
+def causal_class(config: Any) -> type[PreTrainedModel]:
+    """The class of the causal language model of a config."""
+    kind = type(config)
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return _with_head(MODEL_MAPPING[kind])
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+    own: type[PreTrainedModel] = found[0] if isinstance(found, tuple) else found
+    return own
+
+
+def empty_model(config: Any) -> PreTrainedModel:
+    """The causal language model of a config, without memory."""
+    with torch.device("meta"):
+        model: PreTrainedModel = causal_class(config)._from_config(config)  # type: ignore[no-untyped-call]
+    return model
+
+
+@cache
+def _with_head(decoder: Any) -> type[PreTrainedModel]:
+    """A causal language model over a wrapper's decoder, where transformers has no class of its own for it.
+
+    The wrapper computes the same of text alone: its head over the decoder's hidden states.
+    """
+    base: Any = decoder.__mro__[1]
+
+    class TextForCausalLM(base, GenerationMixin):  # type: ignore[misc]
+        config_class = decoder.config_class
+        _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  # the library's
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model = decoder(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+        def forward(self, input_ids: Any = None, **inputs: Any) -> CausalLMOutputWithPast:
+            outputs = self.model(input_ids=input_ids, **inputs)
+            logits_BLV = self.lm_head(outputs.last_hidden_state)
+            return CausalLMOutputWithPast(logits=logits_BLV, past_key_values=outputs.past_key_values)  # type: ignore[call-arg]
+
+    TextForCausalLM.__name__ = decoder.__name__.removesuffix("Model") + "ForCausalLM"
+    return TextForCausalLM

@@ -1,0 +1,201 @@
+"""Calls whose arguments are literals that are not JSON.
+
+LFM2, LFM2.5: `<|tool_call_start|>[name(key="text", number=1), ...]<|tool_call_end|>`, in Python's syntax, or
+a list of calls in JSON.
+Gemma 4: `<|tool_call>call:name{key:<|"|>text<|"|>,number:1}<tool_call|>`, with keys without quotation marks.
+FunctionGemma: `<start_function_call>call:name{key:<escape>text<escape>}<end_function_call>`.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from functools import partial
+
+from trainer_backend.tool_formats.calls import (
+    WORDS,
+    ParsedCall,
+    Tools,
+    as_call,
+    as_calls,
+    expect,
+    read_json,
+    read_until,
+    skip_space,
+)
+from trainer_backend.tool_formats.tags import ReasoningMarks, parse_marked
+
+LFM2_OPEN, _LFM2_CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
+GEMMA_OPEN, _GEMMA_CLOSE = "<|tool_call>", "<tool_call|>"
+FUNCTION_GEMMA_OPEN, _FUNCTION_GEMMA_CLOSE = "<start_function_call>", "<end_function_call>"
+_THOUGHT = ReasoningMarks("<|channel>thought\n", "<channel|>", is_apart=True)
+
+# Python's quotation marks, the longest first; inside them a backslash escapes.
+_PYTHON_QUOTES = ('"""', "'''", '"', "'")
+_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
+_NAME = re.compile(r"[^\s()\[\]{}=,:'\"<>|]+")
+_WORD = re.compile(r"[^\s,:()\[\]{}<>'\"]+")
+# Numbers as Python and jinja print them. More digits than an interpreter takes are a ValueError.
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+
+
+class LiteralReader:
+    """Reads literals from a position of a text on. Raises ValueError, or RecursionError if nested too deeply.
+
+    `quotes` surround texts. Where they are not Python's, nothing is escaped inside them, and keys of objects
+    stand without them.
+    """
+
+    def __init__(self, text: str, position: int, quotes: tuple[str, ...]) -> None:
+        self.text = text
+        self.position = position
+        self._quotes = quotes
+        self._has_escapes = quotes == _PYTHON_QUOTES
+
+    def take(self, token: str) -> bool:
+        """Whether the token comes next, after white space; it is then read."""
+        start = skip_space(self.text, self.position)
+        is_next = self.text.startswith(token, start)
+        self.position = start + len(token) if is_next else self.position
+        return is_next
+
+    def expect(self, *tokens: str) -> None:
+        self.position = expect(self.text, self.position, *tokens)
+
+    def word(self, pattern: re.Pattern[str]) -> str:
+        start = skip_space(self.text, self.position)
+        if not (match := pattern.match(self.text, start)):
+            raise ValueError(f"expected a name or a value, found {self.text[start : start + 20]!r}")
+        self.position = match.end()
+        return match[0]
+
+    def value(self) -> object:
+        for quote in self._quotes:
+            if self.take(quote):
+                return self._string(quote)
+        if self.take("["):
+            return self._list("]")
+        if self.take("("):
+            return self._list(")")
+        return self.mapping() if self.take("{") else _number_or_word(self.word(_WORD))
+
+    def mapping(self) -> dict[str, object]:
+        """The rest of an object, after its opening brace."""
+        items: dict[str, object] = {}
+        while not self.take("}"):
+            key = self._key()
+            self.expect(":")
+            items[key] = self.value()
+            if not self.take(","):
+                self.expect("}")
+                break
+        return items
+
+    def arguments(self) -> dict[str, object]:
+        """The rest of `name(key=value, ...)`, after its opening parenthesis."""
+        items: dict[str, object] = {}
+        while not self.take(")"):
+            key = self.word(_NAME)
+            self.expect("=")
+            items[key] = self.value()
+            if not self.take(","):
+                self.expect(")")
+                break
+        return items
+
+    def _key(self) -> str:
+        if not self._has_escapes and not self.text.startswith(self._quotes, self.position):
+            key, self.position = read_until(self.text, self.position, ":")
+            self.position -= 1
+            return key.strip()
+        key_value = self.value()
+        return key_value if isinstance(key_value, str) else json.dumps(key_value)
+
+    def _list(self, closing: str) -> list[object]:
+        items: list[object] = []
+        while not self.take(closing):
+            items.append(self.value())
+            if not self.take(","):
+                self.expect(closing)
+                break
+        return items
+
+    def _string(self, quote: str) -> str:
+        if not self._has_escapes:
+            string, self.position = read_until(self.text, self.position, quote)
+            return string
+        start = self.position
+        for match in re.compile(rf"\\.|{quote}", re.DOTALL).finditer(self.text, start):
+            if match[0] == quote:
+                self.position = match.end()
+                return _ESCAPE.sub(_unescaped, self.text[start : match.start()])
+        raise ValueError(f"{quote} is missing after a text")
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    escape = match[1]
+    if len(escape) > 1:
+        return chr(int(escape[1:], 16))  # beyond Unicode: a ValueError
+    return _ESCAPED.get(escape, escape if escape in "\\'\"" else match[0])
+
+
+def _number_or_word(word: str) -> object:
+    if word in WORDS:
+        return WORDS[word]
+    if not (match := _NUMBER.fullmatch(word)):
+        raise ValueError(f"{word[:20]!r} is no value")
+    return float(word) if "." in match[1] or match[2] else int(word)
+
+
+def read_pythonic(text: str, start: int, tools: Tools) -> tuple[list[ParsedCall], int]:
+    """Read a list of calls with named arguments, or one call; or calls in JSON."""
+    if text[skip_space(text, start) :].removeprefix("[").lstrip().startswith("{"):
+        value, end = read_json(text, start)
+        return as_calls(value), expect(text, end, _LFM2_CLOSE)
+    reader = LiteralReader(text, start, _PYTHON_QUOTES)
+    is_list = reader.take("[")
+    calls: list[ParsedCall] = []
+    while not calls or (is_list and reader.take(",")):
+        name = reader.word(_NAME)
+        reader.expect("(")
+        calls.append(as_call({"name": name, "arguments": reader.arguments()}))
+    if is_list:
+        reader.expect("]")
+    reader.expect(_LFM2_CLOSE)
+    return calls, reader.position
+
+
+def write_pythonic(calls: Sequence[ParsedCall]) -> str:
+    """Write calls as LFM2 does."""
+    written = [
+        f"{call.name}({', '.join([f'{key}={value!r}' for key, value in json.loads(call.arguments).items()])})"
+        for call in calls
+    ]
+    return f"{LFM2_OPEN}[{', '.join(written)}]{_LFM2_CLOSE}"
+
+
+def read_gemma(
+    text: str, start: int, tools: Tools, *, quote: str, closing: str
+) -> tuple[list[ParsedCall], int]:
+    """Read a call of Gemma."""
+    name, position = read_until(text, expect(text, start, "call:"), "{")
+    reader = LiteralReader(text, position, (quote,))
+    call = as_call({"name": name.strip(), "arguments": reader.mapping()})
+    reader.expect(closing)
+    return [call], reader.position
+
+
+# Liquid's chat templates.
+parse_lfm2 = partial(parse_marked, opening=LFM2_OPEN, read=read_pythonic)
+# Google's prompt formats of Gemma 4 and of FunctionGemma. A template drops reasoning from the content.
+parse_gemma4 = partial(
+    parse_marked,
+    opening=GEMMA_OPEN,
+    read=partial(read_gemma, quote='<|"|>', closing=_GEMMA_CLOSE),
+    reasoning=_THOUGHT,
+)
+parse_function_gemma = partial(
+    parse_marked,
+    opening=FUNCTION_GEMMA_OPEN,
+    read=partial(read_gemma, quote="<escape>", closing=_FUNCTION_GEMMA_CLOSE),
+)
