@@ -22,8 +22,9 @@ _NO_JSON = object()
 # Of the path to what is no JSON: as many names, of as many characters.
 _MOST_NAMES, _LONGEST_NAME = 20, 80
 _CLOSED_BY = {b"{": b"}", b"[": b"]"}
-# A string, or what separates values; a quote alone begins a string without an end.
-_MARK = re.compile(rb'"(?:[^"\\]++|\\.)*+"|["\[\]{},]', re.DOTALL)
+# A string, a list of plain values (most of a page), or what separates values; a quote alone begins a string
+# without an end.
+_MARK = re.compile(rb'"(?:[^"\\]++|\\.)*+"|\[[^"\[\]{}]*+\]|["\[\]{},]', re.DOTALL)
 _MEMBER = re.compile(rb'\s*("(?:[^"\\]++|\\.)*+")\s*:(.*)', re.DOTALL)
 
 
@@ -142,8 +143,8 @@ def _split(text: bytes) -> list[bytes] | None:
     text, parts, first = text.strip(), [], 1
     if text[:1] not in _CLOSED_BY:
         return None
-    closing: list[bytes] = []
-    for mark in _MARK.finditer(text):
+    closing = [_CLOSED_BY[text[:1]]]
+    for mark in _MARK.finditer(text, 1):
         sign = mark[0]
         if sign in _CLOSED_BY:
             closing.append(_CLOSED_BY[sign])
