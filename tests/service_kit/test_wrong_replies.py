@@ -13,6 +13,7 @@ import pytest
 from pydantic import SecretStr
 
 from service_kit.errors import ServiceError
+from service_kit.replies import ReplyInvalid
 from shared_schemas.messages import Message
 from shared_schemas.replay import ReplayRequest
 from shared_schemas.rollouts import RolloutRequest
@@ -22,7 +23,7 @@ from task_app.policies.openai_config import OpenAIConfig
 from tests.service_kit.wrong_replies import Reading, served, wrong_replies
 from tests.task_app.environments.foreign.contracts import environment
 from trainer_backend.collect.apps import TaskApps
-from trainer_backend.collect.arrival import WRONG_ROLLOUT, checked
+from trainer_backend.collect.arrival import WRONG_ROLLOUT, checked, read_page
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.dispatcher import Dispatcher, Queue
 from trainer_backend.core.segments import segments_of
@@ -104,7 +105,7 @@ async def learn_from(client: TaskAppClient) -> Any:
     """A page as the trainer takes it: each rollout is compared with its request, and cut into segments."""
     page = await client.poll("run", None, wait_s=0)
     if not page.rollouts:
-        raise TaskAppError("GET /rollouts: rollouts: none with an id that was asked for")
+        raise TaskAppError("GET /rollouts: rollouts: none")
     for rollout in page.rollouts:
         if rollout.failure is not None and rollout.failure.code == WRONG_ROLLOUT:
             raise TaskAppError(rollout.failure.detail)
@@ -343,22 +344,66 @@ async def test_a_wrong_field_of_a_reply_is_an_error_of_ours_that_names_it(name: 
     assert faults == [], "\n".join(faults)
 
 
-async def test_a_rollout_of_a_wrong_form_is_lost_alone():
-    wrong = [{**ROLLOUT, "rollout_id": "s", "sibling": "one"}, {**ROLLOUT, "rollout_id": 3}]
-    page = json.dumps({**PAGE, "rollouts": [*wrong, ROLLOUT]}).encode()
-    queue = Queue([REQUEST.model_copy(update={"rollout_id": "s", "sibling": 1}), REQUEST])
-    with served({"/rollouts": page}) as url:
-        async with TaskAppClient(url, SecretStr("k"), timeout_s=30) as client:
-            lost, kept = (await client.poll("run", None, wait_s=0)).rollouts
-            apps = TaskApps([url], SecretStr("k"), timeout_s=30)
-            apps.members = (client,)
-            dispatcher = Dispatcher(apps, timeout_s=30)
-            dispatcher.add(queue)
-            dispatcher.end(client, lost)
-            dispatcher.end(client, kept)
-    assert kept.trajectory is not None and lost.failure is not None
-    assert "GET /rollouts: rollouts.0: sibling is 'one' (str); " in lost.failure.detail
+BAD_TEXT = json.dumps({**ROLLOUT, "rollout_id": "s", "sibling": 1}).encode()
+# By what the loss says: the text of a rollout.
+LOST = {
+    "rollouts.1: sibling is 'one' (str); ": BAD_TEXT.replace(b'"sibling": 1', b'"sibling": "one"'),
+    "rollouts.1: seed is there twice; ": BAD_TEXT.replace(b'"seed": 3', b'"seed": 3, "seed": 4'),
+    "rollouts.1: trajectory.stop_reason is ": BAD_TEXT.replace(b"environment_done", b"\\ud83d [}"),
+    "rollouts.1: trajectory.env_name is ": BAD_TEXT.replace(b'"e"', b'"\xff"'),
+    "rollouts.1: trajectory.steps.0.turn is ": BAD_TEXT.replace(b'"turn": 1', b'"turn": ' + b"9" * 5_000, 1),
+    "rollouts.1: trajectory.wall_s is ": BAD_TEXT.replace(b'"wall_s": 0.5', b'"wall_s": what'),
+    "rollouts.1: rollout_id is 3 (int); ": BAD_TEXT.replace(b'"s"', b"3"),
+    "rollouts.1: rollout_id is '' (str); ": BAD_TEXT.replace(b'"s"', b'""'),
+    "rollouts.1: rollout_id is missing; ": BAD_TEXT.replace(b'"rollout_id": "s", ', b""),
+    "rollouts.1: rollout_id is there twice; ": BAD_TEXT.replace(b'"s"', b'"s", "rollout_id": "t"'),
+}
+
+
+def page_of(*rollouts: bytes) -> bytes:
+    return b'{"cursor": "2", "rollouts": [%s], "unfinished": 0, "instance_id": "i"}' % b" , ".join(rollouts)
+
+
+@pytest.fixture
+def collects() -> Iterator[tuple[Dispatcher, Queue, TaskAppClient, list[str]]]:
+    """What has asked a task app for the rollouts r and s, and the sentences that it tells."""
+    told: list[str] = []
+    client = TaskAppClient("http://app", SecretStr("k"), timeout_s=30)
+    dispatcher = Dispatcher(TaskApps.of([client], tell=told.append), timeout_s=30)
+    queue = Queue([REQUEST, REQUEST.model_copy(update={"rollout_id": "s", "sibling": 1})])
+    dispatcher.add(queue)
+    dispatcher.deal()
+    return dispatcher, queue, client, told
+
+
+@pytest.mark.parametrize("detail", LOST)
+def test_a_rollout_of_a_wrong_form_is_lost_alone(detail: str, collects: Any):
+    dispatcher, queue, client, _ = collects
+    kept, lost = read_page(page_of(json.dumps(ROLLOUT).encode(), LOST[detail]), "GET /rollouts").rollouts
+    assert lost.failure is not None and f"GET /rollouts: {detail}" in lost.failure.detail
+    dispatcher.end(client, kept)
+    dispatcher.end(client, lost)
     assert queue.failures == {WRONG_ROLLOUT: 1} and [one.rollout_id for one in queue.ended] == ["r"]
+    (again,) = queue.unfinished.values()
+    assert (again.request.sibling, again.request.attempt) == (1, 1)
+
+
+@pytest.mark.parametrize("text", [b"null", b'{"rollout_id": null, "run_id": "run", "sibling": 1}'])
+def test_a_result_that_belongs_to_no_request_is_counted_and_told(text: bytes, collects: Any):
+    dispatcher, queue, client, told = collects
+    (lost,) = read_page(page_of(text), "GET /rollouts").rollouts
+    dispatcher.end(client, lost)
+    assert queue.failures == {WRONG_ROLLOUT: 1} and len(queue.unfinished) == 2
+    assert told == [f"{lost.failure.detail}; no request can be found for this result"]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [b"<html>", page_of(b'{"rollout_id": "r', BAD_TEXT), page_of(b'{"a": [1}', BAD_TEXT), page_of()[:-1]],
+)
+def test_a_page_whose_rollouts_cannot_be_told_apart_says_so(page: bytes):
+    with pytest.raises(ReplyInvalid, match=r"JSON is needed \(.*\); its rollouts cannot be told apart"):
+        read_page(page, "GET /rollouts")
 
 
 ASKS: dict[str, Ask] = {

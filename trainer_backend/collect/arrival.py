@@ -1,11 +1,14 @@
 """Pure: whether a finished rollout answers its own request, with numbers that can be summed."""
 
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from service_kit.replies import ReplyInvalid, read_reply, refuse_repeats
+from service_kit.replies import ReplyInvalid, read_reply, show_found
+from shared_schemas.json_text import encodable
 from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutPage, RolloutRequest
 from shared_schemas.trajectory import StepData, Trajectory
 
@@ -13,7 +16,16 @@ from shared_schemas.trajectory import StepData, Trajectory
 WRONG_ROLLOUT = "wrong_rollout"
 # Squares and sums of larger numbers leave the range of float32, in which the loss is computed.
 _LARGEST = 1e15
-_PLACE = ("run_id", "iteration", "group_id", "sibling", "attempt")
+# Fields that place a rollout in its run.
+PLACE = ("run_id", "iteration", "group_id", "sibling", "attempt")
+_NO_JSON = object()
+# Of the path to what is no JSON: as many names, of as many characters.
+_MOST_NAMES, _LONGEST_NAME = 20, 80
+_CLOSED_BY = {b"{": b"}", b"[": b"]"}
+# A string, a list of plain values (most of a page), or what separates values; a quote alone begins a string
+# without an end.
+_MARK = re.compile(rb'"(?:[^"\\]++|\\.)*+"|\[[^"\[\]{}]*+\]|["\[\]{},]', re.DOTALL)
+_MEMBER = re.compile(rb'\s*("(?:[^"\\]++|\\.)*+")\s*:(.*)', re.DOTALL)
 
 
 def checked(request: RolloutRequest, rollout: Rollout) -> Rollout:
@@ -26,42 +38,133 @@ def checked(request: RolloutRequest, rollout: Rollout) -> Rollout:
     return rollout.model_copy(update={"status": "failed", "trajectory": None, "failure": failure})
 
 
-def read_each(content: bytes, part: str, fault: ReplyInvalid) -> RolloutPage:
-    """Read a page that has a fault, rollout by rollout: those of a wrong form have failed.
+def read_page(content: bytes, part: str) -> RolloutPage:
+    """Read a page of results; a rollout that is none is there as one that failed, with the field and value.
+
+    Its other rollouts count. One whose id cannot be read has the id "", and its place where that can be read.
 
     Raises:
-        ReplyInvalid: the fault is of the page itself, not of a rollout.
+        ReplyInvalid: the page itself is wrong, or its rollouts cannot be told apart.
     """
-    if not fault.field.startswith("rollouts."):
-        raise fault
-    refuse_repeats(content, part)
-    page = from_json(content)
-    rollouts = page.pop("rollouts")
-    empty = read_reply(RolloutPage, _written({**page, "rollouts": []}), part)
-    read = [_read_one(one, f"{part}: rollouts.{place}", empty) for place, one in enumerate(rollouts)]
-    return empty.model_copy(update={"rollouts": tuple(one for one in read if one is not None)})
-
-
-def _read_one(one: Any, part: str, page: RolloutPage) -> Rollout | None:
     try:
-        return read_reply(Rollout, _written(one), part)
+        page = read_reply(RolloutPage, content, part)
     except ReplyInvalid as error:
-        rollout_id = one.get("rollout_id") if isinstance(one, dict) else None
-        if not isinstance(rollout_id, str):
-            return None
-        failure = RolloutFailure(code=WRONG_ROLLOUT, detail=str(error))
+        return _read_each(content, part, error)
+    if all(one.rollout_id for one in page.rollouts):
+        return page
+    return _read_each(content, part, _no_id(part))
+
+
+def _read_each(content: bytes, part: str, fault: ReplyInvalid) -> RolloutPage:
+    members = _parts(content) or []
+    lists = [text for name, text in members if name == "rollouts" and text.lstrip().startswith(b"[")]
+    each = _split(lists[0]) if len(lists) == 1 else None
+    if each is None:
+        inseparable = "" if fault.field else "; its rollouts cannot be told apart"
+        raise ReplyInvalid(part, fault.field, fault.found, fault.allowed + inseparable) from fault
+    others = [to_json(name) + b":" + text for name, text in members if name != "rollouts"]
+    empty = read_reply(RolloutPage, b"{" + b",".join([*others, b'"rollouts":[]']) + b"}", part)
+    read = (_read_one(text, f"{part}: rollouts.{place}", empty) for place, text in enumerate(each))
+    return empty.model_copy(update={"rollouts": tuple(read)})
+
+
+def _read_one(text: bytes, part: str, page: RolloutPage) -> Rollout:
+    try:
+        rollout = read_reply(Rollout, text, part)
+        if not rollout.rollout_id:
+            raise _no_id(part)
+    except ReplyInvalid as error:
+        fault = error if error.field else _locate(text, error)
         return Rollout(
-            rollout_id=rollout_id, run_id="", iteration=0, group_id="", sibling=0, attempt=0,
-            instance_id=page.instance_id, status="failed", failure=failure,
+            **_read_place(text), instance_id=page.instance_id, status="failed",
+            failure=RolloutFailure(code=WRONG_ROLLOUT, detail=str(fault)),
         )  # fmt: skip
+    return rollout
 
 
-def _written(value: Any) -> bytes:
-    return to_json(value, inf_nan_mode="constants")
+def _no_id(part: str) -> ReplyInvalid:
+    return ReplyInvalid(part, "rollout_id", show_found(""), "it should be the id of the request")
+
+
+def _read_place(text: bytes) -> dict[str, Any]:
+    """The id of a rollout, or else its place, which names its request too; nothing if neither is whole."""
+    place: dict[str, Any] = {"rollout_id": "", **dict.fromkeys(PLACE, 0), "run_id": "", "group_id": ""}
+    members, found = _parts(text) or [], {}
+    for name, default in place.items():
+        values = [_read_json(value) for key, value in members if key == name]
+        # A key that comes twice counts if it says the same.
+        if values and type(values[0]) is type(default) and values.count(values[0]) == len(values):
+            found[name] = values[0]
+    is_whole = found.keys() >= {*PLACE}
+    return place | (found if is_whole else {"rollout_id": found.get("rollout_id", "")})
+
+
+def _locate(text: bytes, fault: ReplyInvalid) -> ReplyInvalid:
+    """The fault with the innermost field of the rollout that is no JSON; the same if it is JSON."""
+    names: list[str] = []
+    while len(names) < _MOST_NAMES:
+        members = _parts(text) or ()
+        inner = next(((name, one) for name, one in members if _read_json(one) is _NO_JSON), None)
+        if inner is None:
+            break
+        names.append(inner[0][:_LONGEST_NAME])
+        text = inner[1]
+    found = show_found(text) if names else fault.found
+    return ReplyInvalid(fault.part, ".".join(names), found, fault.allowed)
+
+
+def _read_json(text: bytes) -> Any:
+    try:
+        from_json(text)
+        return json.loads(text)  # which refuses numbers of too many digits
+    except ValueError:
+        return _NO_JSON
+
+
+def _parts(text: bytes) -> list[tuple[str, bytes]] | None:
+    """The members of a JSON object, or elements of a list, with their names; None for any other text."""
+    texts = _split(text)
+    if texts is None or text.lstrip().startswith(b"["):
+        return None if texts is None else [(str(place), one) for place, one in enumerate(texts)]
+    members = [_MEMBER.fullmatch(one) for one in texts]
+    return [(_name(one[1]), one[2]) for one in members if one] if all(members) else None
+
+
+def _name(text: bytes) -> str:
+    name = _read_json(text)
+    return text.decode(errors="replace") if name is _NO_JSON else encodable(name)
+
+
+def _split(text: bytes) -> list[bytes] | None:
+    """The texts between the commas of a JSON object or list, which may be no JSON themselves.
+
+    None if the text is neither, or its brackets and quotes do not match.
+    """
+    text, parts, first = text.strip(), [], 1
+    if text[:1] not in _CLOSED_BY:
+        return None
+    closing = [_CLOSED_BY[text[:1]]]
+    for mark in _MARK.finditer(text, 1):
+        sign = mark[0]
+        if sign in _CLOSED_BY:
+            closing.append(_CLOSED_BY[sign])
+        elif sign in b"]}":
+            if closing.pop() != sign:
+                return None
+            if not closing:
+                parts.append(text[first : mark.start()])
+                is_whole = mark.end() == len(text) and (all(map(bytes.strip, parts)) or len(parts) == 1)
+                return [one for one in parts if one.strip()] if is_whole else None
+        elif sign == b"," and len(closing) == 1:
+            parts.append(text[first : mark.start()])
+            first = mark.end()
+        elif sign == b'"':
+            return None
+    return None
 
 
 def _find_fault(request: RolloutRequest, rollout: Rollout) -> str | None:
-    for name in _PLACE:
+    for name in PLACE:
         found, asked = getattr(rollout, name), getattr(request, name)
         if found != asked:
             return f"its {name} is {found!r:.80}, and {asked!r} was asked for"

@@ -39,7 +39,7 @@ from shared_schemas.rollouts import (
     RolloutRequest,
     RolloutsAccepted,
 )
-from trainer_backend.collect.arrival import read_each
+from trainer_backend.collect.arrival import read_page
 from trainer_backend.collect.wire import (
     DEFAULT_BODY_BYTES,
     TaskAppLost,
@@ -419,8 +419,7 @@ class TaskAppClient:
     async def poll(self, run_id: str, cursor: str | None, *, wait_s: float) -> RolloutPage:
         """Return everything that ended since `cursor`; wait up to `wait_s` for at least one rollout.
 
-        A rollout of a wrong form is there as one that failed, with the field and value; one without an id of
-        its own is left out.
+        A rollout of a wrong form is there as one that failed (`read_page`).
 
         Raises:
             CursorExpired: the cursor is of a process that has ended; poll without one.
@@ -429,12 +428,8 @@ class TaskAppClient:
         """
         params = {"run_id": run_id, "wait_s": str(wait_s)} | ({"cursor": cursor} if cursor else {})
         content = await self._call("GET", "/rollouts", params=params, extra_s=wait_s)
-        part = f"{self.url}: GET /rollouts"
-        try:
-            return read_reply(RolloutPage, content, part)
-        except ReplyInvalid as error:
-            with _as_task_app_error():
-                return read_each(content, part, error)
+        with _as_task_app_error():
+            return read_page(content, f"{self.url}: GET /rollouts")
 
     async def ack(self, run_id: str, rollout_ids: Sequence[str]) -> None:
         """Let the task app forget these rollouts; unknown ids are ignored."""

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutPage, RolloutRequest
 from trainer_backend.collect.apps import TaskApps
-from trainer_backend.collect.arrival import WRONG_ROLLOUT, checked
+from trainer_backend.collect.arrival import PLACE, WRONG_ROLLOUT, checked
 from trainer_backend.collect.batch import AppFigures, Batch, in_order
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.plan import retried
@@ -270,7 +270,10 @@ class Dispatcher:
 
     def end(self, app: TaskAppClient, rollout: Rollout) -> None:
         """Record a rollout's end. It counts unless it has counted before, or another app has it now."""
-        entry = self._find(rollout.rollout_id)
+        entry = self._find(rollout.rollout_id) if rollout.rollout_id else self._find_at_place(app, rollout)
+        if entry is None and not rollout.rollout_id:
+            self._note_nameless(rollout)
+            return
         app.stale.discard(rollout.rollout_id)
         if entry is not None and rollout.status == "finished":
             rollout = checked(entry.request, rollout)
@@ -319,6 +322,22 @@ class Dispatcher:
             if rollout_id in queue.unfinished:
                 return queue.unfinished[rollout_id]
         return None
+
+    def _find_at_place(self, app: TaskAppClient, rollout: Rollout) -> Entry | None:
+        """Return the only unfinished rollout of an app that has the place of one without an id."""
+        place = rollout.model_dump(include={*PLACE})
+        entries = (entry for queue in self.queues for entry in queue.unfinished.values())
+        same = [
+            one for one in entries if one.app is app and one.request.model_dump(include={*PLACE}) == place
+        ]
+        return same[0] if len(same) == 1 else None
+
+    def _note_nameless(self, rollout: Rollout) -> None:
+        """Count and tell a result that belongs to no request; its own is missed later (`find_missing`)."""
+        assert rollout.failure is not None, "read_page makes it a failure"
+        if self.queues:
+            self.queues[0].failures[rollout.failure.code] += 1
+        self._apps.tell(f"{rollout.failure.detail}; no request can be found for this result")
 
     def _take_one(self) -> bool:
         """Let one task app take a rollout; return whether one could."""
@@ -553,7 +572,7 @@ class Dispatcher:
 
 
 def _place_of(request: RolloutRequest) -> dict[str, Any]:
-    return request.model_dump(include={"rollout_id", "run_id", "iteration", "group_id", "sibling", "attempt"})
+    return request.model_dump(include={"rollout_id", *PLACE})
 
 
 def _record_loss(request: RolloutRequest, instance_id: str, why: str) -> Rollout:

@@ -80,7 +80,7 @@ class ProcessLink:
 
     def __init__(self, name: str, server: McpServer, reach: Reach) -> None:
         assert server.command is not None, "one without a command is remote"
-        self._reach = reach
+        self._name, self._reach = name, reach
         self._child = Child(
             name, [server.command, *server.args], reach,
             source="TURNWISE_MCP_SERVERS", variables=server.env, folder=server.cwd,
@@ -98,8 +98,8 @@ class ProcessLink:
                 return message
             if "method" in message:
                 self._answer(message)
-            # The error of a request that was not understood has no id.
-            elif message.get("id") == request["id"] or (message.get("id") is None and "error" in message):
+            else:
+                self._refuse_other(message, request)
                 return message
 
     def tell(self, notification: Mapping[str, Any]) -> None:
@@ -107,6 +107,17 @@ class ProcessLink:
 
     def close(self) -> None:
         self._child.close(grace_s=CLOSE_S)
+
+    def _refuse_other(self, message: Mapping[str, Any], request: Mapping[str, Any]) -> None:
+        """Refuse an answer to no request that waits, for which the next one would be waited for in vain."""
+        told, asked = message.get("id"), request["id"]
+        # The error of a request that was not understood has no id.
+        if (type(told) is int and told == asked) or (told is None and message.get("error") is not None):
+            return
+        what = f"{self._name}, the answer to {request['method']}: id"
+        found = show_found(told) if "id" in message else "missing"
+        allowed = f"it should be {asked}, that of the request"
+        raise ForeignFailed(f"{what} is {found}; {allowed}", unquoted=f"{what}: {allowed}")
 
     def _answer(self, message: Mapping[str, Any]) -> None:
         """What the server asks is answered; what it tells is not."""

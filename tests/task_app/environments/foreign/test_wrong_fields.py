@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 from websockets.sync.server import ServerConnection, serve
 
+from task_app.environments.foreign.configs import McpConfig
+from task_app.environments.foreign.library_peer import LibraryPeer
+from task_app.environments.foreign.mcp_links import ProcessLink
+from task_app.environments.foreign.mcp_peer import McpPeer, _Agreed
+from task_app.environments.foreign.mcp_servers import McpServer
+from task_app.environments.foreign.peer import Call
+from task_app.environments.foreign.words import mcp_tool, typed
 from task_app.protocols import ToolRequest
+from task_app.settings import Reach
 from tests.service_kit.wrong_replies import Reading, served
 from tests.task_app.environments.foreign.contracts import environment
 
@@ -121,28 +129,77 @@ async def test_a_wrong_field_of_an_mcp_server_fails_the_episode_and_is_named(met
     assert faults == [], "\n".join(faults)
 
 
+@contextmanager
+def stub(folder: Path) -> Iterator[tuple[Path, Callable[[str, Any], None]]]:
+    """A program, which prints one answer first, and then another one for each line that it reads."""
+    program, first, then = folder / "program", folder / "first", folder / "then"
+
+    def write(name: str, answer: Any) -> None:
+        """Write an answer to a new file: the one before may still be read."""
+        body = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        (folder / "new").write_bytes(body + b"\n")
+        (folder / "new").rename(folder / name)
+
+    program.write_text(f"#!/bin/sh\ncat {first}\nwhile read line; do cat {then}; done\n")
+    program.chmod(0o755)
+    first.touch()
+    yield program, write
+
+
+@pytest.mark.parametrize("method", MCP)
+async def test_a_wrong_field_of_an_mcp_process_fails_the_episode_and_is_named(method: str, tmp_path: Path):
+    right, optional, data = MCP[method]
+    with stub(tmp_path) as (program, write):
+        reach = Reach(environment_deadline_s=5.0)
+        peer = McpPeer("mcp:child", lambda: link, McpConfig())
+        peer._link = link = ProcessLink("mcp:child", McpServer(command=str(program)), reach)
+        asks: dict[str, Callable[[], Any]] = {
+            "initialize": lambda: typed(_Agreed, peer._request(method, {}), peer._where(method)),
+            "tools/list": lambda: [mcp_tool(one, "mcp:child") for one in peer._described()],
+            "tools/call": lambda: [*peer.carry_out([Call("step", {"move": 1})])],
+        }
+
+        def ask() -> Any:
+            peer._count = 6
+            return asks[method]()
+
+        whole = {"jsonrpc": "2.0", "id": 7, "result": right}
+        reading = Reading("mcp:child", whole, frozenset({*optional, "jsonrpc", "tools"}), ("jsonrpc", *data))
+        faults = await reading.find_faults(lambda body: write("then", body), lambda: asyncio.to_thread(ask))
+        peer.close()
+    assert faults == [], "\n".join(faults)
+
+
+OFFERED = {"name": "move", "description": "d", "parameters": {}}
+WORLD = {"tools": [OFFERED], "prompt": "Go.", "system": "s"}
 ANSWER = {"text": "t", "data": {"a": 1}, "reward": 0.5, "terminated": True, "truncated": False, "refused": ""}
+LIBRARY = {
+    "ready": Reading("verifiers:v", {"ready": []}, frozenset({"ready"})),
+    "opening": Reading("verifiers:v", WORLD, frozenset({"system"})),
+    "answer": Reading("verifiers:v", [ANSWER], frozenset({*ANSWER, "a"}), ("0.data.a",)),
+}
 
 
-async def test_a_wrong_field_of_a_process_fails_the_episode_and_is_named(tmp_path: Path):
-    answer, stub = tmp_path / "answer", tmp_path / "python"
-    stub.write_text(
-        '#!/bin/sh\necho \'{"ready": []}\'\nread line\necho \'{"prompt": "Go."}\'\nread line\n'
-        f"cat {answer}\nread line\n"
-    )
-    stub.chmod(0o755)
+@pytest.mark.parametrize("line", LIBRARY)
+async def test_a_wrong_field_of_a_librarys_process_fails_the_episode_and_is_named(line: str, tmp_path: Path):
+    with stub(tmp_path) as (program, write):
+        reach = Reach(environment_deadline_s=5.0, verifiers_python=str(program))
+        peer = LibraryPeer("verifiers", "v", {}, reach)
 
-    def play() -> Any:
-        foreign = environment(
-            "verifiers:v", environment_deadline_s=30.0, verifiers_python=str(stub), verifiers_modules=("v",)
+        def open_and_close() -> Any:
+            one = LibraryPeer("verifiers", "v", {}, reach)
+            try:
+                return one.open()
+            finally:
+                one.close()
+
+        asks = {"ready": open_and_close, "opening": lambda: peer.reset(0), "answer": lambda: peer.say("w")}
+        write("first", {"ready": [OFFERED]})
+        write("then", [])
+        peer.open()
+        file = "first" if line == "ready" else "then"
+        faults = await LIBRARY[line].find_faults(
+            lambda body: write(file, body), lambda: asyncio.to_thread(asks[line])
         )
-        try:
-            return foreign.reset(0), foreign.answer("words")
-        finally:
-            foreign.close()
-
-    reading = Reading("verifiers:v", [ANSWER], frozenset({*ANSWER, "a"}), ("0.data.a",))
-    faults = await reading.find_faults(
-        lambda body: answer.write_bytes(body + b"\n"), lambda: asyncio.to_thread(play)
-    )
+        peer.close()
     assert faults == [], "\n".join(faults)
