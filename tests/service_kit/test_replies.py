@@ -1,6 +1,7 @@
 """Every client that sends a key, against servers that send it elsewhere or never stop."""
 
 import asyncio
+import gzip
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -19,8 +20,9 @@ from service_kit.replies import Lines, ReplyInvalid, ReplyTooLarge, read_reply, 
 from service_kit.server import Listener, ServerThread
 from shared_schemas.base import StrictReply
 from shared_schemas.trajectory import Sampling
+from task_app.app import create_app
 from task_app.environments.foreign.wire import Http
-from task_app.settings import Reach
+from task_app.settings import Reach, Settings
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.inference.actor import Extras
 from trainer_backend.inference.remote_engine import RemoteEngine
@@ -68,6 +70,14 @@ async def ask_learner(at: Listener) -> None:
     connection = LearnerConnection(at.url, KEY, silence_s=30, log_file=None, session="run/1")
     try:
         assert await asyncio.to_thread(connection.fault, "run") == ""
+    finally:
+        connection.close()
+
+
+async def call_learner(at: Listener) -> None:
+    connection = LearnerConnection(at.url, KEY, silence_s=30, log_file=None, session="run/1")
+    try:
+        await asyncio.to_thread(connection.ask, "open", "job")
     finally:
         connection.close()
 
@@ -121,6 +131,13 @@ async def ask_peer(at: Listener) -> None:
         http.close()
 
 
+async def ask_from_a_plug_in(at: Listener) -> None:
+    services = create_app(Settings(api_keys=(SecretStr(KEY),))).state.services
+    services.start()
+    async with services.session as session, session.get(at.url):
+        pass
+
+
 CLIENTS = [
     ask_task_app, ask_task_app_for_info, ask_jobs, ask_events, ask_learner, ask_gateway, ask_engine, ask_vllm,
     ask_vllm_for_a_stream, ask_peer,
@@ -144,6 +161,26 @@ async def test_no_client_follows_a_redirect_and_none_sends_its_key_to_another_ad
             await ask(first)
     assert requests == []
     assert type(caught.value).__module__.startswith(("task_app", "trainer_backend"))
+
+
+@pytest.mark.parametrize("ask", [*CLIENTS, call_learner, ask_from_a_plug_in])
+async def test_no_client_inflates_a_reply(ask):
+    async def answer(request: Request) -> Response:
+        assert request.headers["Accept-Encoding"] == "identity"
+        return Response(gzip.compress(bytes(10_000_000)), headers={"Content-Encoding": "gzip"})
+
+    with server(answer) as at, pytest.raises(Exception, match="has the Content-Encoding 'gzip'"):
+        await ask(at)
+
+
+def test_each_session_of_a_client_is_made_by_the_one_function_that_refuses_encoded_replies():
+    # Of other programs: a harness inside the library's own process, which asks the task app.
+    packages = ("service_kit", "shared_schemas", "task_app", "trainer_backend", "turnwise")
+    files = {
+        file for package in packages for file in Path(package).rglob("*.py") if "children" not in file.parts
+    }
+    makes = {str(file) for file in files if re.search(r"\b(ClientSession|Client)\(", file.read_text())}
+    assert makes == {"service_kit/replies.py"}
 
 
 @pytest.mark.parametrize(

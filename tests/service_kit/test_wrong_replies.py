@@ -1,7 +1,6 @@
 """Every field that a client reads with every wrong value: an error of ours names it, or it is unread."""
 
 import asyncio
-import gzip
 import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -32,7 +31,6 @@ from trainer_backend.inference.actor import Extras
 from trainer_backend.inference.remote_engine import RemoteEngine
 from trainer_backend.inference.vllm_engine import VllmEngine
 from trainer_backend.learner.scoring import refuse_unknown_ids
-from trainer_backend.processes.learner_process import LearnerConnection
 from trainer_backend.terminal.jobs_client import JobsClient, JobsReply, LogReply
 
 Ask = Callable[[str], Awaitable[Any]]
@@ -82,12 +80,6 @@ def app(ask: Callable[[TaskAppClient], Awaitable[Any]]) -> Ask:
 
 def terminal(ask: Callable[[JobsClient], Any]) -> Ask:
     return lambda url: asyncio.to_thread(ask, JobsClient(url, {}))
-
-
-def learner(ask: Callable[[LearnerConnection], Any]) -> Ask:
-    return lambda url: asyncio.to_thread(
-        ask, LearnerConnection(url, "k", silence_s=30, log_file=None, session="s")
-    )
 
 
 def policy(*, counts: bool = False, **config: Any) -> Ask:
@@ -388,13 +380,22 @@ def test_a_rollout_of_a_wrong_form_is_lost_alone(detail: str, collects: Any):
     assert (again.request.sibling, again.request.attempt) == (1, 1)
 
 
-@pytest.mark.parametrize("text", [b"null", b'{"rollout_id": null, "run_id": "run", "sibling": 1}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"null",
+        b'{"rollout_id": null, "run_id": "run", "sibling": 1}',
+        json.dumps({**ROLLOUT, "rollout_id": "t", "sibling": "one"}).encode(),
+    ],
+)
 def test_a_result_that_belongs_to_no_request_is_counted_and_told(text: bytes, collects: Any):
     dispatcher, queue, client, told = collects
     (lost,) = read_page(page_of(text), "GET /rollouts").rollouts
     dispatcher.end(client, lost)
     assert queue.failures == {WRONG_ROLLOUT: 1} and len(queue.unfinished) == 2
     assert told == [f"{lost.failure.detail}; no request can be found for this result"]
+    dispatcher.end(client, lost)  # once more, before it is acknowledged
+    assert lost.rollout_id == "" or queue.failures == {WRONG_ROLLOUT: 1}
 
 
 @pytest.mark.parametrize(
@@ -463,9 +464,7 @@ async def test_an_endless_reply_is_cut_off_within_64_mib(name: str):
         assert sent and max(sent) <= (64 << 20) + IN_FLIGHT, how
 
 
-BOMB = gzip.compress(bytes(10_000_000))
 ODD = {
-    "Content-Encoding": OK + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(BOMB) + BOMB,
     "307": b"HTTP/1.1 307 Temporary Redirect\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n",
     "": OK + b"Content-Length: 100\r\n\r\n{}",
     " ": b"SSH-2.0-OpenSSH_9.6\r\n",
@@ -473,21 +472,11 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", [name for name in ASKS if name != "task app, /info"])
-async def test_a_reply_that_is_encoded_redirects_or_breaks_off_is_an_error_of_ours(name: str):
+async def test_a_reply_that_redirects_or_breaks_off_is_an_error_of_ours(name: str):
     for word, reply in ODD.items():
         with flood(reply, b"") as (url, _), pytest.raises(ServiceError) as caught:
             await ASKS[name](url)
         assert word in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["about", "call"])
-async def test_a_learner_that_encodes_its_reply_is_refused(name: str):
-    asks = {"about": lambda one: one.fault("run"), "call": lambda one: one.ask("open", "job")}
-    with (
-        flood(ODD["Content-Encoding"], b"") as (url, _),
-        pytest.raises(ServiceError, match="Content-Encoding"),
-    ):
-        await learner(asks[name])(url)
 
 
 PROBLEM = {"type": "about:blank", "title": "t", "status": 422, "code": "c", "detail": "d", "where": "w"}

@@ -321,6 +321,21 @@ BAD_MCP = {
         ForeignFailed,
         "tools/call: result is 'hello' (str); it should be an object",
     ),
+    "answers_another": (
+        lambda handler, request_id: handler.answers(message(request_id + 1, {})),
+        ForeignFailed,
+        "the answer to tools/call: id is 4 (int); it should be 3, that of the request",
+    ),
+    "events_of_another": (
+        lambda handler, request_id: handler.answers(f"data: {message(True, {})}\n\n", kind=EVENTS),
+        ForeignFailed,
+        "the answer to tools/call: id is True (bool); it should be 3, that of the request",
+    ),
+    "pays_twice": (
+        results_in({"content": [{"type": "text", "text": '{"reward": 0, "reward": 9}'}]}),
+        ForeignFailed,
+        "the text of a result that pays: the key 'reward' comes twice",
+    ),
     "words": (pays("much"), ForeignFailed, "a call of step pays: reward is 'much' (str)"),
     "nan_in_its_text": (
         results_in({"content": [{"type": "text", "text": '{"reward": NaN}'}]}),
