@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trainer_backend.core.collate import Packed, by_segment, cut_packed, distinct_tokens, pack_segments
+from trainer_backend.core.collate import Packed, by_segment, cut_packed, pack_segments
 from trainer_backend.core.logprobs import PLAIN, LogitMap, chunked_logprobs
 from trainer_backend.core.segments import Segment
+from trainer_backend.core.tries import Tries
 from trainer_backend.errors import SegmentError, place
 from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.learner.attention import GROUPS, ONE_ROW, Groups, PackedAttention, PaddedRows
@@ -205,24 +206,29 @@ class Scorer:
         refuse_unknown_ids(segments, embedding_rows(self.model))
         return score_by(self.logprobs, segments, keys, self)
 
-    def row_tokens(self, segments: Sequence[Segment], keys: LoopKeys) -> int:
+    def tries(self, segments: Sequence[Segment]) -> Tries | None:
+        """What segments share, where that is computed once."""
+        return None if self.share_from is None else Tries.of(segments, self.share_from)
+
+    def row_tokens(self, segments: Sequence[Segment], keys: LoopKeys, tries: Tries | None) -> int:
         """Width of a packed row: `row_tokens`, or the longest segment where that does not fit.
 
         A trie shares most in a row as long as a piece, of which each rank gets one.
         """
         width = keys.row_tokens
-        if self.share_from is not None and self.attention.rows_are_joined:
+        if tries is not None and self.attention.rows_are_joined:
             share = keys.micro_batch_tokens
             if self.ranks.are_several:
-                share = -(-distinct_tokens(segments, self.share_from) // self.ranks.count)
+                share = -(-tries.distinct // self.ranks.count)
             width = min(keys.micro_batch_tokens, max(width, share))
         return max(width, max(len(segment) for segment in segments))
 
 
 def cut_pieces(segments: Sequence[Segment], keys: LoopKeys, scorer: Scorer) -> tuple[Packed, list[Packed]]:
     """Segments in packed rows, and these rows in pieces of one forward pass."""
-    width = scorer.row_tokens(segments, keys)
-    packed = pack_segments(segments, row_tokens=width, share_from=scorer.share_from)
+    tries = scorer.tries(segments)
+    width = scorer.row_tokens(segments, keys, tries)
+    packed = pack_segments(segments, row_tokens=width, tries=tries)
     rows = scorer.ranks.rows_of_a_piece(len(packed.token_ids_BL), keys.micro_batch_tokens // width)
     return packed, list(cut_packed(packed, rows))
 

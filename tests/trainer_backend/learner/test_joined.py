@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tests.trainer_backend.segment_columns import segment_of
 from trainer_backend.core.collate import block_mask, pack_segments
+from trainer_backend.core.tries import Tries
 from trainer_backend.learner import joined
 from trainer_backend.learner.joined import LevelKernel, Plan, Runs, Shared, attend, attend_levels, levels_of
 
@@ -79,7 +80,7 @@ def test_parts_joined_are_the_whole(short, kv_heads, texts, share_from, seed):
         segment_of(f"r{n}", [3, *ids], [-1] * len(ids) + [0], (-1.0,) * (1 + len(ids)))
         for n, ids in enumerate(texts)
     ]
-    packed = pack_segments(parts, row_tokens=1000, share_from=share_from)
+    packed = pack_segments(parts, row_tokens=1000, tries=Tries.of(parts, share_from))
     positions_L, mask_LL = packed.position_ids_BL[0], block_mask(packed.position_ids_BL)[0, 0]
     draw = torch.Generator().manual_seed(seed)
     sizes = [(len(positions_L), heads, 16) for heads in (4, kv_heads, kv_heads)]
