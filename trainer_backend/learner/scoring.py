@@ -212,10 +212,10 @@ class Scorer:
         """
         width = keys.row_tokens
         if self.share_from is not None and self.attention.rows_are_joined:
-            share = keys.micro_batch_tokens
+            share = keys.micro_batch
             if self.ranks.are_several:
                 share = -(-distinct_tokens(segments, self.share_from) // self.ranks.count)
-            width = min(keys.micro_batch_tokens, max(width, share))
+            width = min(keys.micro_batch, max(width, share))
         return max(width, max(len(segment) for segment in segments))
 
 
@@ -223,7 +223,7 @@ def cut_pieces(segments: Sequence[Segment], keys: LoopKeys, scorer: Scorer) -> t
     """Segments in packed rows, and these rows in pieces of one forward pass."""
     width = scorer.row_tokens(segments, keys)
     packed = pack_segments(segments, row_tokens=width, share_from=scorer.share_from)
-    rows = scorer.ranks.rows_of_a_piece(len(packed.token_ids_BL), keys.micro_batch_tokens // width)
+    rows = scorer.ranks.rows_of_a_piece(len(packed.token_ids_BL), keys.micro_batch // width)
     return packed, list(cut_packed(packed, rows))
 
 

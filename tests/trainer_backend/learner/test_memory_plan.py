@@ -21,13 +21,10 @@ from trainer_backend.learner.device import Found, Placement, place
 from trainer_backend.learner.fit import less_memory
 from trainer_backend.learner.learner import scorer_of
 from trainer_backend.learner.loading import copy_to_serve
-from trainer_backend.learner.memory import (
-    MemoryNeeds,
+from trainer_backend.learner.memory import MemoryNeeds, MemoryUse, activations, memory_needs
+from trainer_backend.learner.memory_plan import (
     MemoryPlan,
-    MemoryUse,
-    activations,
     main_memory,
-    memory_needs,
     memory_plan,
     memory_use,
     refuse_too_large,
@@ -74,42 +71,55 @@ def test_weights_gradients_and_moments_are_what_a_learner_has(tokenizer, overrid
 
 @pytest.mark.parametrize("rounded", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("checkpointed", [0, 2, 4])
 @pytest.mark.parametrize("attention", [BlockMask(), ByLength()], ids=["mask", "by length"])
-def test_activations_are_near_what_autograd_keeps(family, rounded, checkpointing, attention):
+def test_activations_are_near_what_autograd_keeps(family, rounded, checkpointed, attention):
     size = {
         "vocab_size": 64, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4,
         "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "eos_token_id": 1,
         "bos_token_id": None,
     }  # fmt: skip
     config = Qwen3Config(**size) if family == "qwen3" else LlamaConfig(**size)
-    kept = bytes_kept(config, attention, rounded=rounded, checkpointing=checkpointing)
+    kept = bytes_kept(config, attention, rounded=rounded, checkpointed=checkpointed)
     masked = isinstance(attention, BlockMask)
     use = MemoryUse(
         low=rounded, masked=masked, row_tokens=256, micro_batch_tokens=1024, logits_chunk=8,
-        keys=EngineKeys(), checkpointing=checkpointing,
+        keys=EngineKeys(), checkpointed=checkpointed,
     )  # fmt: skip
     shape = model_shape(config, None)
     # Of the layer in the works, which is in the plan, nothing is kept between forward and backward.
-    two, one = (activations(with_layers(shape, layers), use) for layers in (2, 1))
-    planned = activations(shape, use) - (0 if checkpointing else two - one)
+    two, one = (
+        activations(with_layers(shape, layers), replace(use, checkpointed=0)) for layers in (2, 1)
+    )
+    planned = activations(shape, use) - (two - one)
+    print("RATIO", checkpointed, kept / planned, kept/activations(shape,use))
     assert kept <= planned * 1.1
-    assert checkpointing or kept >= planned * 0.85
+    assert kept >= planned * 0.85
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "gpt_oss", "gemma2", "lfm2", "qwen3_moe"])
-def test_activations_of_the_models_own_layers_are_near_what_autograd_keeps(family):
+@pytest.mark.parametrize(
+    ("family", "checkpointed"),
+    [
+        ("qwen3_5_text", 0), ("gpt_oss", 0), ("gemma2", 0), ("lfm2", 0), ("qwen3_moe", 0),
+        ("gemma2", 2), ("gemma2", 4), ("qwen3_5_text", 2),
+    ],
+)  # fmt: skip
+def test_activations_of_the_models_own_layers_are_near_what_autograd_keeps(family, checkpointed):
     size = {"hidden_size": 96, "intermediate_size": 192, "head_dim": 16, "max_position_embeddings": 1024}
     model = tiny_model(family, **size)
     scorer = scorer_of(model, place("cpu"), 8, why_apart=refuse_unsupported(model, longest=256))
     shape = model_shape(model.config, None, longest=256)
+    print(shape.layers)
+    checkpoint_layers(model, checkpointed)
     kept = bytes_saved(scorer)
     use = MemoryUse(
-        low=False, masked=False, row_tokens=256, micro_batch_tokens=1024, logits_chunk=8, keys=EngineKeys()
-    )
+        low=False, masked=False, row_tokens=256, micro_batch_tokens=1024, logits_chunk=8, keys=EngineKeys(),
+        checkpointed=checkpointed,
+    )  # fmt: skip
     assert bool(shape.apart) == isinstance(scorer.attention, PaddedRows)
     # The plan has the padding that a group may have, which these segments of one length do not need.
     planned = activations(shape, use) * (SHORTEST_SHARE if shape.apart else 1.0)
+    print("RATIO", family, checkpointed, kept / planned)
     assert 0.6 * planned < kept < 1.1 * planned
 
 
@@ -119,14 +129,13 @@ def with_layers(shape, layers: int):
     )
 
 
-def bytes_kept(config, attention, *, rounded: bool, checkpointing: bool) -> int:
+def bytes_kept(config, attention, *, rounded: bool, checkpointed: int) -> int:
     """What autograd saves of 4 rows of 256 tokens, of which most are read.
 
     Weights are left out, and memory that is shared is counted once.
     """
     model = (Qwen3ForCausalLM if isinstance(config, Qwen3Config) else LlamaForCausalLM)(config).eval()
-    if checkpointing:
-        checkpoint_layers(model)
+    checkpoint_layers(model, checkpointed)
     placement = Placement(torch.device("cpu"), torch.bfloat16 if rounded else None)
     model.set_attn_implementation(attention.implementation)
     return bytes_saved(Scorer(model, placement, attention, 8))
