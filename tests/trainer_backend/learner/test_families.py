@@ -15,6 +15,7 @@ from trainer_backend.core.collate import cut_packed, pack_segments
 from trainer_backend.core.router_loss import load_metrics
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import JobError
+from trainer_backend.job.tables import ModelTable
 from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.learner.attention import GROUPS, PaddedRows
 from trainer_backend.learner.device import Placement
@@ -22,6 +23,7 @@ from trainer_backend.learner.learner import LocalLearner, scorer_of
 from trainer_backend.learner.lora import adapted_layers
 from trainer_backend.learner.ranks import Ranks
 from trainer_backend.learner.scoring import Scorer
+from trainer_backend.learner.shapes import refuse_more_layers
 from trainer_backend.learner.stepping import checkpoint_layers, stepping
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.parts import CreditedEpisode
@@ -99,7 +101,7 @@ def test_so_many_layers_are_computed_again_and_the_gradient_stays(family: str):
     for checkpointed in (False, 0, 2, 4, True):
         torch.manual_seed(0)
         model, calls = tiny_model(family, num_hidden_layers=4), [0] * 4
-        scorer = scorer_of(model, place("cpu"), 8, why_apart=refuse_unsupported(model, longest=100))
+        scorer = scorer_of(model, CPU, 8, why_apart=refuse_unsupported(model, longest=100))
         checkpoint_layers(model, checkpointed)
         for number, layer in enumerate(model.get_decoder().layers):
             layer.mlp.down_proj.register_forward_pre_hook(

@@ -24,9 +24,11 @@ from trainer_backend.learner.loading import copy_to_serve
 from trainer_backend.learner.memory import MemoryNeeds, MemoryUse, activations, memory_needs
 from trainer_backend.learner.memory_plan import (
     MemoryPlan,
+    Models,
     main_memory,
     memory_plan,
     memory_use,
+    plan_on,
     refuse_too_large,
     slower_layers,
 )
@@ -87,14 +89,10 @@ def test_activations_are_near_what_autograd_keeps(family, rounded, checkpointed,
         keys=EngineKeys(), checkpointed=checkpointed,
     )  # fmt: skip
     shape = model_shape(config, None)
-    # Of the layer in the works, which is in the plan, nothing is kept between forward and backward.
-    two, one = (
-        activations(with_layers(shape, layers), replace(use, checkpointed=0)) for layers in (2, 1)
-    )
-    planned = activations(shape, use) - (two - one)
-    print("RATIO", checkpointed, kept / planned, kept/activations(shape,use))
+    planned = activations(shape, use) - layer_in_work(shape, use)
     assert kept <= planned * 1.1
-    assert kept >= planned * 0.85
+    # The inputs of layers are counted in float32; in bfloat16 autograd keeps as little as half of that.
+    assert kept >= planned * (0.5 if checkpointed == 4 else 0.85)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +107,6 @@ def test_activations_of_the_models_own_layers_are_near_what_autograd_keeps(famil
     model = tiny_model(family, **size)
     scorer = scorer_of(model, place("cpu"), 8, why_apart=refuse_unsupported(model, longest=256))
     shape = model_shape(model.config, None, longest=256)
-    print(shape.layers)
     checkpoint_layers(model, checkpointed)
     kept = bytes_saved(scorer)
     use = MemoryUse(
@@ -119,8 +116,15 @@ def test_activations_of_the_models_own_layers_are_near_what_autograd_keeps(famil
     assert bool(shape.apart) == isinstance(scorer.attention, PaddedRows)
     # The plan has the padding that a group may have, which these segments of one length do not need.
     planned = activations(shape, use) * (SHORTEST_SHARE if shape.apart else 1.0)
-    print("RATIO", family, checkpointed, kept / planned)
+    if checkpointed:
+        planned -= layer_in_work(shape, use) * (SHORTEST_SHARE if shape.apart else 1.0)
     assert 0.6 * planned < kept < 1.1 * planned
+
+
+def layer_in_work(shape, use: MemoryUse) -> int:
+    """Bytes of the layer whose gradient is computed: the plan has it, and nothing is kept of it before."""
+    two, one = (activations(with_layers(shape, layers), replace(use, checkpointed=0)) for layers in (2, 1))
+    return two - one
 
 
 def with_layers(shape, layers: int):
@@ -156,6 +160,41 @@ def bytes_saved(scorer) -> int:
         states = scorer.states(pack_segments(parts, row_tokens=256))
     assert states.logprobs_N.requires_grad
     return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+
+
+def test_a_cpu_keeps_its_micro_batches_unless_its_memory_cannot_hold_them():
+    def chosen(**tables) -> MemoryPlan:
+        config = learner_parts.learner_config(tiny_job(**tables))
+        return plan_on(
+            place("cpu"),
+            config,
+            Models(
+                model_shape(
+                    LlamaConfig(vocab_size=64, hidden_size=96, num_hidden_layers=2, num_attention_heads=6),
+                    None,
+                ),
+                "llama",
+            ),
+        )
+
+    plan = chosen()
+    assert plan.micro_batch_tokens == 4096 and not any("micro-batches" in note for note in plan.notes)
+    assert chosen(training__micro_batch_tokens=300).micro_batch_tokens == 300
+    # 1 MiB a token, of 4096 requests of 1024: no machine has so much, so the least is chosen, a row
+    config = learner_parts.learner_config(
+        tiny_job(inference__max_running=4096, inference__max_model_len=1024)
+    )
+    too_large = plan_on(place("cpu"), config, Models(model_shape(Qwen3Config(), None), "qwen3"))
+    assert too_large.micro_batch_tokens == 1024
+    assert "micro-batches of 1024 tokens are chosen" in too_large.notes[-1]
+
+
+def test_a_learner_has_the_micro_batches_of_its_plan(tokenizer, tmp_path: Path):
+    save_model_folder(tmp_path / "model", tiny_model("llama", vocab_size=300), tokenizer)
+    job = tiny_job(model__preset=None, model__path=str(tmp_path / "model"))
+    factory = learner_parts.local_learners(job)
+    assert "memory" in factory.plan_memory(None, [])
+    assert factory.fresh([], None).config.training.micro_batch_tokens == 4096
 
 
 def plan_of(free: int, *, host: dict[str, int] | None = None, host_free: int = 0) -> MemoryPlan:
