@@ -116,9 +116,11 @@ def test_activations_of_the_models_own_layers_are_near_what_autograd_keeps(famil
     assert bool(shape.apart) == isinstance(scorer.attention, PaddedRows)
     # The plan has the padding that a group may have, which these segments of one length do not need.
     planned = activations(shape, use) * (SHORTEST_SHARE if shape.apart else 1.0)
-    if checkpointed:
-        planned -= layer_in_work(shape, use) * (SHORTEST_SHARE if shape.apart else 1.0)
-    assert 0.6 * planned < kept < 1.1 * planned
+    if checkpointed:  # the layer that is computed again is in the plan, and nothing is kept of it before
+        in_work = layer_in_work(shape, use) * (SHORTEST_SHARE if shape.apart else 1.0)
+        assert abs(kept + in_work - planned) < 0.15 * planned
+    else:
+        assert 0.6 * planned < kept < 1.1 * planned
 
 
 def layer_in_work(shape, use: MemoryUse) -> int:
@@ -163,19 +165,11 @@ def bytes_saved(scorer) -> int:
 
 
 def test_a_cpu_keeps_its_micro_batches_unless_its_memory_cannot_hold_them():
+    small = {"vocab_size": 64, "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6}
+
     def chosen(**tables) -> MemoryPlan:
         config = learner_parts.learner_config(tiny_job(**tables))
-        return plan_on(
-            place("cpu"),
-            config,
-            Models(
-                model_shape(
-                    LlamaConfig(vocab_size=64, hidden_size=96, num_hidden_layers=2, num_attention_heads=6),
-                    None,
-                ),
-                "llama",
-            ),
-        )
+        return plan_on(place("cpu"), config, Models(model_shape(LlamaConfig(**small), None), "llama"))
 
     plan = chosen()
     assert plan.micro_batch_tokens == 4096 and not any("micro-batches" in note for note in plan.notes)
