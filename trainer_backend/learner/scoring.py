@@ -217,10 +217,10 @@ class Scorer:
         """
         width = keys.row_tokens
         if tries is not None and self.attention.rows_are_joined:
-            share = keys.micro_batch_tokens
+            share = keys.micro_batch
             if self.ranks.are_several:
                 share = -(-tries.distinct // self.ranks.count)
-            width = min(keys.micro_batch_tokens, max(width, share))
+            width = min(keys.micro_batch, max(width, share))
         return max(width, max(len(segment) for segment in segments))
 
 
@@ -229,7 +229,7 @@ def cut_pieces(segments: Sequence[Segment], keys: LoopKeys, scorer: Scorer) -> t
     tries = scorer.tries(segments)
     width = scorer.row_tokens(segments, keys, tries)
     packed = pack_segments(segments, row_tokens=width, tries=tries)
-    rows = scorer.ranks.rows_of_a_piece(len(packed.token_ids_BL), keys.micro_batch_tokens // width)
+    rows = scorer.ranks.rows_of_a_piece(len(packed.token_ids_BL), keys.micro_batch // width)
     return packed, list(cut_packed(packed, rows))
 
 

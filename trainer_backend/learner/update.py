@@ -268,7 +268,7 @@ class PolicyUpdate:
         sums, ranks, model = self._terms.sums(batch), self._ranks, self._scorer.model
         self._zero_grad()
         parts, moved = [], 0.0
-        rows = ranks.rows_of_a_piece(len(batch.packed.token_ids_BL), self._table.micro_batch_tokens // width)
+        rows = ranks.rows_of_a_piece(len(batch.packed.token_ids_BL), self._table.micro_batch // width)
         pieces = self._pieces(batch, rows, is_first=is_first)
         self._count_tokens(step, pieces)
         load = self._load(batch, pieces)

@@ -16,7 +16,8 @@ from trainer_backend.errors import CheckpointError, NonFiniteLoss
 from trainer_backend.job.training_table import TrainingTable
 from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
-from trainer_backend.learner.memory import memory_needs, memory_use
+from trainer_backend.learner.memory import memory_needs
+from trainer_backend.learner.memory_plan import memory_use
 from trainer_backend.learner.ranks import ALONE
 from trainer_backend.learner.scoring import Hidden
 from trainer_backend.learner.shapes import model_shape
