@@ -14,9 +14,9 @@ from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from trainer_backend.inference.cache import RowCache
+from trainer_backend.inference.trunks import BLOCK
 from trainer_backend.models.folder import is_out_of_memory
 
-BLOCK = 32
 # Shorter prefixes are not used: rests of prompts attend under a mask in calls of their own, and for a small
 # model these cost as much as so many tokens do. A multiple of BLOCK.
 SHORTEST_PREFIX = 3 * BLOCK
@@ -165,11 +165,12 @@ class Prefixes:
         if match.prefix is None or place is None:  # it may have made room for a row that was opened before
             self._cache.open_row(row, room=room)
             return 0
+        ids = match.prefix.ids[: match.length]
         if isinstance(place, int):
-            self._cache.share_row(place, row, match.length, room=room)
+            self._cache.share_row(place, row, ids, room=room)
         else:
             self._touch(match.prefix)
-            self._cache.copy_in(place, row, match.length, room=room)
+            self._cache.copy_in(place, row, ids, room=room)
         return match.length
 
     def runs(self, prefix: Prefix, row: int) -> None:

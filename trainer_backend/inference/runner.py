@@ -57,7 +57,8 @@ class DecoderRunner:
     def __init__(self, model: PreTrainedModel, *, slots: int, max_len: int) -> None:
         self._decoder = Decoder(model, max_len=max_len)
         self._device = model.device
-        self.cache = SlotCache(slots=slots, max_len=max_len, dtype=model.dtype)
+        shares = self._device.type == "cpu" and model.dtype == torch.float32
+        self.cache = SlotCache(slots=slots, max_len=max_len, dtype=model.dtype, shares=shares)
         heads = self._decoder.heads
         self._attentions = RowAttentions(
             self.cache,
@@ -86,6 +87,7 @@ class DecoderRunner:
     def take_weights(self) -> None:
         """Compute with the model's new weights from now on."""
         self._decoder.assert_in_place()
+        self.cache.forget_trunks()
 
     def _chunks(self, requests: Sequence[Request]) -> Iterator[Sequence[Request]]:
         most = CHUNK_TOKENS if self._device.type == "cpu" else sum(request.cached for request in requests)

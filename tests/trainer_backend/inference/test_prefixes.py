@@ -114,11 +114,11 @@ def test_a_prompt_is_filled_from_a_row_or_from_a_copy():
     prefixes, held = Prefixes(cache, most=4), Prefix(ids(100))
     prefixes.runs(held, 2)
     assert prefixes.fill(prefixes.find(held), 0, room=200) == 100
-    row = cache.copy_out(0, 101)
+    row = cache.copy_out(0, 101).tensors
     assert row[1][:, :100].unique().tolist() == [2.0] and row[1][:, 100].unique().tolist() == [0.0]
     prefixes.ends(held, 2, ids(100))
     assert prefixes.fill(prefixes.find(held), 1, room=200) == 100
-    assert cache.copy_out(1, 100)[2].unique().tolist() == [-2.0]
+    assert cache.copy_out(1, 100).tensors[2].unique().tolist() == [-2.0]
 
 
 def test_the_least_recently_used_prefix_goes_first():
