@@ -390,7 +390,7 @@ class OpenAIAgentPolicy:
         exact, plain = reply.tokens, reply.logprobs
         tokens: dict[str, Any] = {}
         if exact is not None:
-            tokens = {name: getattr(exact, name) for name in PolicyLogprobs.model_fields}
+            tokens = {name: getattr(exact, name) for name in exact.model_fields_set}
         elif plain is not None:
             tokens = {"tokens": [token for token, _ in plain], "logprobs": [number for _, number in plain]}
         is_known = SamplingKeys.model_fields.keys().isdisjoint(self.config.leave_out)

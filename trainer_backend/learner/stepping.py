@@ -17,6 +17,7 @@ from trainer_backend.core.segments import Segment
 from trainer_backend.errors import ModelFolderError, OutOfMemory
 from trainer_backend.learner.lora import adapter_dropouts
 from trainer_backend.models.folder import is_out_of_memory
+from trainer_backend.models.routers import again
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
@@ -31,7 +32,7 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
         # Renamed in some release of transformers 5; the old name works in all of them.
         warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable(  # type: ignore[no-untyped-call]
-            gradient_checkpointing_kwargs={"use_reentrant": False}
+            gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": again}
         )
     # Only the reentrant kind needs it, and it would follow the model into its copies.
     model.disable_input_require_grads()  # type: ignore[no-untyped-call]
