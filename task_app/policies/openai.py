@@ -20,7 +20,7 @@ from pydantic_core import to_json
 from service_kit.replies import ReplyFault, plain_session, read_bounded
 from shared_schemas.chat import CONTEXT_LENGTH_EXCEEDED, IGNORED_HEADER, RESPONSE_FORMAT, ROLLOUT_HEADER
 from shared_schemas.messages import Message
-from shared_schemas.trajectory import PolicyLogprobs, Sampling, SamplingKeys
+from shared_schemas.trajectory import Sampling, SamplingKeys
 from task_app.episode.actions import NO_TOOL_CALL
 from task_app.errors import ContextLengthExceeded, EpisodeFailed, PolicyUnavailable, PromptRefused
 from task_app.policies.openai_config import CHAT_PATH, OpenAIConfig, chat_completions_url
@@ -389,7 +389,7 @@ class OpenAIAgentPolicy:
         exact, plain = reply.tokens, reply.logprobs
         tokens: dict[str, Any] = {}
         if exact is not None:
-            tokens = {name: getattr(exact, name) for name in PolicyLogprobs.model_fields}
+            tokens = {name: getattr(exact, name) for name in exact.model_fields_set}
         elif plain is not None:
             tokens = {"tokens": [token for token, _ in plain], "logprobs": [number for _, number in plain]}
         is_known = SamplingKeys.model_fields.keys().isdisjoint(self.config.leave_out)

@@ -18,7 +18,7 @@ from service_kit import replies
 from service_kit.replies import Model
 from shared_schemas.base import Count, StrictReply
 from shared_schemas.json_text import read_json, read_quotation, read_typed
-from shared_schemas.trajectory import DrawnLogprob, Logprob, PolicyLogprobs, TokenId, cover
+from shared_schemas.trajectory import DrawnLogprob, ExpertChoices, Logprob, PolicyLogprobs, TokenId, cover
 from task_app.episode.actions import NO_TOOL_CALL, json_object
 from task_app.errors import PolicyUnavailable
 
@@ -87,6 +87,7 @@ class _OwnChoice(_Choice):
     token_ids: tuple[TokenId, ...] | None = None
     token_logprobs: tuple[DrawnLogprob, ...] | None = None
     versions: tuple[tuple[TokenId, Count], ...] | None = None
+    experts: ExpertChoices | None = None
 
 
 class _PlainToken(StrictReply):
@@ -325,6 +326,7 @@ class OwnReplies:
             logprobs=choice.token_logprobs or (),
             finish_reason=choice.ending or "",
             versions=choice.versions or (),
+            **({} if choice.experts is None else {"experts": choice.experts}),
         )
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from trainer_backend.core.columns import Row
 from trainer_backend.core.critic import CriticTargets, OfEpisode, column_of
+from trainer_backend.core.experts import UNKNOWN
 from trainer_backend.core.segments import Segment, joined_spans, positions
 from trainer_backend.core.tries import Beginnings, Numbers, Tries, pack
 from trainer_backend.core.value_loss import CriticColumns, critic_columns
@@ -45,6 +46,8 @@ class Packed:
     behaviour_logprob_N: float32, nats, as its sampler reported it.
     segment_N: int64, which of the segments given it lies in.
     first_N: bool, whether it is the first token of its decision.
+    experts_BLW: int16, those of each token as its sampler chose them, below 0 where they are not known; None:
+        of no token.
     """
 
     token_ids_BL: Tensor
@@ -57,12 +60,17 @@ class Packed:
     behaviour_logprob_N: Tensor
     segment_N: Tensor
     first_N: Tensor
+    experts_BLW: Tensor | None = None
 
     def to(self, device: torch.device) -> Packed:
         """The same on a device, without waiting for the copies; itself where it is there already."""
         if self.target_N.device == device:
             return self
-        return Packed(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
+        columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: Any = {
+            name: x if x is None else x.to(device, non_blocking=True) for name, x in columns.items()
+        }
+        return Packed(**moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +158,28 @@ def pack_segments(segments: Sequence[Segment], *, row_tokens: int, tries: Tries 
         behaviour_logprob_N=_flat([segment.logprobs for segment in packed], torch.float32),
         segment_N=torch.from_numpy(np.repeat(order, count_S)),
         first_N=torch.from_numpy(_begin(spans, np.repeat(first_S, spans_S))),
+        experts_BLW=_experts(packed, cells),
     )
+
+
+def _experts(segments: Sequence[Segment], cells: _Cells) -> Tensor | None:
+    """[B, L, W] those of the tokens in their cells, -1 where they are not known; None: of no token."""
+    width = max((len(segment.experts) // len(segment) for segment in segments), default=0)
+    if not width:
+        return None
+    rows = []
+    for segment, shared in zip(segments, cells.shared_S, strict=True):
+        if len(segment.experts) not in (0, width * len(segment)):
+            raise BatchError(
+                f"{len(segment.experts)} experts for {len(segment)} tokens, and others have {width} a token",
+                where=place(segment.rollout_id),
+            )
+        rows_LW = segment.experts.reshape(len(segment), -1)
+        if not len(segment.experts):
+            rows_LW = np.full((len(segment), width), UNKNOWN, np.uint16)
+        rows.append(rows_LW[shared:])
+    # UNKNOWN is -1 of int16. Padding is 0 in a cell, so numbers are one more there.
+    return cells.filled(np.concatenate(rows).astype(np.int16) + np.int16(1)) - 1
 
 
 def subtree_ends(position_L: Numbers) -> Numbers:
@@ -223,9 +252,9 @@ class _Cells:
             segment_N[others] -= 1
         return self.first_S[segment_N] + position_N - self.shared_S[segment_N]
 
-    def filled(self, value_P: Numbers) -> Tensor:
-        """[B, L], 0 in padding."""
-        cells_BL = np.zeros(self.shape, dtype=value_P.dtype)
+    def filled(self, value_P: NDArray[Any]) -> Tensor:
+        """[B, L] of [P], or [B, L, W] of [P, W]; 0 in padding."""
+        cells_BL = np.zeros((*self.shape, *value_P.shape[1:]), dtype=value_P.dtype)
         cells_BL[self.row_P, self.column_P] = value_P
         return torch.from_numpy(cells_BL)
 
@@ -342,7 +371,8 @@ def _cuts(packed: Packed, max_rows: int) -> Iterator[tuple[Packed, slice]]:
         cells = {name: getattr(packed, name)[rows, :width] for name in _CELLS}
         flat = {name: getattr(packed, name)[tokens] for name in _FLAT}
         flat["predict_row_N"] = flat["predict_row_N"] - start
-        yield Packed(**cells, **flat), tokens
+        experts_BLW = None if packed.experts_BLW is None else packed.experts_BLW[rows, :width]
+        yield Packed(**cells, **flat, experts_BLW=experts_BLW), tokens
 
 
 _CELLS = [f.name for f in fields(Packed) if f.name.endswith("_BL")]

@@ -19,6 +19,7 @@ from trainer_backend.inference.row_columns import Columns
 from trainer_backend.inference.runner import DecoderRunner, TransformersRunner, runner_of
 from trainer_backend.inference.sampler import RowSettings, likeliest, sample, uniforms
 from trainer_backend.models.kinds import refuse_rotations_by_length
+from trainer_backend.models.routers import Routers
 
 
 class RunningBatch:
@@ -36,6 +37,7 @@ class RunningBatch:
         max_len: int,
         kept_prefixes: int = 0,
         pages: PageLimits = BY_DEVICE,
+        routers: Routers | None = None,
     ) -> None:
         refuse_rotations_by_length(model.config, longest=max_len)
         self.max_len = max_len
@@ -43,7 +45,9 @@ class RunningBatch:
         self.rows: list[Request] = []
         self._columns = Columns()
         self._settings: RowSettings | None = None  # made when the rows have changed
-        self._runner = runner_of(model, slots=slots, max_len=max_len, kept=kept_prefixes, pages=pages)
+        self._runner = runner_of(
+            model, slots=slots, max_len=max_len, kept=kept_prefixes, pages=pages, routers=routers
+        )
         self._cache: RowCache = self._runner.cache
         can_go_on = not isinstance(self._runner, LayerRunner) or self._runner.goes_on
         self.prefixes = Prefixes(self._cache, most=kept_prefixes if can_go_on else 0)
@@ -83,6 +87,7 @@ class RunningBatch:
                 match = matches[request]
                 request.reused = self.prefixes.fill(match, row, room=1 + request.cached)
                 request.lost = match.length + match.lost - request.reused
+                request.begin_experts(match.prefix)
                 request.marks |= {match.mark} - {0}
             self._prefill(in_order, first_row)
         except RuntimeError:
@@ -97,9 +102,12 @@ class RunningBatch:
 
     def _prefill(self, requests: Sequence[Request], first_row: int) -> None:
         if isinstance(self._runner, LayerRunner):
-            self._runner.prefill(requests, first_row=first_row, keep=self.prefixes.mark)
+            self._runner.prefill(requests, first_row=first_row, keep=self._mark)
         else:
             self._runner.prefill(requests, first_row=first_row)
+
+    def _mark(self, request: Request, length: int, row: int) -> None:
+        self.prefixes.mark(Prefix(request.cached_ids()[:length], request.experts), row)
 
     def step(self) -> "SampledTokens | None":
         """Feed rows their next tokens; return the sampled next tokens.
@@ -132,6 +140,9 @@ class RunningBatch:
         host = torch.stack(parts if draw.mass_B is None else [*parts, draw.mass_B], 1).cpu().numpy()
         counts = [row.extras.likeliest for row in self.rows]
         tops = likeliest(logits_BV, self._settings, counts=counts) if any(counts) else None
+        if not isinstance(runner, DecoderRunner):  # its models have no experts
+            for request, experts_1W in zip(self.rows, runner.experts(), strict=False):
+                request.note_experts(experts_1W)
         columns.ids[:count] = host[:, 0]
         columns.advance(slice(count))
         return SampledTokens.of(list(self.rows), host, tops, columns.truncated[:count])

@@ -24,6 +24,7 @@ from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.learner.sharding import through
 from trainer_backend.models.folder import embedding_rows
 from trainer_backend.models.precision import tokens_for
+from trainer_backend.models.routers import replaying
 
 Piece = TypeVar("Piece")
 
@@ -161,7 +162,8 @@ class Scorer:
         # One row has no padding.
         is_real_BL = None if attend is not None else rows.segment_ids_BL > 0
         told = {"position_ids": rows.position_ids_BL, **arguments}
-        hidden_BLD = self._by_transformers(model, rows.token_ids_BL, is_real_BL, told, routing)
+        with replaying(model, rows.experts_BLW):
+            hidden_BLD = self._by_transformers(model, rows.token_ids_BL, is_real_BL, told, routing)
         return hidden_BLD[rows.predict_row_N, rows.predict_position_N]
 
     def _apart(self, model: PreTrainedModel, groups: Groups, routing: Routing | None) -> Tensor:
@@ -172,7 +174,8 @@ class Scorer:
             # Of the padding too, since positions that begin again mean packed rows to transformers.
             positions_BL = torch.arange(ids_BL.shape[1], device=ids_BL.device).expand_as(ids_BL)
             told = {"position_ids": positions_BL}
-            hidden_BLD = self._by_transformers(model, ids_BL, group.is_real_BL, told, routing)
+            with replaying(model, group.experts_BLW):
+                hidden_BLD = self._by_transformers(model, ids_BL, group.is_real_BL, told, routing)
             parts.append(hidden_BLD.flatten(0, 1).index_select(0, group.read_R))
         return torch.cat(parts).index_select(0, groups[1])
 

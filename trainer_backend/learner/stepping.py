@@ -19,6 +19,7 @@ from trainer_backend.errors import ModelFolderError, OutOfMemory
 from trainer_backend.learner.lora import adapter_dropouts
 from trainer_backend.learner.shapes import count_checkpointed
 from trainer_backend.models.folder import is_out_of_memory
+from trainer_backend.models.routers import again
 
 # What transformers calls the switch of a module that checkpoints itself.
 _SWITCH = "gradient_checkpointing"
@@ -49,7 +50,7 @@ def checkpoint_layers(model: PreTrainedModel, layers: bool | int = True) -> None
         # Renamed in some release of transformers 5; the old name works in all of them.
         warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable(  # type: ignore[no-untyped-call]
-            gradient_checkpointing_kwargs={"use_reentrant": False}
+            gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": again}
         )
     # Only the reentrant kind needs it, and it would follow the model into its copies.
     model.disable_input_require_grads()  # type: ignore[no-untyped-call]
