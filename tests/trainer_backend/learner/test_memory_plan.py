@@ -99,7 +99,7 @@ def test_activations_are_near_what_autograd_keeps(family, rounded, checkpointed,
     ("family", "checkpointed"),
     [
         ("qwen3_5_text", 0), ("gpt_oss", 0), ("gemma2", 0), ("lfm2", 0), ("qwen3_moe", 0),
-        ("gemma2", 2), ("gemma2", 4), ("qwen3_5_text", 2),
+        ("gemma2", 2), ("gemma2", 4),
     ],
 )  # fmt: skip
 def test_activations_of_the_models_own_layers_are_near_what_autograd_keeps(family, checkpointed):

@@ -257,7 +257,7 @@ def test_the_plan_of_memory_counts_the_head(tokenizer):
     assert {kind: more[kind] - plain[kind] for kind in ("weights", "gradients", "optimizer")} == {
         "weights": 4 * 97, "gradients": 4 * 97, "optimizer": 8 * 97,
     }  # fmt: skip
-    assert more["values"] == learner.config.training.micro_batch_tokens * 96 * 8
+    assert more["values"] == learner.config.training.micro_batch * 96 * 8
     assert not memory_use(
         learner_of(tokenizer).config, place("cpu"), model_shape(config, None)
     ).values_by_token
