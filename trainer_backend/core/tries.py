@@ -82,7 +82,7 @@ class Tries:
 
         def fits(start: int, end: int) -> bool:
             tokens = own_S[end] - own_S[start] + shared_S[start]
-            return max(tokens, sampled_S[end] - sampled_S[start]) <= row_tokens
+            return tokens <= row_tokens and sampled_S[end] - sampled_S[start] <= row_tokens
 
         starts = [0]
         for here, until in enumerate(_siblings_until(shared_S)):
@@ -132,7 +132,7 @@ def pack(lengths: Sequence[int], row_tokens: int, sampled: Sequence[int] = ()) -
 
 def _siblings_until(shared: Sequence[int]) -> list[int]:
     """Of each place, the first behind it that shares no more with the one before it."""
-    until, path = [len(shared)] * len(shared), []
+    until, path = [len(shared)] * len(shared), list[int]()
     for here, count in enumerate(shared):
         while path and shared[path[-1]] >= count:
             until[path.pop()] = here
