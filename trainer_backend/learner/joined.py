@@ -213,7 +213,7 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor, Tensor, None]:
         q, k, v, out, lse = ctx.saved_tensors
         plan, scale, grad = ctx.plan, ctx.scale, gradients[0].contiguous()
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         heads = q.shape[1] // k.shape[1]
         for side in plan.own:
             parts = _gradients(
@@ -421,9 +421,8 @@ class _Levels(torch.autograd.Function):
 
 def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Join a part to `out` [n, H, D] and `lse` [n, H], in place."""
-    whole = torch.logaddexp(lse, part_lse)
-    out.mul_((lse - whole).exp_()[..., None]).add_(part * (part_lse - whole).exp_()[..., None])
-    lse.copy_(whole)
+    out.lerp_(part, (part_lse - lse).sigmoid_()[..., None])  # exp(l_2 - l) = 1 / (1 + exp(l_1 - l_2))
+    torch.logaddexp(lse, part_lse, out=lse)
 
 
 def _heads_first(tokens: Tensor) -> Tensor:
