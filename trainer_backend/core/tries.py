@@ -16,6 +16,9 @@ from trainer_backend.errors import BatchError
 
 Numbers = NDArray[np.int64]
 
+# A part of a trie that is cut fills its row up to this share at least.
+_NEARLY = 7 / 8
+
 
 @dataclass(slots=True)
 class Beginnings:
@@ -74,23 +77,31 @@ class Tries:
         return rows
 
     def _parts(self, row_tokens: int) -> list[int]:
-        """Where parts that fit a row begin, then the end: each trie, cut where it must be, siblings last."""
-        length_S, shared_S = self.length_S.tolist(), self.shared_S.tolist()
+        """Where parts that fit a row begin, then the end.
+
+        A longer trie is cut where the least is computed twice, by a part that is nearly full: so siblings
+        stay together, and there are hardly more rows.
+        """
+        shared_S, nearly = self.shared_S.tolist(), row_tokens * _NEARLY
         own_S, sampled_S = (
             [0, *count_S.cumsum().tolist()] for count_S in (self.length_S - self.shared_S, self.sampled_S)
         )
-
-        def fits(start: int, end: int) -> bool:
-            tokens = own_S[end] - own_S[start] + shared_S[start]
-            return max(tokens, sampled_S[end] - sampled_S[start]) <= row_tokens
-
-        starts = [0]
-        for here, until in enumerate(_siblings_until(shared_S)):
-            # What shares more than this one belongs together: no cut in it, if a row takes it.
-            is_apart = not fits(starts[-1], until) and fits(here, until)
-            if here and (shared_S[here] == 0 or is_apart or not fits(starts[-1], here + 1)):
-                starts.append(here)
-        return [*starts, len(length_S)]
+        starts, end = [0], 1
+        while end < len(shared_S):
+            first = starts[-1]
+            before = own_S[first] - shared_S[first]
+            is_full = (
+                own_S[end + 1] - before > row_tokens or sampled_S[end + 1] - sampled_S[first] > row_tokens
+            )
+            if shared_S[end] and is_full:
+                cuts = [end]
+                while cuts[-1] > first + 1 and own_S[cuts[-1] - 1] - before >= nearly:
+                    cuts.append(cuts[-1] - 1)
+                end = min(cuts, key=shared_S.__getitem__)
+            if is_full or not shared_S[end]:
+                starts.append(end)
+            end += 1
+        return [*starts, len(shared_S)]
 
 
 def pack(lengths: Sequence[int], row_tokens: int, sampled: Sequence[int] = ()) -> list[list[int]]:
@@ -128,16 +139,6 @@ def pack(lengths: Sequence[int], row_tokens: int, sampled: Sequence[int] = ()) -
         sampled_B[row] += sampled[index]
         insort(room, (free - length, row))
     return rows
-
-
-def _siblings_until(shared: Sequence[int]) -> list[int]:
-    """Of each place, the first behind it that shares no more with the one before it."""
-    until, path = [len(shared)] * len(shared), []
-    for here, count in enumerate(shared):
-        while path and shared[path[-1]] >= count:
-            until[path.pop()] = here
-        path.append(here)
-    return until
 
 
 def _branches(alike: Sequence[int], least: int) -> list[int]:

@@ -205,7 +205,7 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor, Tensor, None]:
         q, k, v, out, lse = ctx.saved_tensors
         plan, scale, grad = ctx.plan, ctx.scale, gradients[0].contiguous()
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         heads = q.shape[1] // k.shape[1]
         for side in plan.own:
             parts = part_attention.gradients(

@@ -24,9 +24,8 @@ _SHORT = 128
 
 def join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Join a part to `out` [n, H, D] and `lse` [n, H], in place."""
-    whole = torch.logaddexp(lse, part_lse)
-    out.mul_((lse - whole).exp_()[..., None]).add_(part * (part_lse - whole).exp_()[..., None])
-    lse.copy_(whole)
+    out.lerp_(part, (part_lse - lse).sigmoid_()[..., None])  # exp(l_2 - l) = 1 / (1 + exp(l_1 - l_2))
+    torch.logaddexp(lse, part_lse, out=lse)
 
 
 def heads_first(tokens: Tensor) -> Tensor:

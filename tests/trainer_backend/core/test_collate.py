@@ -178,11 +178,12 @@ def test_rows_are_filled_best_by_whole_tries():
 
 
 def test_siblings_stay_together_where_a_trie_is_cut():
-    # 2 + 1, then 2 + 3 and its three siblings of 2: cut before them, not where the row is full
-    parts = [segment("a", [1, 1, 2], [-1, -1, 0])]
-    parts += [segment(f"b-{k}", [1, 1, 3, 3, 3, k, k], [-1] * 5 + [0, 0]) for k in (4, 5, 6)]
-    packed = pack_segments(parts, row_tokens=11, tries=Tries.of(parts, 2))
-    assert packed.position_ids_BL.tolist() == [[0, 1, 2, 3, 4, 5, 6, 5, 6, 5, 6], [0, 1, 2, *[0] * 8]]
+    # 5 + 3 * 8 tokens, then 2 of each of two more siblings: cut before both, not where 32 are full
+    parts = [segment(f"a-{k}", [1, 1, 3, 3, 3, *[k] * 8], [-1] * 5 + [0] * 8) for k in (4, 5, 6)]
+    parts += [segment(f"b-{k}", [1, 1, 9, k, k], [-1] * 3 + [0, 0]) for k in (4, 5)]
+    parts[3] = segment("b-3", [1, 1, 9, 3], [-1] * 3 + [0])
+    packed = pack_segments(parts, row_tokens=32, tries=Tries.of(parts, 1))
+    assert row_lengths(packed) == [29, 6]
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 5])
