@@ -48,15 +48,15 @@ class RunningBatch:
         self._runner = runner_of(
             model, slots=slots, max_len=max_len, kept=kept_prefixes, pages=pages, routers=routers
         )
-        self._cache: RowCache = self._runner.cache
+        self.cache: RowCache = self._runner.cache
         can_go_on = not isinstance(self._runner, LayerRunner) or self._runner.goes_on
-        self.prefixes = Prefixes(self._cache, most=kept_prefixes if can_go_on else 0)
+        self.prefixes = Prefixes(self.cache, most=kept_prefixes if can_go_on else 0)
         self._is_full = False
 
     @property
     def free_slots(self) -> int:
         """Rows for new requests: none after `wait`, until a row ends."""
-        return 0 if self._is_full else self._cache.slots - len(self.rows)
+        return 0 if self._is_full else self.cache.slots - len(self.rows)
 
     @property
     def can_wait(self) -> bool:
@@ -92,7 +92,7 @@ class RunningBatch:
             self._prefill(in_order, first_row)
         except RuntimeError:
             for row in range(first_row, first_row + len(in_order)):
-                self._cache.close_row(row)
+                self.cache.close_row(row)
             raise
         for request in in_order:
             self.prefixes.runs(request.prefix, row=len(self.rows))
@@ -151,12 +151,12 @@ class RunningBatch:
         """Free a row, keeping a copy of its prefix; the last row moves into the gap."""
         request = self.rows[index]
         self.prefixes.ends(request.prefix, index, request.cached_ids())
-        self._cache.close_row(index)
+        self.cache.close_row(index)
         self._is_full = False
         last = self.rows.pop()
         self._settings = None
         if index < len(self.rows):
-            self._cache.move_row(len(self.rows), index, last.cached)
+            self.cache.move_row(len(self.rows), index, last.cached)
             self._columns.move(len(self.rows), index)
             self.rows[index] = last
             self.prefixes.move(last.prefix, index)
@@ -193,7 +193,7 @@ class RunningBatch:
     def drop_invalid(self, index: int) -> None:
         """Free a row with numbers that are not finite, and share none of it."""
         self.prefixes.unshare(self.rows[index].prefix)
-        self._cache.clear_row(index)
+        self.cache.clear_row(index)
         self.drop(index)
 
     def take_weights(self) -> None:

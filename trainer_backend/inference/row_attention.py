@@ -6,6 +6,7 @@ are joined (`models.part_attention`).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -145,7 +146,7 @@ class RowAttentions:
             self._cache,
             tokens,
             [self._single(slice(*cut), own_B, tokens.columns_T) for cut in cuts],
-            self._groups(np.arange(count)),
+            self._groups(0, np.ones_like(cached_B)),
         )
 
     def prefill(self, *, first_row: int, starts_B: Counts, counts_B: Counts) -> RowAttention:
@@ -163,7 +164,7 @@ class RowAttentions:
                 self._padded(slice(*cut), first_row, own_B, counts_B)
                 for cut in spans_of(own_B, counts_B, most_waste=self._most_waste)
             ],
-            self._groups(rows),
+            self._groups(first_row, counts_B),
         )
 
     def _tokens(self, rows_T: Counts, positions_T: Counts, columns_T: Counts) -> Tokens:
@@ -172,13 +173,15 @@ class RowAttentions:
         )
         return Tokens(positions, columns, rows[:, None] * len(self._heads_K) + self._heads_K)
 
-    def _groups(self, rows_T: Counts) -> list[Group]:
-        """The tokens, of such rows, that refer to each trunk."""
-        tokens: dict[Trunk, list[int]] = {}
-        for token, row in enumerate(rows_T.tolist()):
+    def _groups(self, first_row: int, counts_B: Counts) -> list[Group]:
+        """The tokens, so many of each row, `first_row` and on, whose rows refer to each trunk."""
+        tokens: dict[Trunk, list[range]] = {}
+        end = 0
+        for row, count in enumerate(counts_B.tolist(), start=first_row):
             trunk = self._cache.trunks.get(row)
             if trunk is not None:
-                tokens.setdefault(trunk, []).append(token)
+                tokens.setdefault(trunk, []).append(range(end, end + count))
+            end += count
         return [Group(trunk, _slice_or_places(found)) for trunk, found in tokens.items()]
 
     def _single(self, rows: slice, cached_B: Counts, positions_B: Tensor) -> Span:
@@ -229,10 +232,12 @@ def spans_of(starts_B: Counts, counts_B: Counts, *, most_waste: int) -> list[tup
     return [*spans, (first, len(starts_B))]
 
 
-def _slice_or_places(tokens: Sequence[int]) -> slice | Tensor:
-    """Tokens in ascending order, as a slice where they are adjacent."""
-    first, end = tokens[0], tokens[-1] + 1
-    return slice(first, end) if end - first == len(tokens) else torch.tensor(tokens)
+def _slice_or_places(ranges: Sequence[range]) -> slice | Tensor:
+    """The tokens of ranges, in ascending order; a slice where they are adjacent."""
+    first, end = ranges[0].start, ranges[-1].stop
+    if sum(map(len, ranges)) == end - first:
+        return slice(first, end)
+    return torch.tensor(list(chain.from_iterable(ranges)))
 
 
 def _attend_part(span: Span, queries_NHD: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
