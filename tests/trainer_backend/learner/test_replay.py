@@ -4,15 +4,21 @@ import asyncio
 import os
 from dataclasses import replace
 
+import httpx
 import numpy as np
 import pytest
 import torch
 
-from shared_schemas.trajectory import Sampling
+from shared_schemas.chat import ROLLOUT_HEADER
+from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling, StepData
+from task_app.episode.records import policy_logprobs
+from task_app.policies.replies import OwnReplies, read_reply
 from tests.tiny_families import KEYS, VOCABULARY, tiny_model
+from tests.trainer_backend.inference.served import KEY, MESSAGES, MODEL, serving
+from tests.trainer_backend.learner.hand_made import tiny_tokenizer
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.core.experts import UNKNOWN
-from trainer_backend.core.segments import Segment
+from trainer_backend.core.segments import Segment, segments_of
 from trainer_backend.inference.actor import Generation
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.keys import EngineKeys
@@ -85,7 +91,7 @@ def scorer_for(family: str, placement: Placement):
     return scorer_of(model, placement, why_apart=refuse_unsupported(model, longest=256))
 
 
-def segments_of(asked: list[list[int]], found: list[Generation]) -> list[Segment]:
+def named_segments(asked: list[list[int]], found: list[Generation]) -> list[Segment]:
     return [segment_of(ids, one) for ids, one in zip(asked, found, strict=True)]
 
 
@@ -103,7 +109,7 @@ def test_the_experts_of_every_token_are_recorded_also_behind_a_prefix_that_was_c
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_go_to_the_experts_that_a_segment_names_and_the_gradient_is_that_of_each_alone(family: str):
     scorer, asked = scorer_for(family, CPU), prompts()
-    parts = segments_of(asked, sampled(tiny_model(family), asked, wanted=True))
+    parts = named_segments(asked, sampled(tiny_model(family), asked, wanted=True))
     others = [np.where(part.experts < UNKNOWN, (part.experts + 1) % 4, UNKNOWN) for part in parts]
     turned = [replace(part, experts=row.astype(np.uint16)) for part, row in zip(parts, others, strict=True)]
     model = tiny_model(family)
@@ -136,7 +142,7 @@ def alone(model, part: Segment) -> torch.Tensor:
 
 def test_in_bfloat16_sampler_and_learner_lie_closer_with_the_same_experts():
     scorer, asked = scorer_for("gpt_oss", LOW), prompts()
-    parts = segments_of(asked, sampled(copy_to_serve(scorer.model, torch.bfloat16), asked))
+    parts = named_segments(asked, sampled(copy_to_serve(scorer.model, torch.bfloat16), asked))
     packed = pack_segments(parts, row_tokens=300)
     with torch.no_grad():
         apart = [
@@ -144,3 +150,31 @@ def test_in_bfloat16_sampler_and_learner_lie_closer_with_the_same_experts():
             for one in (packed, replace(packed, experts_BLW=None))
         ]
     assert 2 * apart[0] < apart[1]
+
+
+def test_experts_travel_with_the_exact_tokens_of_a_conversation_to_its_segment():
+    tokenizer = tiny_tokenizer()
+    model = tiny_model("qwen3_moe", vocab_size=300, max_position_embeddings=512)
+    messages, steps = [*MESSAGES], []
+    headers = {"Authorization": f"Bearer {KEY}", ROLLOUT_HEADER: "r"}
+    with serving(model, tokenizer, stop_ids=(), replay_experts=True) as served, httpx.Client() as http:
+        for turn in (1, 2, 3):
+            body = {"model": MODEL, "messages": messages, "max_tokens": 6, "seed": turn}
+            reply = http.post(f"{served.url}/v1/chat/completions", json=body, headers=headers)
+            tokens = read_reply(reply.content, OwnReplies()).tokens
+            exact = policy_logprobs({name: getattr(tokens, name) for name in PolicyLogprobs.model_fields})
+            step = StepData(
+                turn=turn, observation_data=ObservationData(), action_taken={"type": "text"},
+                policy_name="openai", sampling=Sampling(), policy_logprobs=exact,
+            )  # fmt: skip
+            steps.append(StepData.model_validate_json(step.model_dump_json()))
+            messages += [reply.json()["choices"][0]["message"], {"role": "user", "content": f"stone {turn}"}]
+    segments = segments_of(steps, rollout_id="r")
+    assert len(segments) == 1 and steps[1].policy_logprobs.prompt_ids_reused > 0
+    routers = Routers(model)
+    for part in segments:
+        with torch.no_grad(), routers.recording() as chosen:
+            model(input_ids=torch.from_numpy(part.token_ids.astype(np.int64))[None], use_cache=False)
+        named_LW = part.experts.reshape(len(part), -1)
+        assert np.array_equal(named_LW[:-1], routers.columns(chosen, rows=1)[0, :-1])
+        assert (named_LW[-1] == UNKNOWN).all()
