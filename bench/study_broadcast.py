@@ -64,8 +64,6 @@ BROADCAST = {"weight_transfer": {"backend": "nccl"}}
 WIDTH, LAYERS, HEADS, HEAD_DIM, MLP = 768, 12, 12, 64, 2304
 PUBLISHES = 7
 PAIR_TIMEOUT_S = 20.0
-# After the beginning of an iteration's collection, which takes a second.
-KILL_S = 0.4
 
 
 class Senders:
@@ -237,7 +235,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def study_job(python: str, iterations: int, root: Path) -> tuple[dict[str, Any], list[Path]]:
     """Run the job; return what is said of it, and folders of its first versions."""
     job = job_of(python, iterations, cluster={"launcher": "local"}, **BROADCAST)
-    directory, killer = create_run(job, root / "run"), Killer("collect 2", KILL_S)
+    directory, killer = create_run(job, root / "run"), Killer("collect 2")
     asyncio.run(run_job(job, directory, killer, resume=False))
     trained = {
         **judged_job(directory, iterations, killer),

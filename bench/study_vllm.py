@@ -20,7 +20,9 @@ import signal
 import sys
 import tempfile
 import threading
+import urllib.request
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -50,22 +52,19 @@ LIMIT = 1e-4
 EPISODES, TEMPERATURE = 8, 0.7
 IN_FLIGHT, SWAPS = 12, 3
 ADAPTER_ITERATIONS = 6
-# After the beginning of an iteration's collection, which takes seconds.
-KILL_S = 1.0
 # One thread and 1 GiB a server: two of them and the trainer share a small machine.
 SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
 class Killer:
-    """Prints what the run says, and kills one of its servers amid the rollouts of a stage.
+    """Prints what the run says, and kills one of its servers while it samples requests of a stage.
 
     Args:
         stage: where; "" for nowhere.
-        after_s: the beginning of the stage.
     """
 
-    def __init__(self, stage: str, after_s: float = KILL_S) -> None:
-        self._stage, self._after_s = stage, after_s
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
         self.lines: list[str] = []
         self.killed = 0
 
@@ -84,7 +83,7 @@ class Killer:
     def stage(self, name: str, done: int, total: int) -> None:
         if name == self._stage and not self.killed:
             self.killed = 1
-            threading.Timer(self._after_s, lambda: os.kill(server_processes()[0], signal.SIGKILL)).start()
+            threading.Thread(target=kill_a_busy_server, daemon=True).start()
 
     def requests_met_it(self) -> bool:
         """Whether the server was lost by a request that it was sampling, not by the next publish."""
@@ -105,6 +104,23 @@ def parents_of(process: int) -> Iterator[int]:
         status = Path(f"/proc/{process}/status").read_text()
         process = int(status.partition("\nPPid:\t")[2].partition("\n")[0])
         yield process
+
+
+def kill_a_busy_server() -> None:
+    """Kill the first server of this process that says that it runs a request."""
+    while True:
+        for process in server_processes():
+            # One that starts does not answer yet.
+            words = Path(f"/proc/{process}/cmdline").read_text().split("\0")
+            url = f"http://127.0.0.1:{words[words.index('--port') + 1]}/metrics"
+            with suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
+                text = answer.read().decode()
+                if any(
+                    float(count)
+                    for count in re.findall(r"^vllm:num_requests_running\{.*\} (\S+)$", text, re.M)
+                ):
+                    os.kill(process, signal.SIGKILL)
+                    return
 
 
 def server_processes() -> list[int]:
@@ -270,7 +286,8 @@ async def in_flight(
         )
         return prompt, temperature, generation
 
-    worst, lost, changed, old, stops = 0.0, 0, 0, 0, 0
+    lost: list[str] = []
+    worst, changed, old, stops = 0.0, 0, 0, 0
     await publish(0)
     for version in range(1, SWAPS + 1):
         runs = asyncio.Event()
@@ -280,7 +297,7 @@ async def in_flight(
         await publish(version)
         tasks.append(asyncio.ensure_future(request(2)))  # asked once the new weights serve
         answers = await asyncio.gather(*tasks, return_exceptions=True)
-        lost += sum(isinstance(answer, BaseException) for answer in answers)
+        lost += [repr(answer) for answer in answers if isinstance(answer, BaseException)]
         for prompt, temperature, generation in (a for a in answers if not isinstance(a, BaseException)):
             worst = max(worst, largest_difference(folders, prompt, temperature, generation))
             changed += len(generation.versions) > 1
@@ -290,7 +307,8 @@ async def in_flight(
     return {
         "swaps": SWAPS,
         "requests": SWAPS * (IN_FLIGHT + 1),
-        "requests_lost": lost,
+        "requests_lost": len(lost),
+        "errors": lost,
         "requests_of_two_versions": changed,
         "ended_by_a_stop_string": stops,
         "logprob_max": worst,
@@ -393,7 +411,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = kit.options(
         __doc__,
         ("--vllm-python", "", "the Python of vLLM's environment"),
-        ("--iterations", 30, "of the job; a killed server needs a minute or two to come back"),
+        ("--iterations", 60, "of the job; a killed server needs a minute or two to come back"),
         ("--adapters", False, "the job with adapters alone; the other figures stay as they are"),
         ("--results", ROOT / "bench" / "results" / "vllm.json"),
         arguments=arguments,

