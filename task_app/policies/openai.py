@@ -20,7 +20,7 @@ from pydantic_core import to_json
 from service_kit.replies import PLAIN, ReplyFault, read_bounded, refuse_encoded
 from shared_schemas.chat import CONTEXT_LENGTH_EXCEEDED, IGNORED_HEADER, RESPONSE_FORMAT, ROLLOUT_HEADER
 from shared_schemas.messages import Message
-from shared_schemas.trajectory import PolicyLogprobs, Sampling, SamplingKeys
+from shared_schemas.trajectory import Sampling, SamplingKeys
 from task_app.episode.actions import NO_TOOL_CALL
 from task_app.errors import ContextLengthExceeded, EpisodeFailed, PolicyUnavailable, PromptRefused
 from task_app.policies.openai_config import CHAT_PATH, OpenAIConfig, chat_completions_url
