@@ -1,11 +1,14 @@
 """Generation on one thread: the engine beside what `transformers` offers, and what reused prefixes save.
 
-    python -m bench.generation_speed [--preset tiny-0.3m] [--repeats 5]
+    python -m bench.generation_speed [--preset tiny-0.3m] [--repeats 5] [--full-text]
 
 1. Decisions as in the Crafter demo: prompts of 35 to 60 tokens, 6 new ones, 64 callers.
 2. Reuse: a conversation of 10 turns, 8 siblings of one prompt, with and without kept prefixes.
 3. A batch: 32 prompts of 150 tokens, 64 new tokens each. `model.generate_batch` (continuous batching) as it
    comes makes a cache as large as the memory. With a cache of the right size it is shown beside.
+4. Decisions of Crafter's full text, played by the demo's job with that text: prompts of 580 to 700 tokens,
+   of which all share 461, 8 new ones, 16 and 64 callers. The engine whose rows share these beside the same
+   engine whose rows hold a copy each. --full-text: this alone.
 
 Beside the engine stands the same engine where `transformers` makes its forward passes, as it does for models
 that our decoder does not know. The exit code says whether the engine reaches TARGETS.
@@ -29,6 +32,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from transformers.utils import logging
 
 from bench import kit
+from bench.shared_prefix import FULL_TEXT, model_of, played_segments
 from shared_schemas.trajectory import Sampling
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.keys import EngineKeys
@@ -40,11 +44,15 @@ FALLBACK = "engine, passes by transformers"
 # Least ratios of CPU time, of decisions and of the batch.
 DECISION_TARGETS = {"generate": 1.8, FALLBACK: 1.3}
 BATCH_TARGETS = {"generate": 1.1, "generate_batch": 5.0}
+# Of decisions of the full text, 64 callers, against rows that share nothing.
+FULL_TEXT_TARGETS = {"without shared rows": 1.25}
 CALLERS = 64
 TURNS, SIBLINGS, GROUPS = 10, 8, 4
 
 
-def by_engine(model: PreTrainedModel, prompts: Prompts, new_tokens: int, callers: int) -> None:
+def by_engine(
+    model: PreTrainedModel, prompts: Prompts, new_tokens: int, callers: int, *, shares: bool = True
+) -> None:
     """Serve this many callers, each of which sends its next prompt after the last answer."""
 
     async def all_callers(engine: LocalEngine) -> None:
@@ -55,13 +63,15 @@ def by_engine(model: PreTrainedModel, prompts: Prompts, new_tokens: int, callers
 
         await asyncio.gather(*(caller(k) for k in range(callers)))
 
-    with_engine(model, all_callers, max_running=callers)
+    with_engine(model, all_callers, shares=shares, max_running=callers)
 
 
 def with_engine(
-    model: PreTrainedModel, run: Callable[[LocalEngine], "asyncio.Future[None]"], **keys: int
-) -> EngineCounters:
+    model: PreTrainedModel, run: Callable[[LocalEngine], "asyncio.Future[None]"], *, shares: bool = True,
+    **keys: int,
+) -> EngineCounters:  # fmt: skip
     engine = LocalEngine(model, stop_ids=[], keys=EngineKeys(max_model_len=2048, **keys))
+    engine._worker.batch.cache.shares = shares
     engine.start()
     asyncio.run(run(engine))
     engine.stop()
@@ -160,6 +170,26 @@ def decision_ratios(model: PreTrainedModel, repeats: int) -> dict[str, float]:
     return ratios_of(title, seconds, len(prompts) * 6)
 
 
+def full_text_prompts() -> Prompts:
+    """Of every decision of 64 episodes."""
+    settings = [setting for setting in FULL_TEXT if not setting.startswith("rollout.episodes_per_batch")]
+    segments = played_segments([*settings, "rollout.episodes_per_batch=64"])
+    return [part.token_ids[:start].tolist() for part in segments for start in part.spans["start"]]
+
+
+def full_text_ratios(preset: str, prompts: Prompts, repeats: int, callers: int) -> dict[str, float]:
+    model = model_of(preset, 1 + max(map(max, prompts)))
+    seconds = cpu_of(
+        {
+            "engine": lambda: by_engine(model, prompts, 8, callers),
+            "without shared rows": lambda: by_engine(model, prompts, 8, callers, shares=False),
+        },
+        repeats,
+    )
+    title = f"decisions of the full text: {len(prompts)} prompts, 8 new tokens, {callers} callers"
+    return ratios_of(title, seconds, len(prompts) * 8)
+
+
 async def converse(engine: LocalEngine, prompt: list[int], added: Prompts) -> None:
     """Each turn's prompt is the last one, its answer, and what the environment says."""
     for turn, message in enumerate(added):
@@ -215,13 +245,18 @@ def targets_met(ratios: Mapping[str, float], targets: Mapping[str, float]) -> bo
 
 
 def main() -> int:
-    options = kit.options(__doc__, ("--preset", "tiny-0.3m"), ("--repeats", 5))
+    options = kit.options(__doc__, ("--preset", "tiny-0.3m"), ("--repeats", 5), ("--full-text", False))
     logging.set_verbosity_error()
     torch.set_num_threads(1)
+    prompts = full_text_prompts()
+    _, many = (full_text_ratios(options.preset, prompts, options.repeats, n) for n in (16, CALLERS))
+    met = targets_met(many, FULL_TEXT_TARGETS)
+    if options.full_text:
+        return 0 if met else 1
     tokenizer = train_tokenizer(["wood stone tree"], 512)
     model = build_preset(options.preset, tokenizer)
     print(f"{options.preset}, torch {torch.__version__}, 1 thread")
-    met = targets_met(decision_ratios(model, options.repeats), DECISION_TARGETS)
+    met &= targets_met(decision_ratios(model, options.repeats), DECISION_TARGETS)
     reuse_figures(model, options.repeats)
     met &= targets_met(batch_ratios(model, options.repeats), BATCH_TARGETS)
     return 0 if met else 1

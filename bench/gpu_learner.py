@@ -17,7 +17,7 @@ from trainer_backend.core.segments import Segment
 from trainer_backend.learner.attention import BlockMask, PackedAttention, attention_for
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.learner import LocalLearner
-from trainer_backend.learner.memory import MemoryPlan
+from trainer_backend.learner.memory_plan import MemoryPlan
 from trainer_backend.learner.operators import BY_TORCH, operators_for
 from trainer_backend.learner.scoring import Scorer
 from trainer_backend.learner.shapes import model_shape

@@ -12,7 +12,8 @@ from trainer_backend.core.segments import Segment
 from trainer_backend.job.load import parse_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.device import place
-from trainer_backend.learner.memory import MemoryPlan, device_memory, main_memory, memory_needs, memory_use
+from trainer_backend.learner.memory import memory_needs
+from trainer_backend.learner.memory_plan import MemoryPlan, device_memory, main_memory, memory_use
 from trainer_backend.learner.shapes import model_shape
 
 SIZES = (
@@ -132,7 +133,7 @@ def fitting(config: Qwen3Config, plan: Plan, device: str) -> tuple[str, JobConfi
 
 
 def memory_of(config: Qwen3Config, job: JobConfig) -> MemoryPlan:
-    """As `learner.memory.memory_plan` has it, of a model without a folder."""
+    """As `learner.memory_plan.memory_plan` has it, of a model without a folder."""
     placement, shape, main = place(job.model.device), model_shape(config, job.lora), main_memory()
     is_gpu = placement.device.type != "cpu"
     needs = memory_needs(

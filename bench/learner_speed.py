@@ -50,6 +50,7 @@ class Shape:
 
     micro: samples of a micro-batch of `trl`: what it is fastest with of 16 to 256 (Crafter), 2 to 32 (mixed).
     rows: training.row_tokens; micro-batches are of training.micro_batch_tokens, as it comes.
+    steps: of an iteration; one alone needs no scores before it.
     """
 
     samples: int
@@ -57,6 +58,7 @@ class Shape:
     answer: tuple[int, int]
     micro: int
     rows: int
+    steps: int = STEPS
 
 
 # Crafter's decisions as in the demo, and answers to prompts of very different lengths.
@@ -132,13 +134,13 @@ def theirs(
 
         def _generate_and_score_completions(self, inputs):  # type: ignore[no-untyped-def]
             started.append((time.process_time(), time.perf_counter()))
-            return _as_trl_has_them(self, samples, shape.micro)
+            return _as_trl_has_them(self, samples, shape)
 
     started: list[tuple[float, float]] = []
     config = GRPOConfig(
         output_dir=folder, use_cpu=True, bf16=False, report_to=[], save_strategy="no", logging_strategy="no",
         per_device_train_batch_size=shape.micro, steps_per_generation=micros,
-        gradient_accumulation_steps=micros // STEPS, num_generations=2, num_iterations=1, beta=0.0,
+        gradient_accumulation_steps=micros // shape.steps, num_generations=2, num_iterations=1, beta=0.0,
         loss_type="dapo", epsilon=0.2, epsilon_high=0.25, learning_rate=1e-4, lr_scheduler_type="constant",
         max_grad_norm=1.0, gradient_checkpointing=False, disable_tqdm=True, max_steps=100_000, seed=0,
         max_completion_length=shape.answer[1], temperature=1.0, dataloader_pin_memory=False,
@@ -148,10 +150,10 @@ def theirs(
         model=model, reward_funcs=lambda completions, **_: [0.0] * len(completions), args=config,
         train_dataset=rows, processing_class=tokenizer,
     )  # fmt: skip
-    return _iterations(trainer, started)
+    return _iterations(trainer, started, shape.steps)
 
 
-def _as_trl_has_them(trainer: object, samples: list[Sample], micro: int) -> dict[str, torch.Tensor]:
+def _as_trl_has_them(trainer: object, samples: list[Sample], shape: Shape) -> dict[str, torch.Tensor]:
     """The batch in trl's layout, prompts padded on the left and answers on the right, scored by its code."""
     prompt = max(len(sample.prompt) for sample in samples)
     answer = max(len(sample.answer) for sample in samples)
@@ -164,24 +166,27 @@ def _as_trl_has_them(trainer: object, samples: list[Sample], micro: int) -> dict
         "completion_mask": [[*[1] * len(s.answer), *pad] for pad, s in zip(after, samples, strict=True)],
     }
     tensors = {name: torch.tensor(rows) for name, rows in batch.items()}
+    tensors["advantages"] = torch.tensor([sample.advantage for sample in samples])
+    tensors["num_items_in_batch"] = tensors["completion_mask"].sum()
+    if shape.steps == 1:
+        return tensors
     ids = torch.cat([tensors["prompt_ids"], tensors["completion_ids"]], dim=1)
     mask = torch.cat([tensors["prompt_mask"], tensors["completion_mask"]], dim=1)
     with torch.no_grad():
-        old, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, answer, micro)  # type: ignore[attr-defined]
-    return tensors | {
-        "advantages": torch.tensor([sample.advantage for sample in samples]),
-        "old_per_token_logps": old,
-        "num_items_in_batch": tensors["completion_mask"].sum(),
-    }
+        score = trainer._get_per_token_logps_and_entropies  # type: ignore[attr-defined]
+        old, _, _ = score(trainer.model, ids, mask, answer, shape.micro)  # type: ignore[attr-defined]
+    return tensors | {"old_per_token_logps": old}
 
 
-def _iterations(trainer: object, started: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+def _iterations(
+    trainer: object, started: list[tuple[float, float]], steps: int
+) -> Iterator[tuple[float, float]]:
     """Runs `trainer.train()` an iteration at a time: it stops itself after as many steps as one has."""
     from transformers import PrinterCallback, TrainerCallback
 
     class AnIteration(TrainerCallback):
         def on_step_end(self, args, state, control, **_):  # type: ignore[no-untyped-def]
-            control.should_training_stop = state.global_step % STEPS == 0
+            control.should_training_stop = state.global_step % steps == 0
             ended.append((time.process_time(), time.perf_counter()))
 
     ended: list[tuple[float, float]] = []

@@ -46,7 +46,7 @@ from trainer_backend.job.mixture_table import AllocationTable, RolloutOnlyTable
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import ModelTable
 from trainer_backend.learner.behaviour import mixture_metrics, weighed
-from trainer_backend.learner.memory import MemoryPlan, memory_plan
+from trainer_backend.learner.memory_plan import MemoryPlan, memory_plan
 from trainer_backend.learner.stepping import Scored
 from trainer_backend.run.iteration_metrics import metrics_by_policy
 from trainer_backend.rundir.files import read_lines

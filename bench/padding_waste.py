@@ -47,7 +47,7 @@ def crafter() -> tuple[list[Segment], Sizes]:
     found = played()
     episodes = job_parts.credit(found.job).credit(found.rollouts, found.measured).episodes
     table = found.job.training
-    sizes = Sizes(table.batch_decisions, table.row_tokens, table.micro_batch_tokens)
+    sizes = Sizes(table.batch_decisions, table.row_tokens, table.micro_batch)
     return [segment for episode in episodes for segment in episode.segments], sizes
 
 

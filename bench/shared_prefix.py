@@ -1,30 +1,42 @@
-"""An update with shared prefixes computed once, beside the same without: CPU time, log-probs, gradient.
+"""An update with shared prefixes computed once, compared with one without: CPU time, log-probs, gradient.
 
     python -m bench.shared_prefix [--quick] [--rounds 5] [--full-text 3] [--dialogues 1.5] [--demo 1]
+                                  [--out FILE]
 
     full text    64 decisions of Crafter's full text, played by the demo's job with that text
     dialogues    8 questions of 200 tokens, 8 siblings each with answers of 150, hand-made
-    demo         an iteration of the demo's job
+    demo         an iteration of the demo's job, in its steps of 256 decisions
 
 by `tiny-0.8m`, and the full text by a shape of 12M parameters too; float32, one thread. Timed is an update
-(one step of AdamW), sides in turn; the ratio is of the least CPU times. The gradient is that of
+(AdamW in one step, but for the demo), sides in turn; the ratio is of the least CPU times. With `trl` in this
+interpreter its GRPOTrainer makes the same step of the full text, a side more. The gradient is that of
 a weighted sum of log-probs. Exit code 1 where a ratio is below its limit or the two ways differ by more than
-1e-5 (log-probs, nats) or 1e-6 (gradient, of its norm). --quick: the full text by tiny-0.8m alone.
+1e-5 (log-probs, nats) or 1e-6 (gradient, of its norm). --quick: the full text by tiny-0.8m, without trl.
 """
 
+import argparse
+import importlib.util
+import json
+import os
+import platform
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from bench import kit
+from bench import kit, learner_speed
 from bench.demo_iteration import played
 from trainer_backend import job_parts, learner_parts
 from trainer_backend.core.segments import Segment
+from trainer_backend.core.tries import Tries
 from trainer_backend.job.load import parse_job
+from trainer_backend.learner.attention import SHARE_FROM
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.scoring import cut_pieces
 from trainer_backend.models import build_preset, train_tokenizer
@@ -39,16 +51,39 @@ LOGPROBS, GRADIENT = 1e-5, 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """The way without sharing beside the one with it.
+class Case:
+    """Segments, the model that updates on them, decisions of a step, and the least ratio of CPU times."""
 
-    tokens, cpu: those of the first over those of the second, of an update; logprobs, gradient: differences.
+    name: str
+    segments: list[Segment]
+    shape: str
+    limit: float
+    step: int = 10**6
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The way without sharing compared with the one with it.
+
+    distinct: all tokens of the segments over those that one row of all would hold; computed: over those of an
+        update.
+    plain_s, shared_s, trl_s: CPU seconds of each round's update; the last are empty without trl.
+    logprobs, gradient: differences.
     """
 
-    tokens: float
-    cpu: float
+    segments: int
+    tokens: int
+    distinct: float
+    computed: float
+    plain_s: list[float]
+    shared_s: list[float]
+    trl_s: list[float]
     logprobs: float
     gradient: float
+
+    @property
+    def cpu(self) -> float:
+        return min(self.plain_s) / min(self.shared_s)
 
 
 def dialogues() -> list[Segment]:
@@ -75,12 +110,12 @@ def played_segments(settings: Sequence[str]) -> list[Segment]:
     ]
 
 
-def learner_of(model: PreTrainedModel, longest: int, *, share: bool) -> LocalLearner:
+def learner_of(model: PreTrainedModel, longest: int, step: int, *, share: bool) -> LocalLearner:
     tables = {
         "model": {"preset": "tiny-0.8m", "device": "cpu"},
         "inference": {"max_model_len": max(256, longest)},
         "training": {
-            "update_passes": 1, "batch_decisions": 10**6, "threads": 1, "entropy_coef": 0.0,
+            "update_passes": 1, "batch_decisions": step, "threads": 1, "entropy_coef": 0.0,
             "learning_rate": 1e-9, "mismatch_limit": 1e9, "share_prefixes": share,
         },
     }  # fmt: skip
@@ -103,24 +138,57 @@ def model_of(shape: str, vocabulary: int) -> PreTrainedModel:
     return model
 
 
-def compared(segments: list[Segment], shape: str, rounds: int) -> Compared:
+def compared(case: Case, rounds: int, folder: str | None) -> Compared:
+    """`folder`: where trl's trainer writes; None: it is left out."""
+    segments = case.segments
     vocabulary = 1 + max(int(segment.token_ids.max()) for segment in segments)
     longest = max(map(len, segments))
-    sides = [learner_of(model_of(shape, vocabulary), longest, share=share) for share in (False, True)]
-    episodes = [CreditedEpisode(part.rollout_id, [part], _advantages(part)) for part in segments]
-    least = [float("inf")] * 2
-    for number in range(rounds):
-        for side, learner in enumerate(sides):
-            begin = time.process_time()
-            learner.update(episodes, iteration=1 + number)
-            least[side] = min(least[side], time.process_time() - begin)
-    plain, shared = (_looked_at(learner, segments) for learner in sides)
-    return Compared(
-        tokens=plain[0] / shared[0],
-        cpu=least[0] / least[1],
-        logprobs=float((plain[1] - shared[1]).abs().max()),
-        gradient=float((plain[2] - shared[2]).norm() / plain[2].norm()),
+    models = [model_of(case.shape, vocabulary) for _ in range(2)]
+    plain, shared = (
+        learner_of(model, longest, case.step, share=share)
+        for model, share in zip(models, (False, True), strict=True)
     )
+    sides = [_updates(plain, segments), _updates(shared, segments)]
+    if folder is not None:
+        sides.append(_updates_of_trl(model_of(case.shape, vocabulary), segments, folder))
+    # What a side does for the first time is not timed.
+    found = [[next(side) for side in sides] for _ in range(rounds + 1)][1:]
+    plain_s, shared_s, *trl_s = map(list, zip(*found, strict=True))
+    tokens, logprobs, gradient = zip(*(_looked_at(side, segments) for side in (plain, shared)), strict=True)
+    distinct = Tries.of(segments, SHARE_FROM).distinct
+    return Compared(
+        segments=len(segments),
+        tokens=sum(map(len, segments)),
+        distinct=sum(map(len, segments)) / distinct,
+        computed=tokens[0] / tokens[1],
+        plain_s=plain_s,
+        shared_s=shared_s,
+        trl_s=trl_s[0] if trl_s else [],
+        logprobs=float((logprobs[0] - logprobs[1]).abs().max()),
+        gradient=float((gradient[0] - gradient[1]).norm() / gradient[0].norm()),
+    )
+
+
+def _updates(learner: LocalLearner, segments: Sequence[Segment]) -> Iterator[float]:
+    """CPU seconds of each update, without end."""
+    episodes = [CreditedEpisode(part.rollout_id, [part], _advantages(part)) for part in segments]
+    for iteration in range(1, 1000):
+        begin = time.process_time()
+        learner.update(episodes, iteration=iteration)
+        yield time.process_time() - begin
+
+
+def _updates_of_trl(model: PreTrainedModel, segments: Sequence[Segment], folder: str) -> Iterator[float]:
+    """The same by trl, whose samples are a prompt and an answer, in micro-batches of 16."""
+    samples = []
+    for part in segments:
+        ids, start = part.token_ids.tolist(), int(part.spans["start"][0])
+        samples.append(learner_speed.Sample(tuple(ids[:start]), tuple(ids[start:]), 1.0))
+    answer = max(len(sample.answer) for sample in samples)
+    shape = learner_speed.Shape(len(samples), (0, 0), (1, answer), micro=16, rows=0, steps=1)
+    tokenizer = train_tokenizer(["wood stone tree"], 512)
+    for cpu_s, _ in learner_speed.theirs(model, tokenizer, samples, shape, folder):
+        yield cpu_s
 
 
 def _advantages(part: Segment) -> list[float]:
@@ -141,30 +209,44 @@ def _looked_at(learner: LocalLearner, segments: list[Segment]) -> tuple[int, tor
     return tokens, logprobs, gradient
 
 
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    full = played_segments(FULL_TEXT)[:64]
+    yield Case("full text", full, "tiny-0.8m", options.full_text)
+    if not options.quick:
+        yield Case("full text", full, "12m", options.full_text)
+        yield Case("dialogues", dialogues(), "tiny-0.8m", options.dialogues)
+        yield Case("demo", played_segments(()), "tiny-0.8m", options.demo, step=256)
+
+
 def main() -> int:
     options = kit.options(
         __doc__, ("--quick", False), ("--rounds", 5), ("--full-text", 3.0, "least ratio"),
         ("--dialogues", 1.5, "least ratio"), ("--demo", 1.0, "least ratio"),
+        ("--out", "", "file for the results"),
     )  # fmt: skip
     torch.set_num_threads(1)
-    full = played_segments(FULL_TEXT)[:64]
-    cases = [("full text", full, "tiny-0.8m", options.full_text)]
-    if not options.quick:
-        cases += [
-            ("full text", full, "12m", options.full_text),
-            ("dialogues", dialogues(), "tiny-0.8m", options.dialogues),
-            ("demo", played_segments(()), "tiny-0.8m", options.demo),
-        ]
-    met = True
-    for name, segments, shape, limit in cases:
-        found = compared(segments, shape, 2 if options.quick else options.rounds)
-        met &= found.cpu >= limit and found.logprobs <= LOGPROBS and found.gradient <= GRADIENT
+    warnings.filterwarnings("ignore")
+    has_trl = not options.quick and importlib.util.find_spec("trl") is not None
+    results, met = {}, True
+    for case in cases(options):
+        with tempfile.TemporaryDirectory() as folder:
+            beside = folder if has_trl and case.name == "full text" else None
+            found = compared(case, 2 if options.quick else options.rounds, beside)
+        is_met = found.cpu >= case.limit and found.logprobs <= LOGPROBS and found.gradient <= GRADIENT
+        met &= is_met
+        results[f"{case.name}, {case.shape}"] = asdict(found) | {"cpu": found.cpu}
+        trl = f", trl x{min(found.trl_s) / min(found.shared_s):.2f}" if found.trl_s else ""
         print(
-            f"{name}, {shape}, {len(segments)} segments, {sum(map(len, segments))} tokens, log-probs "
-            f"{found.logprobs:.1e}, at least x{limit:g} wanted {kit.verdict(met)}\n"
-            f"distinct x{found.tokens:.2f} cpu x{found.cpu:.2f} gradient {found.gradient:.1e}",
+            f"{case.name}, {case.shape}, {found.segments} segments, {found.tokens} tokens, computed "
+            f"x{found.computed:.2f}, log-probs {found.logprobs:.1e}{trl}, at least x{case.limit:g} wanted "
+            f"{kit.verdict(is_met)}\n"
+            f"distinct x{found.distinct:.2f} cpu x{found.cpu:.2f} gradient {found.gradient:.1e}",
             flush=True,
         )
+    if options.out:
+        machine = {"cpus": os.cpu_count(), "platform": platform.platform(), "load": os.getloadavg()[0]}
+        text = {"bench": "shared_prefix", "machine": machine, "cases": results}
+        Path(options.out).write_text(json.dumps(text, indent=1) + "\n")
     return int(not met)
 
 

@@ -38,13 +38,16 @@ def end_with_parent() -> None:
     when_parent_ends(lambda: os._exit(_ORPHANED))
 
 
-def kill_with_parent() -> None:
+def kill_with_parent(parent: int) -> None:
     """Have the kernel kill this process when the thread that started it ends, even if this one is stopped.
 
-    Linux alone has that; elsewhere nothing happens, and `end_with_parent` ends a process that still runs.
+    A parent of that id that has ended already ends this process here. Linux alone has that; elsewhere nothing
+    happens, and `end_with_parent` ends a process that still runs.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(_ORPHANED)
 
 
 def when_parent_ends(call: Callable[[], object]) -> None:

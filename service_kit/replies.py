@@ -1,6 +1,7 @@
 """What a client takes from the reply of another service: bounded bytes, typed values, and no other address.
 
-    bytes     read_bounded, bounded, Lines      no more than a bound; refuse_encoded: never inflated
+    bytes     plain_session, plain_client       as they came: none is inflated
+              read_bounded, bounded, Lines      no more than a bound
     values    read_reply                        of a type, strictly: true is no 1, "7" no 7, NaN no number
     address   redirect_target                   of a redirect, which no client follows
 
@@ -11,14 +12,19 @@ each client reads through this module, and raises its own error for a `ReplyFaul
 """
 
 from collections.abc import AsyncIterable, Iterable, Iterator, Mapping
+from functools import partial
 from http import HTTPStatus
 from reprlib import Repr
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urljoin, urlsplit
 
 from pydantic import BaseModel, ValidationError
 
-from shared_schemas.json_text import RepeatedKey, refuse_repeated
+from shared_schemas.json_text import RepeatedKey, read_typed
+
+if TYPE_CHECKING:  # each client pays for its own library alone
+    import aiohttp
+    import httpx
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -37,8 +43,8 @@ _ALLOWED = {
     "list_type": "it should be a list",
 }
 
-# Headers of every request: an encoded reply could be a thousand times as long as what is counted.
-PLAIN = {"Accept-Encoding": "identity"}
+# An encoded reply could be a thousand times as long as what is counted.
+_PLAIN = {"Accept-Encoding": "identity"}
 
 
 class ReplyFault(Exception):
@@ -91,26 +97,17 @@ def read_reply(kind: type[Model], content: bytes, part: str) -> Model:
         ReplyInvalid: it is no JSON, no such value, or has a key twice.
     """
     try:
-        value = kind.model_validate_json(content, strict=True)
+        return read_typed(partial(kind.model_validate_json, strict=True), content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-    else:
-        refuse_repeats(content, part)
-        return value
-    if first["type"] == "json_invalid":
-        found = show_found(content) if content.strip() else "empty"
-        raise ReplyInvalid(part, "", found, f"JSON is needed ({first['msg'].partition(': ')[2]})")
-    raise _fault(first, part)
-
-
-def refuse_repeats(content: bytes, part: str) -> None:
-    """Raise ReplyInvalid where an object of a reply in JSON has a key twice."""
-    try:
-        refuse_repeated(content)
     except RepeatedKey as error:
         raise ReplyInvalid(part, error.key[:_SHOWN], "there twice", "each key is given once") from error
     except ValueError as error:
         raise ReplyInvalid(part, "", show_found(content), f"JSON is needed ({error})") from error
+    if first["type"] == "json_invalid":
+        found = show_found(content) if content.strip() else "empty"
+        raise ReplyInvalid(part, "", found, f"JSON is needed ({first['msg'].partition(': ')[2]})")
+    raise _fault(first, part)
 
 
 def read_value(kind: type[Model], value: Any, part: str) -> Model:
@@ -141,12 +138,37 @@ def show_found(value: Any) -> str:
     return f"{_clip.repr(value)} ({type(value).__name__})"
 
 
-def refuse_encoded(headers: Mapping[str, str]) -> None:
-    """Refuse a reply whose bytes have to be inflated, which `PLAIN` did not ask for.
+def plain_session(*, headers: Mapping[str, str] | None = None, **options: Any) -> "aiohttp.ClientSession":
+    """Open a session of aiohttp's, whose requests raise ReplyEncoded for a reply that is to be inflated."""
+    import aiohttp
 
-    Raises:
-        ReplyEncoded: its Content-Encoding is not `identity`.
-    """
+    async def refuse(
+        request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType
+    ) -> aiohttp.ClientResponse:
+        response = await send(request)
+        try:
+            _refuse_encoded(response.headers)
+        except ReplyEncoded:
+            response.close()
+            raise
+        return response
+
+    return aiohttp.ClientSession(
+        headers=_PLAIN | dict(headers or {}), auto_decompress=False, middlewares=(refuse,), **options
+    )
+
+
+def plain_client(*, headers: Mapping[str, str] | None = None, **options: Any) -> "httpx.Client":
+    """Open a client of httpx, which follows no redirect; ReplyEncoded for a reply that is to be inflated."""
+    import httpx
+
+    return httpx.Client(
+        headers=_PLAIN | dict(headers or {}), follow_redirects=False,
+        event_hooks={"response": [lambda response: _refuse_encoded(response.headers)]}, **options,
+    )  # fmt: skip
+
+
+def _refuse_encoded(headers: Mapping[str, str]) -> None:
     encoding = headers.get("Content-Encoding") or "identity"
     if encoding.strip().lower() != "identity":
         raise ReplyEncoded(encoding)

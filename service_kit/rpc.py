@@ -37,7 +37,7 @@ from service_kit.keys import Keys
 from service_kit.problems import install_problem_handlers
 from service_kit.replies import Lines, ReplyTooLarge, redirect_target
 from shared_schemas.base import FIRST_ERROR_ONLY, Body
-from shared_schemas.json_text import encodable, refuse_repeated
+from shared_schemas.json_text import encodable, read_typed
 from shared_schemas.problem import Problem
 
 log = structlog.get_logger("calls")
@@ -76,7 +76,9 @@ class Call:
         most_reply_bytes: int = _MIB,
         reply_growth: int = 0,
         encode: Callable[[TypeAdapter[Any], Any], bytes] = TypeAdapter.dump_json,
-        decode: Callable[[TypeAdapter[Any], bytes], Any] = TypeAdapter.validate_json,
+        decode: Callable[[TypeAdapter[Any], bytes], Any] = lambda adapter, body: read_typed(
+            adapter.validate_json, body
+        ),
     ) -> None:
         # A text is no number; pydantic models are as strict as their own config says.
         config = ConfigDict(ser_json_inf_nan="constants", strict=True)
@@ -179,9 +181,9 @@ class Table(dict[str, Call], Generic[Error]):
             error = self.failure(f"{name!r} met {describe_error(error)}")
         return b"error " + ErrorBody.of(error).model_dump_json().encode()
 
-    def read_error(self, body: bytes | str, name: str) -> Error:
+    def read_error(self, body: bytes, name: str) -> Error:
         try:
-            return ErrorBody.model_validate_json(body).error(self._errors, self.failure)
+            return read_typed(ErrorBody.model_validate_json, body).error(self._errors, self.failure)
         except ValueError as error:
             raise self.misfit(f"the error of {name!r}", error) from error
 
@@ -203,7 +205,7 @@ class Table(dict[str, Call], Generic[Error]):
                 hint="The launcher must know the process's final address.",
             )
         try:
-            problem = Problem.model_validate_json(body)
+            problem = read_typed(Problem.model_validate_json, body)
         except ValueError:
             return self.failure(f"{url} answered {status}, and not as a process of a run does")
         kind = next((kind for kind in self._errors.tree() if kind.code == problem.code), self.failure)
@@ -245,7 +247,7 @@ class Reply:
         kind, _, text = line.partition(b" ")
         if kind == b"progress" and self._call.progress is not None and self._end is None:
             try:
-                values = self._call.progress.validate_json(text)
+                values = read_typed(self._call.progress.validate_json, text)
             except ValueError as error:
                 raise self._table.misfit(f"the progress of {self.name!r}", error) from error
             if self._tell is not None and self.unwelcome is None:
@@ -269,8 +271,7 @@ class Reply:
         if kind == b"error":
             raise self._table.read_error(text, self.name)
         try:
-            refuse_repeated(text)
-            return self._call.result.validate_json(text)[0]
+            return read_typed(self._call.result.validate_json, text)[0]
         except ValueError as error:
             raise self._table.misfit(f"the result of {self.name!r}", error, outer=1) from error
 

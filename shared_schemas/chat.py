@@ -5,6 +5,7 @@ The request header ROLLOUT_HEADER names the conversation. The reply then carries
 
     prompt_token_ids, prompt_ids_reused      at the top of the reply
     token_ids, token_logprobs, versions      in choices[0]
+    experts                                  in choices[0], of a model whose experts are recorded
     raw_text                                 in choices[0]: all sampled text without the stop token;
                                              the message's content lacks the parsed calls
 

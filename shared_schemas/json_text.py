@@ -10,12 +10,14 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic_core import PydanticSerializationError, from_json, to_json, to_jsonable_python
 
 from shared_schemas.base import shown
 from shared_schemas.plain_text import decode_text, without_mark
+
+Value = TypeVar("Value")
 
 # Recursion up to this depth is safe; pydantic_core.from_json refuses more.
 MAX_DEPTH = 201
@@ -35,9 +37,25 @@ def read_json(text: bytes | str, *, keeps_nul: bool = False) -> Any:
     """The value of a JSON text; a byte order mark before it counts as nothing, as RFC 8259 allows.
 
     `keeps_nul` says whether U+0000 may stand in it. Raises ValueError, which says what and where, for no JSON
-    in UTF-8, a lone surrogate, U+0000, a number beyond a float's range, more than MAX_DEPTH levels, or an
-    object of more than MAX_MEMBERS.
+    in UTF-8, a lone surrogate, U+0000, a number beyond a float's range, more than MAX_DEPTH levels, an object
+    of more than MAX_MEMBERS, or one that has a key twice (RepeatedKey).
     """
+    value = _read(text, keeps_nul)
+    _refuse_repeated(text if isinstance(text, str) else without_mark(text))
+    return value
+
+
+def read_typed(validate: Callable[[bytes], Value], text: bytes) -> Value:
+    """The value that pydantic's `validate_json` makes of a JSON text in which each key is given once.
+
+    Raises what `validate` does; RepeatedKey; and another ValueError for what Python's reader does not take.
+    """
+    value = validate(text)
+    _refuse_repeated(text)  # afterwards: pydantic says where a wrong text is wrong
+    return value
+
+
+def _read(text: bytes | str, keeps_nul: bool) -> Any:
     # A lone surrogate is passed on, so that the reader refuses it with its place.
     raw = text.encode(errors="surrogatepass") if isinstance(text, str) else without_mark(text)
     try:
@@ -71,11 +89,8 @@ def each_key_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def refuse_repeated(text: bytes | str) -> None:
-    """Refuse a JSON text in which an object has a key twice, where pydantic takes the last value in silence.
-
-    Raises RepeatedKey, and another ValueError for what Python's reader does not take.
-    """
+def _refuse_repeated(text: bytes | str) -> None:
+    """Refuse a JSON text in which an object has a key twice, of which pydantic takes the last in silence."""
     json.loads(text, object_pairs_hook=each_key_once)
 
 
@@ -83,14 +98,15 @@ def read_quotation(text: bytes) -> Any:
     """The value of a JSON text that may quote a model: U+0000 is kept, and `?` stands for a lone surrogate.
 
     An agent sends back what the model wrote, and results that repeat it; refusing that would lose just the
-    episodes in which the model errs. Raises ValueError as `read_json`, for everything else.
+    episodes in which the model errs. So the last value of a key that comes twice counts, too. Raises
+    ValueError as `read_json`, for everything else.
     """
     try:
-        return read_json(text, keeps_nul=True)
+        return _read(text, keeps_nul=True)
     except ValueError:
         if b"\\ud" in text.lower():
             with suppress(ValueError, RecursionError):
-                return read_json(json.dumps(encodable_json(json.loads(text))), keeps_nul=True)
+                return _read(json.dumps(encodable_json(json.loads(text))), keeps_nul=True)
         raise
 
 

@@ -142,13 +142,29 @@ class Sampling(SamplingKeys):
         return PLAIN_SAMPLING | recorded | {"top_k": self.top_k or _EVERY_TOKEN}
 
 
+class ExpertChoices(Body):
+    """The experts of a mixture that the sampler sent tokens of one model call to.
+
+    first: the place in prompt + response of the first token whose experts are known; those of the others
+        follow, without a gap.
+    per_token: numbers of a token: layers with experts * experts of each, by layer.
+    data: base64 of these numbers, little-endian, each of `number_bytes` bytes; the largest one: not known.
+    """
+
+    first: Count
+    per_token: int = Field(ge=1)
+    number_bytes: Literal[1, 2]
+    data: str
+
+
 class PolicyLogprobs(Body):
     """The exact tokens of one model call, as the inference server saw and sampled them.
 
     The prompt is the first `prompt_ids_reused` ids of the rollout's previous prompt + response, then
     `prompt_token_ids`. logprobs[i] is the log-prob of token_ids[i] under softmax(logits / temperature) before
     truncation, or after it if the request asked for processed_logprobs
-    (shared_schemas/chat.py). versions: [[first_token, policy_version], ...].
+    (shared_schemas/chat.py). versions: [[first_token, policy_version], ...]. experts: of a mixture of experts
+    whose engine records them.
     """
 
     prompt_ids_reused: int = Field(default=0, ge=0)
@@ -157,6 +173,7 @@ class PolicyLogprobs(Body):
     logprobs: tuple[float, ...]
     finish_reason: str
     versions: tuple[tuple[int, int], ...]
+    experts: ExpertChoices | None = None
 
 
 def cover(starts: Sequence[int], count: int) -> bool:

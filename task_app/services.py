@@ -10,6 +10,7 @@ from pydantic import SecretStr
 from starlette.requests import Request
 
 from service_kit.keys import Keys
+from service_kit.replies import plain_session
 from shared_schemas.chat import StructuredOutput
 from shared_schemas.messages import ToolSpec
 from shared_schemas.rollouts import RolloutRequest
@@ -164,8 +165,7 @@ class Services:
     def start(self) -> None:
         """Open the service's client session; each running rollout has at most one call open."""
         self.database.open()
-        self._session = aiohttp.ClientSession(
-            auto_decompress=False,
+        self._session = plain_session(
             connector=aiohttp.TCPConnector(limit=2 * self.settings.max_concurrent_rollouts),
             cookie_jar=aiohttp.DummyCookieJar(),
         )

@@ -136,7 +136,9 @@ def _step_info(decision: Decision) -> StepInfo:
 def policy_logprobs(log_probs: Mapping[str, Any]) -> PolicyLogprobs | None:
     """The exact tokens with all fields, or None, so that a missing log-prob never looks like a 0."""
     fields = {name: log_probs.get(name) for name in LOGPROB_FIELDS}
-    return None if any(value is None for value in fields.values()) else PolicyLogprobs.model_validate(fields)
+    if any(value is None for name, value in fields.items() if name != "experts"):
+        return None
+    return PolicyLogprobs.model_validate({name: value for name, value in fields.items() if value is not None})
 
 
 def _own_logprobs(log_probs: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -17,10 +17,10 @@ import stamina
 from pydantic import SecretStr
 from pydantic_core import to_json
 
-from service_kit.replies import PLAIN, ReplyFault, read_bounded, refuse_encoded
+from service_kit.replies import ReplyFault, plain_session, read_bounded
 from shared_schemas.chat import CONTEXT_LENGTH_EXCEEDED, IGNORED_HEADER, RESPONSE_FORMAT, ROLLOUT_HEADER
 from shared_schemas.messages import Message
-from shared_schemas.trajectory import PolicyLogprobs, Sampling, SamplingKeys
+from shared_schemas.trajectory import Sampling, SamplingKeys
 from task_app.episode.actions import NO_TOOL_CALL
 from task_app.errors import ContextLengthExceeded, EpisodeFailed, PolicyUnavailable, PromptRefused
 from task_app.policies.openai_config import CHAT_PATH, OpenAIConfig, chat_completions_url
@@ -84,7 +84,7 @@ class Endpoint:
         try:
             if self._session is not None:
                 return await self._post(self._session, data)
-            async with aiohttp.ClientSession(auto_decompress=False) as session:
+            async with plain_session() as session:
                 return await self._post(session, data)
         except TimeoutError as exc:
             raise TryAgain(f"no answer within {self._timeout_s:g} s") from exc
@@ -100,7 +100,6 @@ class Endpoint:
         async with session.post(
             self._url, data=data, headers=self._headers, timeout=self._timeout, allow_redirects=False
         ) as response:
-            refuse_encoded(response.headers)
             after_s = retry_after_s(response.headers.get("Retry-After"))
             body = await read_bounded(response.content.iter_any(), self._max_reply_bytes)
             return Answered(response.status, body, after_s, response.headers.get(IGNORED_HEADER, ""))
@@ -169,7 +168,7 @@ class OpenAIAgentPolicy:
     ) -> None:
         self.config = config
         url = chat_completions_url(config.inference_url, allowed_hosts=allowed_hosts)
-        headers = {"Content-Type": "application/json", **PLAIN}
+        headers = {"Content-Type": "application/json"}
         if rollout_id is not None and config.asks_gateway_of_ours:
             headers[ROLLOUT_HEADER] = rollout_id
         key = SecretStr(inference_key) if isinstance(inference_key, str) else inference_key
@@ -390,7 +389,7 @@ class OpenAIAgentPolicy:
         exact, plain = reply.tokens, reply.logprobs
         tokens: dict[str, Any] = {}
         if exact is not None:
-            tokens = {name: getattr(exact, name) for name in PolicyLogprobs.model_fields}
+            tokens = {name: getattr(exact, name) for name in exact.model_fields_set}
         elif plain is not None:
             tokens = {"tokens": [token for token, _ in plain], "logprobs": [number for _, number in plain]}
         is_known = SamplingKeys.model_fields.keys().isdisjoint(self.config.leave_out)

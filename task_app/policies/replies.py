@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from pydantic import Field, JsonValue
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
 from service_kit import replies
 from service_kit.replies import Model
 from shared_schemas.base import Count, StrictReply
-from shared_schemas.json_text import read_quotation, refuse_repeated
-from shared_schemas.trajectory import DrawnLogprob, Logprob, PolicyLogprobs, TokenId, cover
+from shared_schemas.json_text import read_json, read_quotation, read_typed
+from shared_schemas.trajectory import DrawnLogprob, ExpertChoices, Logprob, PolicyLogprobs, TokenId, cover
 from task_app.episode.actions import NO_TOOL_CALL, json_object
 from task_app.errors import PolicyUnavailable
 
@@ -87,6 +87,7 @@ class _OwnChoice(_Choice):
     token_ids: tuple[TokenId, ...] | None = None
     token_logprobs: tuple[DrawnLogprob, ...] | None = None
     versions: tuple[tuple[TokenId, Count], ...] | None = None
+    experts: ExpertChoices | None = None
 
 
 class _PlainToken(StrictReply):
@@ -202,8 +203,7 @@ def _read(kind: type[Model], body: bytes, hint: str = "") -> Model:
         fault = exc
     if not fault.field and b"\\ud" in body.lower():  # half a character that the model wrote is data
         with suppress(ValueError):
-            plain = to_json(read_quotation(body))
-            refuse_repeated(body)  # of which the plain text keeps the last alone
+            plain = to_json(read_typed(read_quotation, body))
             return _read(kind, plain, hint)
     raise protocol_error(fault.finding + hint) from fault
 
@@ -215,7 +215,7 @@ def refusal(status: int, body: bytes, *, key: str = "") -> tuple[str, str]:
     everywhere.
     """
     try:
-        value = from_json(body)
+        value = read_json(body)
     except ValueError:
         value = None
     if not isinstance(value, dict):
@@ -326,6 +326,7 @@ class OwnReplies:
             logprobs=choice.token_logprobs or (),
             finish_reason=choice.ending or "",
             versions=choice.versions or (),
+            **({} if choice.experts is None else {"experts": choice.experts}),
         )
 
 

@@ -48,7 +48,7 @@ def main(source: str, name: str) -> None:
         except ServiceError as exc:
             _say(replies, {"error": exc.detail})
             return
-        _say(replies, {"mode": function.mode})
+        _say(replies, {})
         for line in iter(_lines_of(requests).get, None):
             _say(replies, _answer(function, json.loads(line), runner, name))
 

@@ -7,10 +7,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import ValidationError
-
 from service_kit.output import Output
 from service_kit.process import PIPE, Child, name_exit, without_keys
+from service_kit.replies import ReplyInvalid, read_reply
 from shared_schemas.base import Body
 from shared_schemas.evaluate_result import EvaluateResult
 from shared_schemas.json_text import encodable
@@ -52,13 +51,9 @@ class RewardProcess:
         except BaseException:
             await self.end()
             raise
-        try:
-            parsed = _Reply.model_validate(reply)
-        except ValidationError as exc:
-            raise self._error(f"answered what is no result: {exc.errors()[0]['msg']}") from exc
-        if parsed.results is None or len(parsed.results) != len(episodes):
-            raise RewardFunctionFailed(encodable(clipped(parsed.error or "it answered nothing", 500)))
-        return parsed.results
+        if reply.results is None or len(reply.results) != len(episodes):
+            raise RewardFunctionFailed(encodable(clipped(reply.error or "it answered nothing", 500)))
+        return reply.results
 
     async def end(self) -> None:
         """Kill it with all that it has started."""
@@ -83,14 +78,14 @@ class RewardProcess:
         )  # fmt: skip
         start_s = self._settings.reward_start_s
         reply = await self._line(child, start_s, start_s, "did not start")
-        if "error" in reply:
-            raise RewardFunctionFailed(f"the process of reward function {self._name!r}: {reply['error']}")
+        if reply.error is not None:
+            raise RewardFunctionFailed(f"the process of reward function {self._name!r}: {reply.error}")
         return child
 
     async def _line(
         self, child: Child, timeout_s: float, deadline_s: float, failure: str, *, request: str = ""
-    ) -> dict[str, Any]:
-        """The next line of the process, a JSON object; where there is a request, its answer."""
+    ) -> _Reply:
+        """The next line of the process; where there is a request, its answer."""
         loop = asyncio.get_running_loop()
         start_s = loop.time()  # before the child can begin to count: it may reach its deadline first
         if request:
@@ -110,10 +105,10 @@ class RewardProcess:
                 raise self._late(failure, deadline_s)
             raise self._error(f"ended its process with {name_exit(code)} before it answered")
         try:
-            reply: dict[str, Any] = json.loads(line)
-        except ValueError as exc:
-            raise self._error("wrote into the exchange of its process") from exc
-        return reply
+            return read_reply(_Reply, line, "")
+        except ReplyInvalid as exc:
+            no_result = f"answered what is no result: {exc.finding}"
+            raise self._error(no_result if exc.field else "wrote into the exchange of its process") from exc
 
     def _error(self, what: str) -> RewardFunctionFailed:
         return RewardFunctionFailed(f"reward function {self._name!r} {what}")

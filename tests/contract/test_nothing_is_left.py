@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,6 +26,16 @@ def children(process: psutil.Process) -> dict[psutil.Process, str]:
     return found
 
 
+def roles_of(run: int) -> tuple[dict[str, psutil.Process], dict[psutil.Process, str]]:
+    """The processes of a run by role, once all are there, and all of them with their commands."""
+    while True:
+        family = children(psutil.Process(run))
+        by_role = {role: one for role in ROLES for one, command in family.items() if role in command}
+        if by_role.keys() == set(ROLES):
+            return by_role, family
+        time.sleep(0.02)
+
+
 @pytest.mark.timeout(240)  # four processes start, three with an import of torch
 def test_after_a_kill_no_process_of_a_run_is_left(tmp_path: Path):
     job = exact_job(**SHORT | {"training__iterations": 50})
@@ -35,9 +46,11 @@ def test_after_a_kill_no_process_of_a_run_is_left(tmp_path: Path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         assert any(line == "stage: collect 2\n" for line in run.stdout)
-        family = children(psutil.Process(run.pid))
-        by_role = {role: one for role in ROLES for one, command in family.items() if role in command}
-        assert by_role.keys() == set(ROLES)
+        by_role, _ = roles_of(run.pid)
+        before = [by_role[role] for role in ROLES[1:]]
+        before[0].kill()  # the gateway alone; another one is started
+        assert not psutil.wait_procs(before, timeout=5)[1]
+        by_role, family = roles_of(run.pid)
         run.kill()
         by_role["processes.gateway_process"].kill()  # the parent of the engine
         _, alive = psutil.wait_procs(family, timeout=5)

@@ -19,6 +19,7 @@ DOORS = {
         "task_app/environments/foreign/children/verifiers_harness.py",
         "trainer_backend/terminal/jobs_client.py",
         "trainer_backend/processes/learner_process.py",
+        "service_kit/replies.py",
     ],
     "yaml": ["task_app/interactions/config_file.py", "trainer_backend/job/code_files.py"],
     "aiohttp": [
@@ -28,6 +29,7 @@ DOORS = {
         "trainer_backend/inference/vllm_engine.py",
         "trainer_backend/pages",
         "trainer_backend/processes/gateway.py",
+        "service_kit/replies.py",
     ],
     **{
         library: ["task_app/environments/foreign/children"]
@@ -153,7 +155,7 @@ def among(package: str, forbidden: set[str]) -> dict[str, set[str]]:
 def test_packages_keep_apart():
     schemas = {"shared_schemas", "pydantic", "pydantic_core", *sys.stdlib_module_names}
     edge = {"service_kit", "cachetools", "starlette", "structlog", "prometheus_client", "uvicorn", "uvloop"}
-    edge |= {"pydantic_settings", "typer"}
+    edge |= {"aiohttp", "httpx", "pydantic_settings", "typer"}
     for package, allowed in {"shared_schemas": schemas, "service_kit": schemas | edge}.items():
         assert beside(package, allowed) == {}
     forbidden = {

@@ -1,36 +1,23 @@
 """Every client that sends a key, against servers that send it elsewhere or never stop."""
 
-import asyncio
+import gzip
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Any
 
 import pytest
-from pydantic import Field, SecretStr
+from pydantic import Field
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response, StreamingResponse
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from service_kit.replies import Lines, ReplyInvalid, ReplyTooLarge, read_reply, redirect_target
 from service_kit.server import Listener, ServerThread
 from shared_schemas.base import StrictReply
-from shared_schemas.trajectory import Sampling
-from task_app.environments.foreign.wire import Http
-from task_app.settings import Reach
-from trainer_backend.collect.client import TaskAppClient
-from trainer_backend.inference.actor import Extras
-from trainer_backend.inference.remote_engine import RemoteEngine
-from trainer_backend.inference.vllm_engine import VllmEngine
-from trainer_backend.processes.gateway import Gateway
-from trainer_backend.processes.gateway_calls import CONTROL_KEY
-from trainer_backend.processes.learner_process import LearnerConnection
-from trainer_backend.terminal.jobs_client import JobsClient
-
-KEY = "the-key-of-these-tests"
+from tests.service_kit.clients import CLIENTS, ask_from_a_plug_in, learner
 
 
 @contextmanager
@@ -42,92 +29,7 @@ def server(answer: Callable[[Request], Awaitable[Response]]) -> Iterator[Listene
         yield listener
 
 
-async def ask_task_app(at: Listener) -> None:
-    async with TaskAppClient(at.url, SecretStr(KEY), timeout_s=30, most_reply_bytes=1 << 20) as client:
-        await client.poll("run", None, wait_s=0)
-
-
-async def ask_task_app_for_info(at: Listener) -> None:
-    async with TaskAppClient(at.url, SecretStr(KEY), timeout_s=30, most_reply_bytes=1 << 20) as client:
-        await client.about()
-
-
-def jobs_client(at: Listener) -> JobsClient:
-    return JobsClient(at.url, {"TRAINER_API_KEY": KEY}, most_reply_bytes=1 << 20)
-
-
-async def ask_jobs(at: Listener) -> None:
-    await asyncio.to_thread(jobs_client(at).get, "/jobs")
-
-
-async def ask_events(at: Listener) -> None:
-    await asyncio.to_thread(lambda: list(jobs_client(at).events("/jobs/x/events")))
-
-
-async def ask_learner(at: Listener) -> None:
-    connection = LearnerConnection(at.url, KEY, silence_s=30, log_file=None, session="run/1")
-    try:
-        assert await asyncio.to_thread(connection.fault, "run") == ""
-    finally:
-        connection.close()
-
-
-async def ask_gateway(at: Listener) -> None:
-    log, keys = Path("gateway.log"), {CONTROL_KEY: KEY}
-    gateway: Any = Gateway(0, at, lambda version, first: None, print, keys=keys, log_file=log)
-    gateway._life = SimpleNamespace(url=at.url)
-    try:
-        await gateway._call("totals", timeout_s=30)
-    finally:
-        await gateway.close()
-
-
-async def ask_engine(at: Listener) -> None:
-    engine = RemoteEngine(at.url, "model", SecretStr(KEY), stop_ids=[1], vocabulary=9, max_model_len=64)
-    try:
-        await engine.generate([2, 3], Sampling(max_tokens=4), request_id="r")
-    finally:
-        await engine.close()
-
-
-async def ask_vllm(at: Listener) -> None:
-    engine = VllmEngine(at.url, stop_ids=[1], vocabulary=9, max_model_len=64, wait_s=30)
-    try:
-        await engine.score([2, 3])
-    finally:
-        await engine.close()
-
-
-async def ask_vllm_for_a_stream(at: Listener) -> None:
-    engine = VllmEngine(at.url, stop_ids=[1], vocabulary=9, max_model_len=64, wait_s=30)
-    try:
-        extras = Extras(on_token=lambda token: None)
-        await engine.generate([2, 3], Sampling(max_tokens=4), request_id="r", extras=extras)
-    finally:
-        await engine.close()
-
-
-async def ask_peer(at: Listener) -> None:
-    http = Http(
-        "peer",
-        Reach(
-            allowed_environment_hosts=("127.0.0.1",), environment_deadline_s=30, max_environment_bytes=1 << 20
-        ),
-    )
-    http.client.headers["authorization"] = KEY
-    try:
-        await asyncio.to_thread(http.send, "POST", at.url, body={})
-    finally:
-        http.close()
-
-
-CLIENTS = [
-    ask_task_app, ask_task_app_for_info, ask_jobs, ask_events, ask_learner, ask_gateway, ask_engine, ask_vllm,
-    ask_vllm_for_a_stream, ask_peer,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("ask", CLIENTS)
+@pytest.mark.parametrize("ask", CLIENTS.values(), ids=CLIENTS)
 async def test_no_client_follows_a_redirect_and_none_sends_its_key_to_another_address(ask):
     requests: list[str] = []
 
@@ -141,40 +43,49 @@ async def test_no_client_follows_a_redirect_and_none_sends_its_key_to_another_ad
             return RedirectResponse(f"{other.url}{request.url.path}?token=t", 307)
 
         with server(redirect) as first, pytest.raises(Exception) as caught:
-            await ask(first)
+            await ask(first.url)
     assert requests == []
     assert type(caught.value).__module__.startswith(("task_app", "trainer_backend"))
 
 
 @pytest.mark.parametrize(
-    ("ask", "hint"),
+    "ask", [*CLIENTS.values(), ask_from_a_plug_in, learner(lambda one: one.ask("open", "job"))]
+)
+async def test_no_client_inflates_a_reply(ask):
+    async def answer(request: Request) -> Response:
+        assert request.headers["Accept-Encoding"] == "identity"
+        return Response(gzip.compress(bytes(10_000_000)), headers={"Content-Encoding": "gzip"})
+
+    with server(answer) as at, pytest.raises(Exception, match="has the Content-Encoding 'gzip'"):
+        await ask(at.url)
+
+
+def test_each_session_of_a_client_is_made_by_the_one_function_that_refuses_encoded_replies():
+    # Of other programs: a harness inside the library's own process, which asks the task app.
+    packages = ("service_kit", "shared_schemas", "task_app", "trainer_backend", "turnwise")
+    files = {
+        file for package in packages for file in Path(package).rglob("*.py") if "children" not in file.parts
+    }
+    makes = {str(file) for file in files if re.search(r"\b(ClientSession|Client)\(", file.read_text())}
+    assert makes == {"service_kit/replies.py"}
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
     [
-        (ask_task_app, "services.task_url must name the final address"),
-        (ask_jobs, "Name the final address with --url or TURNWISE_URL"),
-        (ask_learner, "The launcher must know the process's final address"),
+        ("task app, a page", "services.task_url must name the final address"),
+        ("the terminal, jobs", "Name the final address with --url or TURNWISE_URL"),
+        ("a learner, about", "The launcher must know the process's final address"),
     ],
 )
-async def test_an_address_that_redirects_is_named_with_the_other_one_and_what_to_do(ask, hint):
+async def test_an_address_that_redirects_is_named_with_the_other_one_and_what_to_do(name, hint):
     async def redirect(request: Request) -> Response:
         return RedirectResponse("https://me:word@other.example/rollouts?token=t", 308)
 
     with server(redirect) as first, pytest.raises(Exception, match=re.escape(hint)) as caught:
-        await ask(first)
+        await CLIENTS[name](first.url)
     assert first.url in str(caught.value) and "'https://other.example/rollouts'" in str(caught.value)
     assert "word" not in str(caught.value) and "token" not in str(caught.value)
-
-
-@pytest.mark.parametrize("ask", CLIENTS)
-async def test_no_client_reads_a_reply_beyond_its_bound(ask):
-    async def blanks() -> AsyncIterator[bytes]:  # beyond the largest bound of these clients, 16 MiB
-        for _ in range(300):
-            yield b" " * 65_536
-
-    async def answer(request: Request) -> Response:
-        return StreamingResponse(blanks(), media_type="application/json")
-
-    with server(answer) as at, pytest.raises(Exception, match=r"more than \d+ bytes"):
-        await ask(at)
 
 
 def test_a_line_may_come_in_parts_and_a_stream_may_be_longer_than_its_longest_line():

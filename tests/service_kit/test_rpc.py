@@ -55,6 +55,7 @@ TABLE = Table(
         "wait": Call(tuple[()], None, progress=tuple[()]),
         "spoil": Call(tuple[()], None),
         "lie": Call(tuple[()], Loaf),
+        "rise": Call(tuple[()], Loaf, progress=tuple[Loaf]),
     },
     errors=KitError,
     failure=Failure,
@@ -253,6 +254,27 @@ def test_no_bytes_of_a_stranger_raise_anything_else(content: bytes, cut: int):
             heard(start + content + b"\n", cut)
         except Failure as error:
             assert len(str(error)) < 600
+
+
+def test_a_key_that_comes_twice_is_refused_wherever_it_stands():
+    loaf = b'{"slices": 1, "slices": 2, "weights": []}'
+    lines = (
+        b"progress [%s]\n",
+        b"result [%s]\n",
+        b'error {"classes": [], "code": "c", "detail": "d", "more": %s}\n',
+    )
+    readers = [lambda line=line % loaf: _risen(line) for line in lines]
+    readers.append(lambda: TABLE.read_arguments("bake", b"[%s, 1.0]" % loaf))
+    for read in readers:
+        with pytest.raises(Failure, match="'slices' comes twice"):
+            read()
+    problem = b'{"title": "t", "status": 400, "code": "kit_spoilt", "code": "c", "detail": "d"}'
+    assert "answered 400, and not as" in str(TABLE.refusal("http://h", 400, None, problem))
+
+
+def _risen(line: bytes) -> Any:
+    reply = Reply(TABLE, "rise")
+    return reply.take(line) and reply.result()
 
 
 def test_a_reply_may_be_as_long_as_its_arguments_allow():

@@ -40,6 +40,7 @@ def test_what_can_be_written_out_again_is_read_as_it_stands(value):
         (b"1" + b"0" * 5_000, "out of range"),
         (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), f"more than {MAX_DEPTH} levels"),
         (json.dumps([dict.fromkeys(map(str, range(MAX_MEMBERS + 1)))]), "0 holds 10001 keys; at most 10000"),
+        (b'\xef\xbb\xbf[{"a": 1, "a": 1}]', "the key 'a' comes twice"),
         ('{"a": 1}'.encode("utf-16"), "is UTF-16"),
         (b"", "no JSON"),
     ],

@@ -18,14 +18,13 @@ from pydantic import AliasChoices, Field, SecretStr
 from stamina.instrumentation import set_on_retry_hooks
 
 from service_kit.replies import (
-    PLAIN,
     Model,
     ReplyFault,
     ReplyInvalid,
+    plain_session,
     read_bounded,
     read_reply,
     redirect_target,
-    refuse_encoded,
     show_found,
 )
 from shared_schemas.base import Count, StrictReply
@@ -379,12 +378,10 @@ class TaskAppClient:
                 raise
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
+        self._session = plain_session(
             headers={"X-API-Key": self.api_key.get_secret_value()}
-            | PLAIN
             | ({"Host": self.name} if self.name else {}),
             connector=aiohttp.TCPConnector(limit=16),
-            auto_decompress=False,
         )
         return self
 
@@ -551,7 +548,6 @@ class TaskAppClient:
                 method, self.url + path, data=data, params=params, timeout=timeout,
                 server_hostname=self._certificate_host, allow_redirects=False,
             ) as reply:  # fmt: skip
-                refuse_encoded(reply.headers)
                 status, location = reply.status, reply.headers.get("Location")
                 answer = await read_bounded(reply.content.iter_any(), self._most_bytes(path))
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:

@@ -271,13 +271,15 @@ class Dispatcher:
     def end(self, app: TaskAppClient, rollout: Rollout) -> None:
         """Record a rollout's end. It counts unless it has counted before, or another app has it now."""
         entry = self._find(rollout.rollout_id) if rollout.rollout_id else self._find_at_place(app, rollout)
+        is_wrong = rollout.failure is not None and rollout.failure.code == WRONG_ROLLOUT
+        if entry is None and is_wrong and rollout.rollout_id not in {*app.stale, *app.discard, *app.unacked}:
+            self._note_unknown(rollout)
         if entry is None and not rollout.rollout_id:
-            self._note_nameless(rollout)
             return
         app.stale.discard(rollout.rollout_id)
         if entry is not None and rollout.status == "finished":
             rollout = checked(entry.request, rollout)
-        elif entry is not None and rollout.failure is not None and rollout.failure.code == WRONG_ROLLOUT:
+        elif entry is not None and is_wrong:
             rollout = rollout.model_copy(update=_place_of(entry.request))
         is_finished = rollout.status == "finished"
         if entry is None or entry.is_new or (entry.app is not app and not is_finished):
@@ -332,8 +334,8 @@ class Dispatcher:
         ]
         return same[0] if len(same) == 1 else None
 
-    def _note_nameless(self, rollout: Rollout) -> None:
-        """Count and tell a result that belongs to no request; its own is missed later (`find_missing`)."""
+    def _note_unknown(self, rollout: Rollout) -> None:
+        """Count and tell a wrong result of no request; its own is missed later (`find_missing`)."""
         assert rollout.failure is not None, "read_page makes it a failure"
         if self.queues:
             self.queues[0].failures[rollout.failure.code] += 1

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import from_json
 
+from shared_schemas.json_text import read_json
 from shared_schemas.problem import Problem
 from shared_schemas.rollouts import RolloutRequest
 from trainer_backend.collect.sources import row_of
@@ -68,7 +68,7 @@ _REFUSALS = {kind.code: kind for kind in (CursorExpired, NoPictures, ReplayDepar
 def json_in(text: str) -> Any:
     """Parse `text` as JSON; return None if it is not JSON."""
     try:
-        return from_json(text)
+        return read_json(text)
     except ValueError:
         return None
 

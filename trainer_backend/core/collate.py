@@ -13,10 +13,9 @@ is the last token at p - 1 before it in its row, so the positions tell the whole
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from itertools import chain, pairwise
+from dataclasses import dataclass, fields
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -27,11 +26,11 @@ from torch import Tensor
 
 from trainer_backend.core.columns import Row
 from trainer_backend.core.critic import CriticTargets, OfEpisode, column_of
+from trainer_backend.core.experts import UNKNOWN
 from trainer_backend.core.segments import Segment, joined_spans, positions
+from trainer_backend.core.tries import Beginnings, Numbers, Tries, pack
 from trainer_backend.core.value_loss import CriticColumns, critic_columns
 from trainer_backend.errors import BatchError, place
-
-Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +46,8 @@ class Packed:
     behaviour_logprob_N: float32, nats, as its sampler reported it.
     segment_N: int64, which of the segments given it lies in.
     first_N: bool, whether it is the first token of its decision.
+    experts_BLW: int16, those of each token as its sampler chose them, below 0 where they are not known; None:
+        of no token.
     """
 
     token_ids_BL: Tensor
@@ -59,12 +60,17 @@ class Packed:
     behaviour_logprob_N: Tensor
     segment_N: Tensor
     first_N: Tensor
+    experts_BLW: Tensor | None = None
 
     def to(self, device: torch.device) -> Packed:
         """The same on a device, without waiting for the copies; itself where it is there already."""
         if self.target_N.device == device:
             return self
-        return Packed(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
+        columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: Any = {
+            name: x if x is None else x.to(device, non_blocking=True) for name, x in columns.items()
+        }
+        return Packed(**moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,39 +113,13 @@ class Batch:
         return Batch(**{**columns, **changed, "packed": packed, "critic": critic})
 
 
-def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Pack sequences of these lengths into rows of at most `row_tokens` tokens: best-fit decreasing.
-
-    Each sequence, longest first, goes to the fullest row that still has room for it. The bound is that of
-    first fit (11/9 of the fewest rows possible, and a constant); the row is found by bisection. Equal lengths
-    keep their order, so the result is deterministic: for each row, the indices of its sequences in order of
-    placement. Raises BatchError for a sequence that is empty or longer than a row.
-
-    Source: Johnson et al., Worst-case performance bounds for simple one-dimensional packing algorithms, 1974.
-    """
-    rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens free, row), sorted
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        length = lengths[index]
-        if not 1 <= length <= row_tokens:
-            raise BatchError(f"sequence {index} has {length} tokens; a row takes 1 to {row_tokens}")
-        fullest = bisect_left(room, (length, 0))
-        if fullest < len(room):
-            free, row = room.pop(fullest)
-        else:
-            free, row = row_tokens, len(rows)
-            rows.append([])
-        rows[row].append(index)
-        insort(room, (free - length, row))
-    return rows
-
-
-def pack_segments(segments: Sequence[Segment], *, row_tokens: int, share_from: int | None = None) -> Packed:
+def pack_segments(segments: Sequence[Segment], *, row_tokens: int, tries: Tries | None = None) -> Packed:
     """Pack segments into rows of at most `row_tokens` tokens; B rows, as wide as the fullest.
 
-    With `share_from`, rows are tries (`_in_tries`), which share beginnings of at least so many tokens. Each
-    segment has a sampled token at least (`segments_of` gives no other). Raises BatchError where there is no
-    segment, or one that is longer than a row. Source: DESIGN.md, stop 11 of the route.
+    With `tries`, those of these segments, rows hold what several begin with once. Each segment has a sampled
+    token at least (`segments_of` gives no other); a row has at most `row_tokens` of all its segments'. Raises
+    BatchError where there is no segment, or one that is longer than a row.
+    Source: DESIGN.md, stop 11 of the route.
     """
     if not segments:
         raise BatchError("no segment to pack")
@@ -149,7 +129,7 @@ def pack_segments(segments: Sequence[Segment], *, row_tokens: int, share_from: i
                 f"a segment of {len(segment)} tokens, but row_tokens is {row_tokens}",
                 where=place(segment.rollout_id),
             )
-    rows = [] if share_from is None else _in_tries(segments, row_tokens, share_from)
+    rows = [] if tries is None else tries.rows(row_tokens)
     if not any(any(row.shared) for row in rows):
         rows = [Beginnings(members) for members in pack([len(segment) for segment in segments], row_tokens)]
     order = list(chain.from_iterable(row.members for row in rows))
@@ -178,81 +158,28 @@ def pack_segments(segments: Sequence[Segment], *, row_tokens: int, share_from: i
         behaviour_logprob_N=_flat([segment.logprobs for segment in packed], torch.float32),
         segment_N=torch.from_numpy(np.repeat(order, count_S)),
         first_N=torch.from_numpy(_begin(spans, np.repeat(first_S, spans_S))),
+        experts_BLW=_experts(packed, cells),
     )
 
 
-@dataclass(slots=True)
-class Beginnings:
-    """The segments of a row in order, and how many first tokens of each it has of those before it."""
-
-    members: list[int]
-    shared: list[int] = field(default_factory=list)
-    """None of any, where this is empty."""
-
-
-def distinct_tokens(segments: Sequence[Segment], share_from: int) -> int:
-    """The tokens of one trie of all segments: the least that has to be computed of them."""
-    (row,) = _in_tries(segments, sum(map(len, segments)), share_from)
-    return sum(len(segments[index]) for index in row.members) - sum(row.shared)
-
-
-def _in_tries(segments: Sequence[Segment], row_tokens: int, share_from: int) -> list[Beginnings]:
-    """Segments in the order of their ids: those that begin alike meet in one row, until it is full."""
-    # Bytes in this order compare as the ids do.
-    keys = [segment.token_ids.astype(">u4").tobytes() for segment in segments]
-    order = sorted(range(len(segments)), key=keys.__getitem__)
-    rows: list[Beginnings] = []
-    used = row_tokens
-    alike = _alike([segments[index].token_ids for index in order])
-    for index, shared in zip(order, _branches(alike, share_from), strict=True):
-        if used + len(segments[index]) - shared > row_tokens:
-            rows.append(Beginnings([]))
-            used = shared = 0
-        rows[-1].members.append(index)
-        rows[-1].shared.append(shared)
-        used += len(segments[index]) - shared
-    return rows
-
-
-def _branches(alike: Sequence[int], least: int) -> list[int]:
-    """How many first ids each of some sorted rows shares with the one before it, of all that it could.
-
-    They branch after `alike` ids. A branch costs attention a call of its own, so one less than `least` ids
-    behind the one above it is left out: what is below it begins at that one, and holds those ids once more.
-    """
-    above: list[int | None] = [None] * len(alike)  # the branch above each: the deepest that is less deep
-    for places in (range(len(alike)), range(len(alike) - 1, -1, -1)):
-        path: list[int] = []
-        for here in places:
-            while path and alike[path[-1]] >= alike[here]:
-                path.pop()
-            other = above[here]
-            if path and (other is None or alike[path[-1]] > alike[other]):
-                above[here] = path[-1]
-            path.append(here)
-    kept = [0] * len(alike)
-    for here in sorted(range(len(alike)), key=alike.__getitem__):
-        branch = above[here]
-        last = 0 if branch is None else kept[branch]
-        kept[here] = alike[here] if alike[here] - last >= least else last
-    return kept
-
-
-def _alike(rows: Sequence[NDArray[Any]]) -> list[int]:
-    """How many first ids each row has in common with the one before it; 0 of the first."""
-    shortest_S = np.array([0, *map(min, pairwise(map(len, rows)))])
-    first_S = shortest_S.cumsum() - shortest_S
-    ones, others = (
-        np.concatenate(
-            [rows[0][:0], *(row[:count] for row, count in zip(side, shortest_S[1:].tolist(), strict=True))]
-        )
-        for side in (rows[1:], rows[:-1])
-    )
-    # The first place of each row, from its own on, where they differ; behind all of them the next row's.
-    apart = np.append(np.flatnonzero(ones != others), len(ones))
-    found_S = apart[np.searchsorted(apart, first_S)] - first_S
-    alike: list[int] = np.minimum(found_S, shortest_S).tolist()
-    return alike
+def _experts(segments: Sequence[Segment], cells: _Cells) -> Tensor | None:
+    """[B, L, W] those of the tokens in their cells, -1 where they are not known; None: of no token."""
+    width = max((len(segment.experts) // len(segment) for segment in segments), default=0)
+    if not width:
+        return None
+    rows = []
+    for segment, shared in zip(segments, cells.shared_S, strict=True):
+        if len(segment.experts) not in (0, width * len(segment)):
+            raise BatchError(
+                f"{len(segment.experts)} experts for {len(segment)} tokens, and others have {width} a token",
+                where=place(segment.rollout_id),
+            )
+        rows_LW = segment.experts.reshape(len(segment), -1)
+        if not len(segment.experts):
+            rows_LW = np.full((len(segment), width), UNKNOWN, np.uint16)
+        rows.append(rows_LW[shared:])
+    # UNKNOWN is -1 of int16. Padding is 0 in a cell, so numbers are one more there.
+    return cells.filled(np.concatenate(rows).astype(np.int16) + np.int16(1)) - 1
 
 
 def subtree_ends(position_L: Numbers) -> Numbers:
@@ -325,9 +252,9 @@ class _Cells:
             segment_N[others] -= 1
         return self.first_S[segment_N] + position_N - self.shared_S[segment_N]
 
-    def filled(self, value_P: Numbers) -> Tensor:
-        """[B, L], 0 in padding."""
-        cells_BL = np.zeros(self.shape, dtype=value_P.dtype)
+    def filled(self, value_P: NDArray[Any]) -> Tensor:
+        """[B, L] of [P], or [B, L, W] of [P, W]; 0 in padding."""
+        cells_BL = np.zeros((*self.shape, *value_P.shape[1:]), dtype=value_P.dtype)
         cells_BL[self.row_P, self.column_P] = value_P
         return torch.from_numpy(cells_BL)
 
@@ -347,7 +274,7 @@ def collate(
     units: Sequence[Row],
     policies: Sequence[int],
     row_tokens: int,
-    share_from: int | None = None,
+    tries: Tries | None = None,
     critic: Mapping[str, CriticTargets] | None = None,
     reference: Sequence[Row] | None = None,
 ) -> Batch:
@@ -362,7 +289,7 @@ def collate(
         units: for each segment, [N] as `core.aggregation.units_of` gives them.
         policies: for each segment, the number of who sampled it.
         row_tokens: most tokens in a row.
-        share_from: as in `pack_segments`.
+        tries: as in `pack_segments`.
         critic: rollout id -> what its values were and are to become; None: no critic.
         reference: for each segment, [N] log-probs (nats) as `by_segment` gives them; None: no KL term.
 
@@ -372,7 +299,7 @@ def collate(
 
     Source: DESIGN.md 4.8, 4.9, 4.13.
     """
-    packed = pack_segments(segments, row_tokens=row_tokens, share_from=share_from)
+    packed = pack_segments(segments, row_tokens=row_tokens, tries=tries)
     order = list(dict.fromkeys(packed.segment_N.tolist()))
     return Batch(
         packed=packed,
@@ -444,7 +371,8 @@ def _cuts(packed: Packed, max_rows: int) -> Iterator[tuple[Packed, slice]]:
         cells = {name: getattr(packed, name)[rows, :width] for name in _CELLS}
         flat = {name: getattr(packed, name)[tokens] for name in _FLAT}
         flat["predict_row_N"] = flat["predict_row_N"] - start
-        yield Packed(**cells, **flat), tokens
+        experts_BLW = None if packed.experts_BLW is None else packed.experts_BLW[rows, :width]
+        yield Packed(**cells, **flat, experts_BLW=experts_BLW), tokens
 
 
 _CELLS = [f.name for f in fields(Packed) if f.name.endswith("_BL")]

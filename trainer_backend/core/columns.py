@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import GetCoreSchemaHandler, SerializationInfo, TypeAdapter, ValidationInfo
 from pydantic_core import CoreSchema, core_schema
+
+from shared_schemas.json_text import read_typed
 
 # Numbers of the N sampled tokens of a segment, in order; plain sequences are for whoever has a few of them.
 Row = NDArray[Any] | Sequence[float]
@@ -73,8 +76,8 @@ def encoded(adapter: TypeAdapter[Any], value: Any) -> bytes:
 def decoded(adapter: TypeAdapter[Any], body: bytes) -> Any:
     """The value of what `encoded` wrote; its arrays are views of `body`.
 
-    Raises pydantic.ValidationError where it does not fit the type.
+    Raises ValueError where it does not fit the type, or an object has a key twice.
     """
     end = body.find(b"\n") + 1 or len(body)
     whole = memoryview(body)
-    return adapter.validate_json(bytes(whole[:end]), context=whole[end:])
+    return read_typed(partial(adapter.validate_json, context=whole[end:]), bytes(whole[:end]))

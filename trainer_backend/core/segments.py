@@ -3,7 +3,7 @@
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import numpy as np
@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from shared_schemas.trajectory import PolicyLogprobs, StepData, cover, exact_tokens
 from trainer_backend.core.columns import Column, Row
+from trainer_backend.core.experts import ID as EXPERT
+from trainer_backend.core.experts import join_experts, read_experts
 from trainer_backend.errors import SegmentError, TrainerError, place
 
 # The decision of a token that none sampled, and the version of a decision that no policy sampled.
@@ -28,6 +30,7 @@ SPAN = np.dtype(
 # start, end, decision, version, temperature
 Span = tuple[int, int, int, int, float]
 
+NO_EXPERTS = np.zeros(0, EXPERT)
 _ID, _LOGPROB = np.dtype("<i4"), np.dtype("<f8")
 
 
@@ -48,10 +51,17 @@ class Segment:
     """[N] the sampler's log-prob (nats) of each sampled token, in order."""
     spans: Annotated[NDArray[Any], Column(SPAN)]
     """[K] which tokens are sampled, in order; see SPAN."""
+    experts: Annotated[NDArray[np.uint16], Column(EXPERT)] = field(default_factory=lambda: NO_EXPERTS)
+    """[L * W] the experts of each token, as its sampler chose them (`core.experts`); empty: not known."""
 
     @classmethod
     def of(
-        cls, rollout_id: str, token_ids: Sequence[int], logprobs: Sequence[float], spans: Sequence[Span]
+        cls,
+        rollout_id: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        spans: Sequence[Span],
+        experts: NDArray[np.uint16] = NO_EXPERTS,
     ) -> "Segment":
         """From numbers of Python's. Raises SegmentError for an id or a version that is no int32."""
         try:
@@ -60,7 +70,7 @@ class Segment:
             raise SegmentError(
                 f"a token id or policy version beyond 32 bits: {error}", where=place(rollout_id)
             ) from error
-        return cls(rollout_id, ids, np.array(logprobs, _LOGPROB), spans_K)
+        return cls(rollout_id, ids, np.array(logprobs, _LOGPROB), spans_K, experts)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -156,8 +166,9 @@ def segments_of(
         trained_at = step.sampling.temperature if temperature is None else temperature
         if call.prompt_ids_reused < len(open_segment.token_ids):
             segments.append(open_segment.close())
-            open_segment = _Builder(rollout_id, open_segment.token_ids[: call.prompt_ids_reused])
+            open_segment = open_segment.cut(call.prompt_ids_reused)
         open_segment.add(call, decision=step.turn - 1, temperature=trained_at)
+        open_segment.add_experts(call, where)
     segments.append(open_segment.close())
     return [segment for segment in segments if len(segment.logprobs)]
 
@@ -165,8 +176,14 @@ def segments_of(
 class _Builder:
     """A segment that still grows."""
 
-    def __init__(self, rollout_id: str, context: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        rollout_id: str,
+        context: Sequence[int] = (),
+        experts: Sequence[tuple[int, NDArray[np.uint16]]] = (),
+    ) -> None:
         self.rollout_id = rollout_id
+        self.experts = list(experts)
         self.token_ids = list(context)
         self.logprobs: list[float] = []
         self.spans: list[Span] = []
@@ -183,8 +200,19 @@ class _Builder:
             if start < end
         ]
 
+    def add_experts(self, call: PolicyLogprobs, where: str) -> None:
+        if call.experts is not None:
+            experts_LW = read_experts(call.experts, length=len(self.token_ids), where=where)
+            self.experts.append((call.experts.first, experts_LW))
+
+    def cut(self, length: int) -> "_Builder":
+        """A new one whose context is the first tokens of this one."""
+        experts = [(first, part_LW[: length - first]) for first, part_LW in self.experts if first < length]
+        return _Builder(self.rollout_id, self.token_ids[:length], experts)
+
     def close(self) -> Segment:
-        return Segment.of(self.rollout_id, self.token_ids, self.logprobs, self.spans)
+        experts = join_experts(self.experts, len(self.token_ids), where=place(self.rollout_id))
+        return Segment.of(self.rollout_id, self.token_ids, self.logprobs, self.spans, experts)
 
 
 def _checked_call(step: StepData, where: str, *, previous_length: int) -> PolicyLogprobs:

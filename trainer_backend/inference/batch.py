@@ -19,6 +19,7 @@ from trainer_backend.inference.row_columns import Columns
 from trainer_backend.inference.runner import DecoderRunner, TransformersRunner, runner_of
 from trainer_backend.inference.sampler import RowSettings, likeliest, sample, uniforms
 from trainer_backend.models.kinds import refuse_rotations_by_length
+from trainer_backend.models.routers import Routers
 
 
 class RunningBatch:
@@ -36,6 +37,7 @@ class RunningBatch:
         max_len: int,
         kept_prefixes: int = 0,
         pages: PageLimits = BY_DEVICE,
+        routers: Routers | None = None,
     ) -> None:
         refuse_rotations_by_length(model.config, longest=max_len)
         self.max_len = max_len
@@ -43,16 +45,18 @@ class RunningBatch:
         self.rows: list[Request] = []
         self._columns = Columns()
         self._settings: RowSettings | None = None  # made when the rows have changed
-        self._runner = runner_of(model, slots=slots, max_len=max_len, kept=kept_prefixes, pages=pages)
-        self._cache: RowCache = self._runner.cache
+        self._runner = runner_of(
+            model, slots=slots, max_len=max_len, kept=kept_prefixes, pages=pages, routers=routers
+        )
+        self.cache: RowCache = self._runner.cache
         can_go_on = not isinstance(self._runner, LayerRunner) or self._runner.goes_on
-        self.prefixes = Prefixes(self._cache, most=kept_prefixes if can_go_on else 0)
+        self.prefixes = Prefixes(self.cache, most=kept_prefixes if can_go_on else 0)
         self._is_full = False
 
     @property
     def free_slots(self) -> int:
         """Rows for new requests: none after `wait`, until a row ends."""
-        return 0 if self._is_full else self._cache.slots - len(self.rows)
+        return 0 if self._is_full else self.cache.slots - len(self.rows)
 
     @property
     def can_wait(self) -> bool:
@@ -83,11 +87,12 @@ class RunningBatch:
                 match = matches[request]
                 request.reused = self.prefixes.fill(match, row, room=1 + request.cached)
                 request.lost = match.length + match.lost - request.reused
+                request.begin_experts(match.prefix)
                 request.marks |= {match.mark} - {0}
             self._prefill(in_order, first_row)
         except RuntimeError:
             for row in range(first_row, first_row + len(in_order)):
-                self._cache.close_row(row)
+                self.cache.close_row(row)
             raise
         for request in in_order:
             self.prefixes.runs(request.prefix, row=len(self.rows))
@@ -97,9 +102,12 @@ class RunningBatch:
 
     def _prefill(self, requests: Sequence[Request], first_row: int) -> None:
         if isinstance(self._runner, LayerRunner):
-            self._runner.prefill(requests, first_row=first_row, keep=self.prefixes.mark)
+            self._runner.prefill(requests, first_row=first_row, keep=self._mark)
         else:
             self._runner.prefill(requests, first_row=first_row)
+
+    def _mark(self, request: Request, length: int, row: int) -> None:
+        self.prefixes.mark(Prefix(request.cached_ids()[:length], request.experts), row)
 
     def step(self) -> "SampledTokens | None":
         """Feed rows their next tokens; return the sampled next tokens.
@@ -132,6 +140,9 @@ class RunningBatch:
         host = torch.stack(parts if draw.mass_B is None else [*parts, draw.mass_B], 1).cpu().numpy()
         counts = [row.extras.likeliest for row in self.rows]
         tops = likeliest(logits_BV, self._settings, counts=counts) if any(counts) else None
+        if not isinstance(runner, DecoderRunner):  # its models have no experts
+            for request, experts_1W in zip(self.rows, runner.experts(), strict=False):
+                request.note_experts(experts_1W)
         columns.ids[:count] = host[:, 0]
         columns.advance(slice(count))
         return SampledTokens.of(list(self.rows), host, tops, columns.truncated[:count])
@@ -140,12 +151,12 @@ class RunningBatch:
         """Free a row, keeping a copy of its prefix; the last row moves into the gap."""
         request = self.rows[index]
         self.prefixes.ends(request.prefix, index, request.cached_ids())
-        self._cache.close_row(index)
+        self.cache.close_row(index)
         self._is_full = False
         last = self.rows.pop()
         self._settings = None
         if index < len(self.rows):
-            self._cache.move_row(len(self.rows), index, last.cached)
+            self.cache.move_row(len(self.rows), index, last.cached)
             self._columns.move(len(self.rows), index)
             self.rows[index] = last
             self.prefixes.move(last.prefix, index)
@@ -182,7 +193,7 @@ class RunningBatch:
     def drop_invalid(self, index: int) -> None:
         """Free a row with numbers that are not finite, and share none of it."""
         self.prefixes.unshare(self.rows[index].prefix)
-        self._cache.clear_row(index)
+        self.cache.clear_row(index)
         self.drop(index)
 
     def take_weights(self) -> None:

@@ -1,17 +1,21 @@
 """Keys and values of all running requests: one row per request, no gaps, positions per row.
 
-In a `SlotCache` a row holds its tokens from position 0, padded on the right. Data beyond a row's length is
-garbage that no mask shows and that later tokens overwrite. So rows can be added, moved and removed without
-clearing.
+In a `SlotCache` a row holds its tokens from the first one behind its trunk on, padded on the right. Data
+beyond a row's length is garbage that no mask shows and that later tokens overwrite. So rows can be added,
+moved and removed without clearing.
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Cache
 from transformers import __version__ as transformers_version
+
+from trainer_backend.inference.trunks import BLOCK, Trunk, Trunks, pays
 
 FIRST_CAPACITY = 128
 # What the models of `transformers` call a cache that they are given. 5.24 renamed it, in all of them.
@@ -36,11 +40,11 @@ class RowCache(Protocol):
     def open_row(self, row: int, *, room: int) -> None:
         """Open a row without tokens."""
 
-    def share_row(self, source: int, target: int, length: int, *, room: int) -> None:
-        """Open a row that begins with the first `length` tokens of an open row."""
+    def share_row(self, source: int, target: int, ids: Sequence[int], *, room: int) -> None:
+        """Open a row that begins with `ids`, the first tokens of an open row."""
 
-    def copy_in(self, copy: Any, target: int, length: int, *, room: int) -> None:
-        """Open a row that begins with the first `length` tokens of a copy."""
+    def copy_in(self, copy: Any, target: int, ids: Sequence[int], *, room: int) -> None:
+        """Open a row that begins with `ids`, the first tokens of a copy."""
 
     def copy_out(self, row: int, length: int) -> Any:
         """Keep a row's first `length` tokens beyond its end; return the copy."""
@@ -61,8 +65,14 @@ class RowCache(Protocol):
         """Make a row with numbers that are not finite harmless for the next one in its place."""
 
 
-# A row's first tokens outside the cache: the keys of each layer, [heads, length, head_dim], then the values.
-RowCopy = tuple[Tensor, ...]
+class RowCopy(NamedTuple):
+    """A row's first tokens outside the cache: its trunk, and what lies behind it.
+
+    tensors: the keys of each layer, [heads, tokens, head_dim], then the values of each.
+    """
+
+    trunk: Trunk | None
+    tensors: tuple[Tensor, ...]
 
 
 class SlotCache(Cache):
@@ -70,12 +80,20 @@ class SlotCache(Cache):
 
     The capacity doubles on demand up to `max_len`, so short episodes never pay for a long context.
     `begin_prefill` and `begin_append` select the rows that a `transformers` model writes and sees.
+
+    Where it `shares`, a row that begins as a running one does refers to a trunk (`trunks`, by rows). The pass
+    must know trunks, as that of `RowAttention` does; else each row holds all its tokens.
     """
 
     cuts = True
 
-    def __init__(self, *, slots: int, max_len: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, *, slots: int, max_len: int, dtype: torch.dtype = torch.float32, shares: bool = False
+    ) -> None:
         super().__init__(layers=[])
+        self.shares = shares
+        self.trunks: dict[int, Trunk] = {}
+        self._known = Trunks()
         self.slots, self.dtype = slots, dtype
         self.max_len = max_len
         self.capacity = min(FIRST_CAPACITY, max_len)
@@ -105,14 +123,15 @@ class SlotCache(Cache):
         return True
 
     def open_row(self, row: int, *, room: int) -> None:
-        self.reserve(room)
+        self._refer(row, None, room=room)
 
-    def share_row(self, source: int, target: int, length: int, *, room: int) -> None:
-        self.reserve(room)
-        self.move_row(source, target, length)
+    def share_row(self, source: int, target: int, ids: Sequence[int], *, room: int) -> None:
+        trunk = self._trunk_for(source, ids) if self.shares else None
+        self._begin(target, self._held(source), trunk, len(ids), room=room)
 
     def close_row(self, row: int) -> None:
-        """A row's memory is its own."""
+        """A row's memory is its own, but for its trunk."""
+        self._refer(row, None, room=0)
 
     def on_shortage(self, evict: Callable[[], bool]) -> None:
         """Copies are outside the rows' memory."""
@@ -121,21 +140,76 @@ class SlotCache(Cache):
         """A copy is freed with the last reference to it."""
 
     def move_row(self, source: int, target: int, length: int) -> None:
+        trunk = self.trunks.get(source)
+        self._refer(target, trunk, room=0)
+        own = length - start_behind(trunk)
         for tensor in (*self._keys, *self._values):
-            tensor[target, :, :length] = tensor[source, :, :length]
+            tensor[target, :, :own] = tensor[source, :, :own]
+        self.close_row(source)
 
     def clear_row(self, row: int) -> None:
         """Zero a row. Garbage is harmless only while finite: a masked NaN still makes a sum NaN."""
-        for tensor in (*self._keys, *self._values):
-            tensor[row] = 0
+        trunk, tensors = self._held(row)
+        self._known.discard(trunk)
+        for tensor in tensors:
+            tensor.zero_()
 
     def copy_out(self, row: int, length: int) -> RowCopy:
-        return tuple(tensor[row, :, :length].clone() for tensor in (*self._keys, *self._values))
+        trunk, tensors = self._held(row)
+        own = length - start_behind(trunk)
+        return RowCopy(trunk, tuple(tensor[:, :own].clone() for tensor in tensors))
 
-    def copy_in(self, copy: RowCopy, target: int, length: int, *, room: int) -> None:
-        self.reserve(room)
-        for tensor, old in zip((*self._keys, *self._values), copy, strict=True):
-            tensor[target, :, :length] = old[:, :length]
+    def copy_in(self, copy: RowCopy, target: int, ids: Sequence[int], *, room: int) -> None:
+        self._begin(target, copy, self._known.find(ids), len(ids), room=room)
+
+    def starts(self, rows: Iterable[int]) -> NDArray[np.int64]:
+        """Return how many tokens of each row its trunk has."""
+        return np.array([start_behind(self.trunks.get(row)) for row in rows], dtype=np.int64)
+
+    def forget_trunks(self) -> None:
+        """Let no row that is opened from now on refer to what others refer to."""
+        self._known.clear()
+
+    def _refer(self, row: int, trunk: Trunk | None, *, room: int) -> None:
+        """Let a row of `room` tokens, its trunk's included, begin with that."""
+        self.reserve(room - start_behind(trunk))
+        if trunk is None:
+            self.trunks.pop(row, None)
+        else:
+            self.trunks[row] = trunk
+
+    def _held(self, row: int) -> RowCopy:
+        """All of a row, and garbage behind it; views."""
+        return RowCopy(self.trunks.get(row), tuple(tensor[row] for tensor in (*self._keys, *self._values)))
+
+    def _begin(self, row: int, held: RowCopy, trunk: Trunk | None, length: int, *, room: int) -> None:
+        """Open a row with the first tokens of a trunk, which may be its own, and of a row or copy."""
+        first = start_behind(trunk)
+        self._refer(row, trunk, room=room)
+        for tensor, parts in zip(self._held(row).tensors, _parts(held, first, length), strict=True):
+            column = 0
+            for part in parts:
+                tensor[:, column : column + part.shape[1]] = part
+                column += part.shape[1]
+
+    def _trunk_for(self, source: int, ids: Sequence[int]) -> Trunk | None:
+        """Return a trunk of the front of `ids`, with which a row begins; the row refers to it from now on.
+
+        Two rows begin with these, so one is made where none pays.
+        """
+        trunk, held = self._known.find(ids), self._held(source)
+        length = len(ids) // BLOCK * BLOCK
+        if pays(length, trunk):
+            parts = _parts(held, 0, length)
+            trunk = Trunk(ids[:length], tuple(torch.cat(list(tensors), dim=1) for tensors in parts))
+            self._known.add(trunk)
+        shift = start_behind(trunk) - start_behind(held.trunk)
+        if trunk is not None and shift > 0:
+            moved = [tensor[:, shift : self.capacity].clone() for tensor in held.tensors]
+            for tensor, own in zip(held.tensors, moved, strict=True):
+                tensor[:, : self.capacity - shift] = own
+            self.trunks[source] = trunk
+        return trunk
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -196,3 +270,20 @@ class SlotCache(Cache):
         new = old.new_zeros((self.slots, old.shape[1], capacity, old.shape[3]))
         new[:, :, : old.shape[2]] = old
         return new
+
+
+def start_behind(trunk: Trunk | None) -> int:
+    """Return how many tokens of a row its trunk has."""
+    return 0 if trunk is None else len(trunk)
+
+
+def _parts(held: RowCopy, first: int, last: int) -> Iterator[tuple[Tensor, ...]]:
+    """Of each tensor of a row or copy the tokens `first` to `last`, which is excluded, in up to two parts."""
+    start = start_behind(held.trunk)
+    for number, own in enumerate(held.tensors):
+        part = own[:, max(0, first - start) : last - start] if last > start else None
+        if held.trunk is None or first >= start:
+            yield () if part is None else (part,)
+        else:
+            front = held.trunk.tensors[number][:, first : min(last, start)]
+            yield (front,) if part is None else (front, part)

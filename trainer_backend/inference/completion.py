@@ -15,6 +15,7 @@ from trainer_backend.inference.reply import (
     assistant_message,
     choice_body,
     logprob_entries,
+    rollout_body,
     split_stop,
     usage_body,
 )
@@ -107,14 +108,19 @@ class Completion:
 
     def exact_fields(self, choice: Choice) -> dict[str, Any]:
         """Return the fields of a choice beside its message; see `shared_schemas.chat`."""
-        return choice_body(choice, with_raw_text=bool(self.rollout_id))
+        body = choice_body(choice)
+        return {**body, **rollout_body(choice, reused=self._reused)} if self.rollout_id else body
 
     def prompt_fields(self) -> dict[str, Any]:
         """Return the prompt's ids after those that the caller has; nothing unless requested."""
         if not (self.request.return_token_ids or self.rollout_id):
             return {}
-        reused = 0 if self.request.return_token_ids else self.prompt.reused
-        return {"prompt_ids_reused": reused, "prompt_token_ids": self.prompt.ids[reused:]}
+        return {"prompt_ids_reused": self._reused, "prompt_token_ids": self.prompt.ids[self._reused :]}
+
+    @property
+    def _reused(self) -> int:
+        """How many first ids of the prompt its caller has."""
+        return 0 if self.request.return_token_ids else self.prompt.reused
 
     def logprobs_body(self, tokens: Sequence[SampledToken]) -> dict[str, Any] | None:
         """Return OpenAI's `logprobs`, or None unless requested."""

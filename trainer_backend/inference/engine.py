@@ -36,6 +36,7 @@ from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.inference.weights import ServedWeights, read_weights
 from trainer_backend.inference.worker import EngineWorker
 from trainer_backend.models.folder import embedding_rows
+from trainer_backend.models.routers import recorded_routers
 
 # Below it, dividing fp32 logits may overflow; callers who want less randomness mean 0.
 LOWEST_TEMPERATURE = 1e-3
@@ -87,6 +88,7 @@ class LocalEngine(Engine):
                 max_len=self.keys.max_model_len,
                 kept_prefixes=self.keys.prefix_slots,
                 pages=PageLimits(paged, self.keys.cache_bytes),
+                routers=recorded_routers(model, wanted=self.keys.replay_experts),
             ),
             self._inbox,
             stop_ids=frozenset(stop_ids),

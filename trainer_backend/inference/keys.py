@@ -142,6 +142,9 @@ class EngineKeys(Table):
     cache_gib: float | None = Field(default=None, gt=0)
     """on CUDA: the most GiB of keys and values; requests that do not fit wait. Absent: what max_running and
     kept_prefixes can take, as far as the device has it"""
+    replay_experts: bool | None = None
+    """of a model with experts: which ones each token was sent to is recorded with the rollout, and updates
+    send it to the same. Absent: where the engine computes in bfloat16, since in float32 both choose alike"""
     deterministic: bool = False
     """decode one request at a time and keep nothing of finished ones: slower, and on a CPU a killed and
     resumed run has bit for bit the weights of an uninterrupted one"""

@@ -16,7 +16,7 @@ Measured by bench/layer_rows.py (a CPU, tiny models, 16 rows of 40 to 240 tokens
 where there are 8 lengths, and as long as single rows where lengths are any: so there are none.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -328,12 +328,13 @@ class LayerCache:
     def open_row(self, row: int, *, room: int) -> None:
         self.waiting[row] = NO_TOKENS
 
-    def share_row(self, source: int, target: int, length: int, *, room: int) -> None:
+    def share_row(self, source: int, target: int, ids: Sequence[int], *, room: int) -> None:
         shared = self.waiting.get(source)
+        length = len(ids)
         self.waiting[target] = self.copy_out(source, length) if shared is None else self._cut(shared, length)
 
-    def copy_in(self, copy: RowState, target: int, length: int, *, room: int) -> None:
-        self.waiting[target] = self._cut(copy, length)
+    def copy_in(self, copy: RowState, target: int, ids: Sequence[int], *, room: int) -> None:
+        self.waiting[target] = self._cut(copy, len(ids))
 
     def copy_out(self, row: int, length: int) -> RowState:
         assert self.holds(row, length), f"a state of {self._length(row)} tokens is none of {length}"

@@ -1,9 +1,9 @@
 """Forward passes of the running batch by a model's own layers, with the cache that they ask for."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import pairwise
+from itertools import islice, pairwise, repeat
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from trainer_backend.inference.cache import CACHE_NAME
 from trainer_backend.inference.layer_cache import Bounds, LayerCache, Stack
 from trainer_backend.inference.request import Request
 from trainer_backend.models.precision import tokens_for
+from trainer_backend.models.routers import Routers
 
 # Prompts of one length are prefilled together, up to so many tokens.
 GROUP_TOKENS = 2048
@@ -32,8 +33,10 @@ class LayerRunner:
     places are computed together, each other one alone. A step is one pass of all rows.
     """
 
-    def __init__(self, model: PreTrainedModel, *, slots: int, max_len: int) -> None:
-        self._pass = Pass(model)
+    def __init__(
+        self, model: PreTrainedModel, *, slots: int, max_len: int, routers: Routers | None = None
+    ) -> None:
+        self._pass = Pass(model, routers)
         self._config = model.config
         self._bounds = Bounds(slots, max_len, self._pass.dtype)
         self.goes_on = self._tried_out()
@@ -50,11 +53,11 @@ class LayerRunner:
         return f"{prompts}, and a prompt goes on from a kept state alone, not from any part of a known one"
 
     def prefill(
-        self, requests: Sequence[Request], *, first_row: int, keep: Callable[[Sequence[int], int], None]
+        self, requests: Sequence[Request], *, first_row: int, keep: Callable[[Request, int, int], None]
     ) -> None:
         """Compute what is known of requests but for the last token, in the rows `first_row` and on.
 
-        Where a request has a mark, `keep` is called with the ids up to it and the row.
+        Where a request has a mark, `keep` is called with the request, how many tokens are there, and the row.
         """
         stops = {
             row: [stop for stop in sorted({*request.marks, request.cached}) if stop > request.reused]
@@ -66,10 +69,12 @@ class LayerRunner:
                 if ahead:
                     groups[self.cache.waiting[row].length, ahead[0]].append(row)
             for (start, stop), rows in groups.items():
-                self._compute({row: requests[row - first_row].cached_ids() for row in rows}, start, stop)
-                for row in rows:
-                    if stops[row].pop(0) in requests[row - first_row].marks:
-                        keep(requests[row - first_row].cached_ids()[:stop], row)
+                here = {row: requests[row - first_row] for row in rows}
+                ids = {row: request.cached_ids() for row, request in here.items()}
+                for row, experts_LW in zip(rows, self._compute(ids, start, stop), strict=True):
+                    here[row].note_experts(experts_LW)
+                    if stops[row].pop(0) in here[row].marks:
+                        keep(here[row], stop, row)
 
     def decode(self, ids_B: NDArray[np.int64], cached_B: NDArray[np.int64]) -> Tensor:
         """Feed a token to each of the first B rows, which have `cached` tokens; return [B, V] logits."""
@@ -84,13 +89,23 @@ class LayerRunner:
         stack.commit(rows, 1)
         return logits_BV
 
+    def experts(self) -> Iterator[NDArray[np.uint16] | None]:
+        """Of each row of the last pass, [L, W] experts of its tokens; endless None where none is recorded."""
+        return self._pass.experts()
+
     def take_weights(self) -> None:
         """Do nothing: a pass reads the model's own weights."""
 
-    def _compute(self, ids: Mapping[int, Sequence[int]], start: int, stop: int) -> None:
-        """Compute the tokens from `start` to `stop` of rows, by number, that have `start` tokens each."""
+    def _compute(
+        self, ids: Mapping[int, Sequence[int]], start: int, stop: int
+    ) -> list[NDArray[np.uint16] | None]:
+        """Compute the tokens from `start` to `stop` of rows, by number, that have `start` tokens each.
+
+        Returns the `experts` of each row.
+        """
         most = max(1, GROUP_TOKENS // (stop - start))
         rows = list(ids)
+        experts: list[NDArray[np.uint16] | None] = []
         for part in (rows[first : first + most] for first in range(0, len(rows), most)):
             # Of rows that have keys already, those are allocated with the room for what comes.
             spare = stop - start if start else 0
@@ -102,8 +117,10 @@ class LayerRunner:
             stack.begin(len(part))
             self._pass(self._pass.on_device(ids_BL), stack, position_ids=self._pass.on_device(positions_BL))
             stack.commit(len(part), stop - start)
+            experts += islice(self.experts(), len(part))
             for number, row in enumerate(part):
                 self.cache.waiting[row] = stack.take(number, stop)
+        return experts
 
     def _tried_out(self) -> bool:
         """Whether prompts may go on from what is kept. No list of families is complete, so it is tried.
@@ -148,10 +165,14 @@ class LayerRunner:
 
 
 class Pass:
-    """Runs a model by `transformers` over tokens and a cache, in the arithmetic of `models.precision`."""
+    """Runs a model by `transformers` over tokens and a cache, in the arithmetic of `models.precision`.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+    With `routers`, which experts they choose is kept until the next pass.
+    """
+
+    def __init__(self, model: PreTrainedModel, routers: Routers | None = None) -> None:
+        self._model, self._routers = model, routers
+        self._experts_BLW: NDArray[np.uint16] | None = None
         # Stored, because `transformers` walks over all modules for each answer.
         self.device, self.dtype = model.device, model.dtype
         self._low = None if self.dtype == torch.float32 else self.dtype
@@ -160,7 +181,9 @@ class Pass:
         """[B, V] logits of each row's last token; the cache, if any, has all tokens then."""
         low = self._low
         tokens = tokens_for(self._model, ids_BL, low)
-        with nullcontext() if low is None else torch.autocast(self.device.type, dtype=low):
+        routers, nothing = self._routers, nullcontext[list[Tensor]]([])
+        arithmetic = nullcontext() if low is None else torch.autocast(self.device.type, dtype=low)
+        with arithmetic, nothing if routers is None else routers.recording() as chosen:
             output = self._model(
                 **tokens,
                 **positions,
@@ -168,8 +191,14 @@ class Pass:
                 use_cache=cache is not None,
                 logits_to_keep=1,
             )
+        if routers is not None:
+            self._experts_BLW = routers.columns(chosen, rows=len(ids_BL))
         logits_BV: Tensor = output.logits[:, -1]
         return logits_BV
+
+    def experts(self) -> Iterator[NDArray[np.uint16] | None]:
+        """Of each row of the last pass, [L, W] experts of its tokens; endless None where none is recorded."""
+        return repeat(None) if self._experts_BLW is None else iter(self._experts_BLW)
 
     def on_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device)

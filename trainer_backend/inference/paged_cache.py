@@ -43,16 +43,16 @@ class PagedCache:
         self._rows[target], self._rows[source] = self._rows[source], []
         self._note(target)
 
-    def share_row(self, source: int, target: int, length: int, *, room: int) -> None:
-        self._begin(target, self._rows[source], length, room)
+    def share_row(self, source: int, target: int, ids: Sequence[int], *, room: int) -> None:
+        self._begin(target, self._rows[source], len(ids), room)
 
     def copy_out(self, row: int, length: int) -> list[int]:
         pages = self._rows[row][: pages_for(length)]
         self.pool.refer(pages)
         return pages
 
-    def copy_in(self, copy: list[int], target: int, length: int, *, room: int) -> None:
-        self._begin(target, copy, length, room)
+    def copy_in(self, copy: list[int], target: int, ids: Sequence[int], *, room: int) -> None:
+        self._begin(target, copy, len(ids), room)
 
     def drop_copy(self, copy: list[int]) -> None:
         self.pool.drop(copy)

@@ -13,22 +13,28 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from trainer_backend.inference.cache import RowCache
+from trainer_backend.inference.trunks import BLOCK
 from trainer_backend.models.folder import is_out_of_memory
 
-BLOCK = 32
 # Shorter prefixes are not used: rests of prompts attend under a mask in calls of their own, and for a small
 # model these cost as much as so many tokens do. A multiple of BLOCK.
 SHORTEST_PREFIX = 3 * BLOCK
 
 
 class Prefix:
-    """Ids and the place of their keys and values: a row of the cache, a copy that it made of one, or None."""
+    """Ids and the place of their keys and values: a row of the cache, a copy that it made of one, or None.
 
-    __slots__ = ("block_keys", "ids", "place")
+    `experts` are those of its tokens and perhaps of more, [n, W] each, where they are recorded.
+    """
 
-    def __init__(self, ids: Sequence[int]) -> None:
-        self.ids = list(ids)
+    __slots__ = ("block_keys", "experts", "ids", "place")
+
+    def __init__(self, ids: Sequence[int], experts: Sequence[NDArray[np.uint16]] = ()) -> None:
+        self.ids, self.experts = list(ids), experts
         self.block_keys = list(block_keys(self.ids)) if len(self.ids) >= SHORTEST_PREFIX else []
         self.place: Any = None
 
@@ -154,10 +160,10 @@ class Prefixes:
         lost = max(0, known.length - whole.length)  # `known` is exact to the block
         return whole._replace(lost=lost, mark=mark if mark > whole.length else 0)
 
-    def mark(self, ids: Sequence[int], row: int) -> None:
+    def mark(self, prefix: Prefix, row: int) -> None:
         """Keep the state of a row after these ids, all that it has."""
-        if self.enabled and len(ids) >= SHORTEST_PREFIX:
-            self._keep(Prefix(ids), row, is_mark=True)
+        if self.enabled and len(prefix.ids) >= SHORTEST_PREFIX:
+            self._keep(prefix, row, is_mark=True)
 
     def fill(self, match: Match, row: int, *, room: int) -> int:
         """Open a row for `room` tokens, with a matching prefix; return the prefix's number of tokens."""
@@ -165,11 +171,12 @@ class Prefixes:
         if match.prefix is None or place is None:  # it may have made room for a row that was opened before
             self._cache.open_row(row, room=room)
             return 0
+        ids = match.prefix.ids[: match.length]
         if isinstance(place, int):
-            self._cache.share_row(place, row, match.length, room=room)
+            self._cache.share_row(place, row, ids, room=room)
         else:
             self._touch(match.prefix)
-            self._cache.copy_in(place, row, match.length, room=room)
+            self._cache.copy_in(place, row, ids, room=room)
         return match.length
 
     def runs(self, prefix: Prefix, row: int) -> None:
@@ -188,7 +195,7 @@ class Prefixes:
         is_shared = prefix.place is not None
         self.unshare(prefix)
         if is_shared and len(ids) >= SHORTEST_PREFIX:
-            self._keep(Prefix(ids), row, is_mark=False)
+            self._keep(Prefix(ids, prefix.experts), row, is_mark=False)
 
     def unshare(self, prefix: Prefix) -> None:
         """Stop sharing a running row's keys and values."""

@@ -17,19 +17,18 @@ from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
 from pydantic import Field, SecretStr
-from pydantic_core import from_json
 
 from service_kit.replies import (
-    PLAIN,
     Model,
     ReplyFault,
     ReplyInvalid,
+    plain_session,
     read_bounded,
     read_reply,
-    refuse_encoded,
     show_found,
 )
 from shared_schemas.base import StrictReply
+from shared_schemas.json_text import read_json
 from shared_schemas.trajectory import DrawnLogprob, Sampling, TokenId
 from trainer_backend.errors import BadChatRequest, ContextLengthExceeded, RemoteRefused, RemoteUnavailable
 from trainer_backend.inference.actor import NO_EXTRAS, Extras, FinishReason, Generation
@@ -148,17 +147,16 @@ class RemoteEngine:
         if self._session is None:
             # Callers limit their concurrency; a limit here would only hide a queue. vLLM closes a connection
             # that was idle for 5 s, and a request that is sent at that moment fails.
-            self._session = aiohttp.ClientSession(
+            self._session = plain_session(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
                 timeout=self.timeout,
-                auto_decompress=False,
             )
         return self._session
 
     @property
     def _headers(self) -> dict[str, str]:
         key = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        return {"Content-Type": "application/json", **PLAIN, **key}
+        return {"Content-Type": "application/json", **key}
 
     @asynccontextmanager
     async def _response(self, data: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -168,7 +166,6 @@ class RemoteEngine:
             async with self._open_session().post(
                 self._url, data=data, headers=self._headers, allow_redirects=False
             ) as response:
-                refuse_encoded(response.headers)
                 yield response
 
     async def _post(self, data: bytes) -> tuple[int, bytes]:
@@ -269,7 +266,7 @@ def _refusal(status: int, body: bytes, *, key: str) -> str:
     if status in _AUTH_ERRORS:
         return f"status {status}"
     try:
-        reply = from_json(body)
+        reply = read_json(body)
     except ValueError:
         return f"status {status}"
     inner = reply.get("error") if isinstance(reply, dict) else None

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainer_backend.core.experts import write_experts
 from trainer_backend.inference.actor import Generation, SampledToken
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.tool_formats.calls import ParsedReply
@@ -62,17 +63,26 @@ def assistant_message(
     return message
 
 
-def choice_body(choice: Choice, *, with_raw_text: bool) -> dict[str, Any]:
+def choice_body(choice: Choice) -> dict[str, Any]:
     """Return how a choice ended, and its exact tokens."""
     generation = choice.generation
-    body: dict[str, Any] = {
+    return {
         "finish_reason": "tool_calls" if "tool_calls" in choice.message else generation.finish_reason,
         "sampling_finish_reason": generation.finish_reason,
         "token_ids": generation.token_ids,
         "token_logprobs": generation.logprobs,
         "versions": generation.versions,
     }
-    return {**body, "raw_text": choice.raw_text} if with_raw_text else body
+
+
+def rollout_body(choice: Choice, *, reused: int) -> dict[str, Any]:
+    """Return what a rollout gets in addition; it has the first `reused` ids of the prompt already."""
+    body: dict[str, Any] = {"raw_text": choice.raw_text}
+    if choice.generation.experts is not None:
+        # Nothing was computed yet of the last token that it has, when that was sampled.
+        first = max(0, reused - 1)
+        body["experts"] = write_experts(choice.generation.experts[first:], first)
+    return body
 
 
 def usage_body(prompt_ids: Sequence[int], generations: Sequence[Generation]) -> dict[str, Any]:

@@ -27,7 +27,8 @@ class Request:
     `cached` counts the tokens with keys and values in the cache; `next_token` is the one that the next step
     feeds. So a prompt of n tokens enters with n - 1 cached, its last one fed like a sampled token. `prefix`
     are those n - 1 tokens; `reused` of them needed no prefill, and `lost` more are known, but no state was
-    kept of them. States are kept at `marks`, numbers of tokens. `arrival` is its number in order of arrival.
+    kept of them. States are kept at `marks`, numbers of tokens. `experts` are those of the cached tokens,
+    [n, W] each, where they are recorded. `arrival` is its number in order of arrival.
     """
 
     request_id: str
@@ -45,6 +46,7 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     likeliest: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
+    experts: list[NDArray[np.uint16]] = field(default_factory=list)
     arrival: int = 0
     prefix: Prefix = field(init=False)
 
@@ -52,7 +54,7 @@ class Request:
         seed = self.sampling.seed if self.sampling.seed is not None else secrets.randbits(64)
         self.key = stream_key(seed, () if self.extras.common_draws else self.prompt_ids)
         self.cached = len(self.prompt_ids) - 1
-        self.prefix = Prefix(self.prompt_ids[:-1])
+        self.prefix = Prefix(self.prompt_ids[:-1], self.experts)
 
     @property
     def last_id(self) -> int:
@@ -61,7 +63,18 @@ class Request:
 
     def begin_again(self) -> None:
         """Prepare to wait for a row once more: what was sampled is computed then as a prompt is."""
-        self.prefix = Prefix(self.cached_ids())
+        self.prefix = Prefix(self.cached_ids(), self.experts)
+
+    def begin_experts(self, known: Prefix | None) -> None:
+        """Take those of the tokens that need no prefill from the prefix that has them."""
+        reused = np.concatenate(known.experts)[: self.reused] if known and known.experts else None
+        self.experts.clear()
+        self.note_experts(reused)
+
+    def note_experts(self, experts_LW: NDArray[np.uint16] | None) -> None:
+        """Add those of the next tokens; None: they are not recorded."""
+        if experts_LW is not None:
+            self.experts.append(experts_LW)
 
     def take(self, token: int, logprob: float) -> None:
         """Record the token that a step sampled, after feeding the one before it."""
@@ -91,6 +104,7 @@ class Request:
             stop_string=stop_string,
             prompt_tokens_reused=min(self.reused, len(self.prompt_ids)),
             likeliest=tuple(self.likeliest),
+            experts=np.concatenate(self.experts) if self.experts else None,
         )
 
 

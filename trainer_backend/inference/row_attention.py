@@ -1,7 +1,12 @@
-"""Attention of our decoder over the rows of a `SlotCache`, on any device."""
+"""Attention of our decoder over the rows of a `SlotCache`, on any device.
+
+Rows that refer to one trunk read it together, in one product; what lies behind it is each row's own, and both
+are joined (`models.part_attention`).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -10,6 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer_backend.inference.cache import SlotCache
+from trainer_backend.inference.trunks import Trunk
+from trainer_backend.models.part_attention import attended, attended_under, folded, join, unfolded
 
 Counts = NDArray[np.int64]
 
@@ -24,7 +31,7 @@ class Span:
     width: tokens of each row with its padding.
     places_N: of each token in the padded [rows * width]; None where nothing is padded.
     mask: what to add to the scores, [rows, 1, width, visible], of single tokens [rows * key-value heads, 1,
-        visible]; None: each row starts at position 0, and its padding is on the right.
+        visible]; None: each row starts at column 0, and its padding is on the right.
     """
 
     tokens: slice
@@ -35,18 +42,37 @@ class Span:
     mask: Tensor | None
 
 
-class RowAttention:
-    """`TokenAttention` of a pass over adjacent rows: token by token, row after row.
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tokens of a pass whose rows refer to one trunk: a slice where they are adjacent."""
 
-    `heads_TK` are each token's key-value heads among those of all rows, row * heads + head.
+    trunk: Trunk
+    tokens: slice | Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Where the tokens of a pass are.
+
+    positions_T: in their rows, trunks included.
+    columns_T: in the cache.
+    heads_TK: each token's key-value heads among those of all rows, row * heads + head.
     """
 
+    positions_T: Tensor
+    columns_T: Tensor
+    heads_TK: Tensor
+
+
+class RowAttention:
+    """`TokenAttention` of a pass over adjacent rows: token by token, row after row."""
+
     def __init__(
-        self, cache: SlotCache, positions_T: Tensor, heads_TK: Tensor, spans: Sequence[Span]
+        self, cache: SlotCache, tokens: Tokens, spans: Sequence[Span], groups: Sequence[Group]
     ) -> None:
-        self.positions_T = positions_T
-        self._cache, self._heads_TK, self._spans = cache, heads_TK, spans
-        self._places = 0, heads_TK  # the capacity that they are for, and the places
+        self.positions_T = tokens.positions_T
+        self._cache, self._tokens, self._spans, self._groups = cache, tokens, spans, groups
+        self._places = 0, tokens.heads_TK  # the capacity that they are for, and the places
         self._layer: tuple[Tensor, ...] = ()  # the one that was written last
 
     def write(self, layer: int, keys_TKD: Tensor, values_TKD: Tensor) -> None:
@@ -62,16 +88,35 @@ class RowAttention:
         They are made once, but where a growth ran out of memory: that leaves tensors of several capacities.
         """
         if self._places[0] != capacity:
-            self._places = capacity, (self._heads_TK * capacity + self.positions_T[:, None]).view(-1)
+            tokens = self._tokens
+            self._places = capacity, (tokens.heads_TK * capacity + tokens.columns_T[:, None]).view(-1)
         return self._places[1]
 
     def attend(self, layer: int, queries_THD: Tensor) -> Tensor:
         keys, values = self._layer
+        queries_THD = queries_THD.to(keys.dtype)
+        if self._groups:
+            return self._attend_joined(layer, queries_THD)
         if len(self._spans) == 1:
-            return _attend(self._spans[0], queries_THD.to(keys.dtype), keys, values)
-        return torch.cat(
-            [_attend(span, queries_THD[span.tokens].to(keys.dtype), keys, values) for span in self._spans]
-        )
+            return _attend(self._spans[0], queries_THD, keys, values)
+        return torch.cat([_attend(span, queries_THD[span.tokens], keys, values) for span in self._spans])
+
+    def _attend_joined(self, layer: int, queries_THD: Tensor) -> Tensor:
+        """Each row's own tokens first, then those of each trunk."""
+        parts = [_attend_part(span, queries_THD[span.tokens], *self._layer) for span in self._spans]
+        out_THD, lse_TH = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        heads, scale = queries_THD.shape[1], queries_THD.shape[2] ** -0.5
+        for group in self._groups:
+            keys_KLD, values_KLD = group.trunk.layer(layer)
+            part, lse = attended(
+                folded(queries_THD[group.tokens], len(keys_KLD)), keys_KLD[None], values_KLD[None],
+                None, False, scale,
+            )  # fmt: skip
+            own, own_lse = out_THD[group.tokens], lse_TH[group.tokens]
+            join(own, own_lse, unfolded(part, heads), unfolded(lse[..., None], heads)[..., 0])
+            if not isinstance(group.tokens, slice):
+                out_THD[group.tokens] = own
+        return out_THD
 
 
 class RowAttentions:
@@ -88,40 +133,56 @@ class RowAttentions:
 
     def decode(self, cached_B: Counts) -> RowAttention:
         """Feed one token to each of the first B rows, which have `cached` tokens."""
-        count, longest = len(cached_B), int(cached_B.max()) + 1
+        count = len(cached_B)
+        own_B = cached_B - self._cache.starts(range(count))
+        longest = int(own_B.max()) + 1
         self._cache.reserve(longest)
-        waste = count * (longest - 1) - int(cached_B.sum())
+        waste = count * (longest - 1) - int(own_B.sum())
         cuts = [(0, count)]
         if waste > self._most_waste:
-            cuts = spans_of(cached_B, np.ones_like(cached_B), most_waste=self._most_waste)
-        positions_B = torch.from_numpy(cached_B).to(self._device)
+            cuts = spans_of(own_B, np.ones_like(own_B), most_waste=self._most_waste)
+        tokens = self._tokens(np.arange(count), cached_B, own_B)
         return RowAttention(
             self._cache,
-            positions_B,
-            self._heads_of(torch.arange(count, device=self._device)),
-            [self._single(slice(*cut), cached_B, positions_B) for cut in cuts],
+            tokens,
+            [self._single(slice(*cut), own_B, tokens.columns_T) for cut in cuts],
+            self._groups(0, np.ones_like(cached_B)),
         )
 
     def prefill(self, *, first_row: int, starts_B: Counts, counts_B: Counts) -> RowAttention:
         """Feed each of B rows, `first_row` and on, its `counts_B` tokens (at least 1) from `start` on."""
-        self._cache.reserve(int((starts_B + counts_B).max()))
+        trunks_B = self._cache.starts(range(first_row, first_row + len(counts_B)))
+        own_B = starts_B - trunks_B
+        self._cache.reserve(int((own_B + counts_B).max()))
         rows = np.repeat(np.arange(first_row, first_row + len(counts_B)), counts_B)
         befores_B = counts_B.cumsum() - counts_B
         positions = np.arange(len(rows)) + np.repeat(starts_B - befores_B, counts_B)
-        rows_T, positions_T = (torch.from_numpy(x).to(self._device) for x in (rows, positions))
         return RowAttention(
             self._cache,
-            positions_T,
-            self._heads_of(rows_T),
+            self._tokens(rows, positions, positions - np.repeat(trunks_B, counts_B)),
             [
-                self._padded(slice(*cut), first_row, starts_B, counts_B)
-                for cut in spans_of(starts_B, counts_B, most_waste=self._most_waste)
+                self._padded(slice(*cut), first_row, own_B, counts_B)
+                for cut in spans_of(own_B, counts_B, most_waste=self._most_waste)
             ],
+            self._groups(first_row, counts_B),
         )
 
-    def _heads_of(self, rows_T: Tensor) -> Tensor:
-        """[T, K] numbers of the key-value heads of tokens' rows, see `RowAttention`."""
-        return rows_T[:, None] * len(self._heads_K) + self._heads_K
+    def _tokens(self, rows_T: Counts, positions_T: Counts, columns_T: Counts) -> Tokens:
+        rows, positions, columns = (
+            torch.from_numpy(numbers).to(self._device) for numbers in (rows_T, positions_T, columns_T)
+        )
+        return Tokens(positions, columns, rows[:, None] * len(self._heads_K) + self._heads_K)
+
+    def _groups(self, first_row: int, counts_B: Counts) -> list[Group]:
+        """The tokens, so many of each row, `first_row` and on, whose rows refer to each trunk."""
+        tokens: dict[Trunk, list[range]] = {}
+        end = 0
+        for row, count in enumerate(counts_B.tolist(), start=first_row):
+            trunk = self._cache.trunks.get(row)
+            if trunk is not None:
+                tokens.setdefault(trunk, []).append(range(end, end + count))
+            end += count
+        return [Group(trunk, _slice_or_places(found)) for trunk, found in tokens.items()]
 
     def _single(self, rows: slice, cached_B: Counts, positions_B: Tensor) -> Span:
         """Some rows of a decode step."""
@@ -171,10 +232,50 @@ def spans_of(starts_B: Counts, counts_B: Counts, *, most_waste: int) -> list[tup
     return [*spans, (first, len(starts_B))]
 
 
+def _slice_or_places(ranges: Sequence[range]) -> slice | Tensor:
+    """The tokens of ranges, in ascending order; a slice where they are adjacent."""
+    first, end = ranges[0].start, ranges[-1].stop
+    if sum(map(len, ranges)) == end - first:
+        return slice(first, end)
+    return torch.tensor(list(chain.from_iterable(ranges)))
+
+
+def _attend_part(span: Span, queries_NHD: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, H, D] as `_attend`, and the logarithm of the sum of exponentials, [N, H]; on a CPU, in float32."""
+    if span.width == 1 and span.mask is not None and span.mask.dim() == 3:
+        scores_NGL, values_NLD = _scores_once(span, span.mask, queries_NHD, keys, values)
+        most_NG1 = scores_NGL.amax(-1, keepdim=True)
+        sums_NG1 = scores_NGL.sub_(most_NG1).exp_().sum(-1, keepdim=True)
+        out_NGD = torch.bmm(scores_NGL, values_NLD).div_(sums_NG1)
+        return out_NGD.view(queries_NHD.shape), most_NG1.add_(sums_NG1.log_()).view(queries_NHD.shape[:2])
+    tensors, scale = _padded(span, queries_NHD, keys, values, each=True), queries_NHD.shape[2] ** -0.5
+    if span.mask is None:
+        out_BHQD, lse_BHQ = attended(*tensors, None, True, scale)
+    else:
+        out_BHQD, lse_BHQ = attended_under(span.mask, *tensors, scale)
+    return _unpadded(span, out_BHQD), _unpadded(span, lse_BHQ[..., None])[..., 0]
+
+
 def _attend(span: Span, queries_NHD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """[N, H, D] of a span's tokens, over a layer of the cache."""
     if span.width == 1 and span.mask is not None and span.mask.dim() == 3:
         return _attend_once(span, span.mask, queries_NHD, keys, values)
+    groups = queries_NHD.shape[1] // keys.shape[1]
+    # No fused kernel takes both a mask and groups of heads.
+    tensors = _padded(span, queries_NHD, keys, values, each=span.mask is not None)
+    mixed_BHQD = F.scaled_dot_product_attention(
+        *tensors,
+        attn_mask=span.mask,
+        is_causal=span.mask is None,
+        enable_gqa=span.mask is None and groups > 1,
+    )
+    return _unpadded(span, mixed_BHQD)
+
+
+def _padded(
+    span: Span, queries_NHD: Tensor, keys: Tensor, values: Tensor, *, each: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[rows, heads, width, D] queries of a span, its keys and values; of `each` head, or of those of keys."""
     rows, padded_NHD = span.rows.stop - span.rows.start, queries_NHD
     if span.places_N is not None:
         # What stands in the padding is computed and dropped, row by row.
@@ -182,36 +283,43 @@ def _attend(span: Span, queries_NHD: Tensor, keys: Tensor, values: Tensor) -> Te
         padded_NHD.index_copy_(0, span.places_N, queries_NHD)
     groups = queries_NHD.shape[1] // keys.shape[1]
     keys, values = keys[span.rows, :, : span.visible], values[span.rows, :, : span.visible]
-    if span.mask is not None and groups > 1:  # no fused kernel takes both a mask and groups of heads
+    if each and groups > 1:
         keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-    mixed_BHQD = F.scaled_dot_product_attention(
-        padded_NHD.view(rows, span.width, *queries_NHD.shape[1:]).transpose(1, 2),
-        keys,
-        values,
-        attn_mask=span.mask,
-        is_causal=span.mask is None,
-        enable_gqa=span.mask is None and groups > 1,
-    )
+    return padded_NHD.view(rows, span.width, *queries_NHD.shape[1:]).transpose(1, 2), keys, values
+
+
+def _unpadded(span: Span, mixed_BHQD: Tensor) -> Tensor:
+    """[N, H, D] of a span's tokens."""
     mixed_NHD = mixed_BHQD.transpose(1, 2).flatten(0, 1)
     return mixed_NHD if span.places_N is None else mixed_NHD.index_select(0, span.places_N)
 
 
 def _attend_once(span: Span, mask_N1L: Tensor, queries_BHD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """[B, H, D] where each row has one token: the queries of a key-value head are one matrix."""
-    kv_heads, size = keys.shape[1], keys.shape[3]
-    first, number = span.rows.start * kv_heads, len(mask_N1L)
-    queries_NGD = queries_BHD.reshape(number, -1, size)
-    keys_NLD, values_NLD = (
-        tensor.flatten(0, 1).narrow(0, first, number).narrow(1, 0, span.visible) for tensor in (keys, values)
-    )
     if queries_BHD.dtype != torch.float32 or queries_BHD.device.type != "cpu":
+        kv_heads, size = keys.shape[1], keys.shape[3]
         cache_rows = span.rows, slice(None), slice(span.visible)
         return F.scaled_dot_product_attention(
-            queries_NGD.view(-1, kv_heads, *queries_NGD.shape[1:]),
+            queries_BHD.reshape(-1, kv_heads, queries_BHD.shape[1] // kv_heads, size),
             keys[cache_rows],
             values[cache_rows],
             attn_mask=mask_N1L.view(-1, kv_heads, 1, span.visible),
         ).reshape(queries_BHD.shape)
-    # Faster than the CPU's kernel for single queries by 1.7.
-    scores_NGL = torch.baddbmm(mask_N1L, queries_NGD, keys_NLD.transpose(1, 2), alpha=size**-0.5)
+    scores_NGL, values_NLD = _scores_once(span, mask_N1L, queries_BHD, keys, values)
     return torch.bmm(scores_NGL.softmax(-1), values_NLD).view(queries_BHD.shape)
+
+
+def _scores_once(
+    span: Span, mask_N1L: Tensor, queries_BHD: Tensor, keys: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor]:
+    """[N, G, L] scores of single tokens, and [N, L, D] values, on a CPU; N counts the key-value heads of all.
+
+    Faster than the CPU's kernel for single queries by 1.7.
+    """
+    kv_heads, size = keys.shape[1], keys.shape[3]
+    first, number = span.rows.start * kv_heads, len(mask_N1L)
+    keys_NLD, values_NLD = (
+        tensor.flatten(0, 1).narrow(0, first, number).narrow(1, 0, span.visible) for tensor in (keys, values)
+    )
+    queries_NGD = queries_BHD.reshape(number, -1, size)
+    return torch.baddbmm(mask_N1L, queries_NGD, keys_NLD.transpose(1, 2), alpha=size**-0.5), values_NLD

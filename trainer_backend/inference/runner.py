@@ -16,6 +16,7 @@ from trainer_backend.inference.paged_runner import BY_DEVICE, PagedRunner, PageL
 from trainer_backend.inference.request import Request, read_rests
 from trainer_backend.inference.row_attention import RowAttentions
 from trainer_backend.models.kinds import why_not_by_position
+from trainer_backend.models.routers import Routers
 
 log = structlog.get_logger(__name__)
 
@@ -27,12 +28,21 @@ CALL_NUMBERS = 2**18
 
 
 def runner_of(
-    model: PreTrainedModel, *, slots: int, max_len: int, kept: int = 0, pages: PageLimits = BY_DEVICE
+    model: PreTrainedModel,
+    *,
+    slots: int,
+    max_len: int,
+    kept: int = 0,
+    pages: PageLimits = BY_DEVICE,
+    routers: Routers | None = None,
 ) -> "DecoderRunner | TransformersRunner | LayerRunner | PagedRunner":
-    """The runner of a model, for `kept` kept prefixes; the log says why where it is not our decoder's."""
+    """The runner of a model, for `kept` kept prefixes; the log says why where it is not our decoder's.
+
+    It records what `routers` choose.
+    """
     layers = why_not_by_position(model, longest=max_len)
     if layers is not None:
-        runner = LayerRunner(model, slots=slots, max_len=max_len)
+        runner = LayerRunner(model, slots=slots, max_len=max_len, routers=routers)
         _tell(model, f"its {layers}", cache="by layer", cost=runner.cost)
         return runner
     reason = unsupported_because(model)
@@ -41,7 +51,7 @@ def runner_of(
     if reason is None:
         return DecoderRunner(model, slots=slots, max_len=max_len)
     _tell(model, reason, cache="by position", cost="rows are padded to the longest")
-    return TransformersRunner(model, slots=slots, max_len=max_len)
+    return TransformersRunner(model, slots=slots, max_len=max_len, routers=routers)
 
 
 def _tell(model: PreTrainedModel, reason: str, **facts: str) -> None:
@@ -57,7 +67,8 @@ class DecoderRunner:
     def __init__(self, model: PreTrainedModel, *, slots: int, max_len: int) -> None:
         self._decoder = Decoder(model, max_len=max_len)
         self._device = model.device
-        self.cache = SlotCache(slots=slots, max_len=max_len, dtype=model.dtype)
+        shares = self._device.type == "cpu" and model.dtype == torch.float32
+        self.cache = SlotCache(slots=slots, max_len=max_len, dtype=model.dtype, shares=shares)
         heads = self._decoder.heads
         self._attentions = RowAttentions(
             self.cache,
@@ -86,6 +97,7 @@ class DecoderRunner:
     def take_weights(self) -> None:
         """Compute with the model's new weights from now on."""
         self._decoder.assert_in_place()
+        self.cache.forget_trunks()
 
     def _chunks(self, requests: Sequence[Request]) -> Iterator[Sequence[Request]]:
         most = CHUNK_TOKENS if self._device.type == "cpu" else sum(request.cached for request in requests)
@@ -106,8 +118,10 @@ class DecoderRunner:
 class TransformersRunner:
     """Runs models whose layers have full attention, by `transformers` in padded rows; as `DecoderRunner`."""
 
-    def __init__(self, model: PreTrainedModel, *, slots: int, max_len: int) -> None:
-        self._pass = Pass(model)
+    def __init__(
+        self, model: PreTrainedModel, *, slots: int, max_len: int, routers: Routers | None = None
+    ) -> None:
+        self._pass = Pass(model, routers)
         self._device, self._dtype = self._pass.device, self._pass.dtype
         self.cache = SlotCache(slots=slots, max_len=max_len, dtype=self._dtype)
 
@@ -116,8 +130,19 @@ class TransformersRunner:
         whole = sum(request.reused == 0 for request in requests)
         if whole:
             self._prefill_whole(requests[:whole], first_row=first_row)
+            self._note_experts(requests[:whole])
         if requests[whole:]:
             self._prefill_rest(requests[whole:], first_row=first_row + whole)
+            self._note_experts(requests[whole:])
+
+    def _note_experts(self, requests: Sequence[Request]) -> None:
+        for request, experts_LW in zip(requests, self.experts(), strict=False):
+            if experts_LW is not None:
+                request.note_experts(experts_LW[: request.cached - request.reused])
+
+    def experts(self) -> Iterator[NDArray[np.uint16] | None]:
+        """As `LayerRunner.experts`; behind the tokens of a row there may be those of padding."""
+        return self._pass.experts()
 
     def decode(self, ids_B: NDArray[np.int64], cached_B: NDArray[np.int64]) -> Tensor:
         ids_B1, positions_B1 = (torch.from_numpy(x)[:, None].to(self._device) for x in (ids_B, cached_B))

@@ -31,7 +31,7 @@ import aiohttp
 from pydantic import Field, JsonValue, model_validator
 from typing_extensions import TypedDict  # pydantic reads that of `typing` from Python 3.12 on alone
 
-from service_kit.replies import PLAIN, Lines, Model, read_bounded, refuse_encoded, show_found
+from service_kit.replies import Lines, Model, plain_session, read_bounded, show_found
 from shared_schemas.base import Count, StrictReply
 from shared_schemas.trajectory import MOST_TOKENS, DrawnLogprob, Logprob, Sampling, TokenId, cover
 from trainer_backend.errors import (
@@ -377,10 +377,9 @@ class VllmEngine(RemoteEngine):
         where, timeout = self.url + route, aiohttp.ClientTimeout(total=timeout_s)
         with connection_errors(where, timeout):
             async with (
-                aiohttp.ClientSession(timeout=timeout, headers=PLAIN, auto_decompress=False) as session,
+                plain_session(timeout=timeout) as session,
                 session.request(method, where, allow_redirects=False, **sent) as response,
             ):
-                refuse_encoded(response.headers)
                 return response.status, await read_bounded(response.content.iter_any(), MOST_REPLY_BYTES)
 
     def _body(

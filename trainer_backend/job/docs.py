@@ -163,6 +163,8 @@ def _type(dotted: str, field: FieldInfo) -> str:
         return "str"
     if not get_args(annotation):
         return str(getattr(annotation, "__name__", annotation))
+    if bool in options:  # a switch that is also a number
+        return " or ".join(getattr(item, "__origin__", item).__name__ for item in options)
     if get_origin(annotation) is not tuple:
         return "table"
     inner = get_args(annotation)[0]

@@ -182,6 +182,8 @@ rollout_only.weight & rollout_allocation_schedule.selection = "reward"
 _REFUSALS = """
 inference.own_process & inference.engine = "vllm"
     it is of the local engine: leave it out
+inference.replay_experts & inference.engine = "vllm"
+    vLLM servers do not tell the experts: leave it out
 inference.deterministic & inference.engine = "vllm"
     equal seeds give other tokens there: leave it out
 inference.sleep & training.max_staleness

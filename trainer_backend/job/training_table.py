@@ -1,6 +1,6 @@
 """[training], [lora] and [algorithm] of a job: updates of the policy, and credit."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -24,6 +24,10 @@ from trainer_backend.job.plug_table import PlugTable
 
 # Nats between sampler and learner: a hundred times the measured value of a correct pair (float32: 1e-4).
 MISMATCH_LIMIT_FLOAT32, MISMATCH_LIMIT_LOW = 0.01, 1.0
+
+
+# Where neither the job nor a plan of memory sets them: what a CPU's cache holds.
+MICRO_BATCH_TOKENS = 4096
 
 
 class LoopKeys(Table):
@@ -52,17 +56,20 @@ class LoopKeys(Table):
     """decisions per optimizer step"""
     row_tokens: int = Field(default=192, ge=16)
     """tokens per packed row"""
-    micro_batch_tokens: int = Field(default=4096, ge=64)
-    """tokens per forward and backward pass; gradients are accumulated over a step; small values fit a CPU's
-    cache"""
+    micro_batch_tokens: int | None = Field(
+        default=None,
+        ge=64,
+        description="tokens per forward and backward pass; gradients are accumulated over a step; absent: on "
+        f"a CPU {MICRO_BATCH_TOKENS}, which fit its cache, on a GPU as many as fit its memory by the plan",
+    )
     share_prefixes: bool = True
     """compute what several segments begin with once: rules and tools of a prompt, a sibling's prompt, a
     conversation so far; not with lora.dropout, which would be shared too"""
     logits_chunk_tokens: int | None = Field(default=None, ge=1)
     """tokens whose logits exist at a time; absent: a share of the device's memory"""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | Annotated[int, Field(ge=0)] = False
     """keep one tensor per layer and compute the rest again in the backward pass: less memory, a third more
-    work"""
+    work; a number: of so many layers, from the first; true: of all"""
     optimizer_offload: bool = False
     """keep AdamW's moments in main memory: the same steps, slower, 8 bytes less of a GPU's memory for every
     trained weight"""
@@ -93,6 +100,11 @@ class LoopKeys(Table):
     however it is split; constant: each token, divided by the planned number"""
     entropy_coef: float = Field(default=0.003, ge=0)
     """weight of the entropy bonus"""
+
+    @property
+    def micro_batch(self) -> int:
+        """Tokens per forward and backward pass; a learner's table has those of its plan of memory."""
+        return self.micro_batch_tokens or MICRO_BATCH_TOKENS
 
 
 class RunKeys(Table):

@@ -169,9 +169,10 @@ def serve(connection: Connection) -> None:
             request = connection.recv_bytes()
         except EOFError:
             return
+        parent = os.getpid()
         child = os.fork()
         if child == 0:
-            kill_with_parent()
+            kill_with_parent(parent)
             _answer(connection, request)
             os._exit(0)
         _, status = os.waitpid(child, 0)

@@ -62,6 +62,9 @@ def one_row(packed: Packed) -> tuple[Packed, SegmentBounds]:
         predict_position_N=torch.from_numpy(
             column_BL[packed.predict_row_N.numpy(), packed.predict_position_N.numpy()]
         ),
+        experts_BLW=None
+        if packed.experts_BLW is None
+        else packed.experts_BLW[torch.from_numpy(kept_BL)][None],
     )
     return row, SegmentBounds(torch.from_numpy(starts_S.astype(np.int32)), int(np.diff(starts_S).max()))
 
@@ -100,16 +103,19 @@ class PaddedGroup:
     token_ids_BL: int64; in the padding behind a segment its last token.
     is_real_BL: bool, False in the padding.
     read_R: int64, places of these rows end to end.
+    experts_BLW: as those of `Packed`.
     """
 
     token_ids_BL: Tensor
     is_real_BL: Tensor
     read_R: Tensor
+    experts_BLW: Tensor | None = None
 
     def to(self, device: torch.device) -> PaddedGroup:
         """The same on a device, without waiting for the copies."""
-        columns = self.token_ids_BL, self.is_real_BL, self.read_R
-        return PaddedGroup(*(column.to(device, non_blocking=True) for column in columns))
+        columns: tuple[Any, ...] = (self.token_ids_BL, self.is_real_BL, self.read_R, self.experts_BLW)
+        moved: Any = [x if x is None else x.to(device, non_blocking=True) for x in columns]
+        return PaddedGroup(*moved)
 
 
 def padded_groups(row: Packed, bounds: SegmentBounds) -> tuple[list[PaddedGroup], Tensor]:
@@ -127,7 +133,10 @@ def padded_groups(row: Packed, bounds: SegmentBounds) -> tuple[list[PaddedGroup]
         end = first + segments * places
         here = slice(*torch.searchsorted(read_N, torch.tensor([first, end])).tolist())
         ids_BL, is_real_BL = (column[first:end].view(segments, places) for column in (ids_P, is_real_P))
-        padded.append(PaddedGroup(ids_BL, is_real_BL, read_N[here] - first))
+        experts_BLW = None
+        if row.experts_BLW is not None:
+            experts_BLW = row.experts_BLW[0][groups.token_P[first:end]].view(segments, places, -1)
+        padded.append(PaddedGroup(ids_BL, is_real_BL, read_N[here] - first, experts_BLW))
         first = end
     return padded, order_N.argsort()
 

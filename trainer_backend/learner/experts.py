@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from trainer_backend.core.router_loss import RouterKeys
 from trainer_backend.errors import JobError
+from trainer_backend.models.routers import count_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,7 @@ class Experts:
 def experts_of(model: PreTrainedModel, keys: RouterKeys) -> Experts | None:
     """The experts of a model, None where it has none; JobError: the job weighs a loss that it has not."""
     config, coefficient = model.config.get_text_config(), keys.router_aux_coef
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    count = next((int(value) for name in names if (value := getattr(config, name, None))), 0)
+    count = count_experts(model)
     has_loss = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
     if not any(True for _ in _expert_layers(model)):
         count = 0

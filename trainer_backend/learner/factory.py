@@ -16,7 +16,13 @@ from trainer_backend.learner.device import place
 from trainer_backend.learner.fit import Search, less_memory, propose
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.loading import load_checkpoint
-from trainer_backend.learner.memory import memory_plan, model_configs, refuse_too_large
+from trainer_backend.learner.memory_plan import (
+    MemoryPlan,
+    memory_plan,
+    model_configs,
+    refuse_too_large,
+    set_micro_batches,
+)
 from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.learner.sharding import mesh_of, own_part
 from trainer_backend.models.sources import tokenizer_in
@@ -39,7 +45,9 @@ class LocalFactory:
         return checked_folders(self._fixed, self._config.model, checkpoint) if self._fixed else {}
 
     def plan_memory(self, checkpoint: Path | None, fixed: Sequence[Path]) -> str:
-        def plan_of_this_rank() -> str:
+        """Plan it, refuse what cannot fit, and keep the plan's micro-batches for the learner."""
+
+        def plan_of_this_rank() -> MemoryPlan:
             plan = memory_plan(self._config, checkpoint, fixed=fixed, ranks=self._ranks)
             hint = less_memory(self._config)
             if plan.shortage() is not None:
@@ -47,9 +55,12 @@ class LocalFactory:
                 search = Search(self._config, plan.placement, *configs)
                 hint = f"{propose(search).told()} {hint}"
             refuse_too_large(plan, hint=hint)
-            return plan.report()
+            return plan
 
-        return self._ranks.together(plan_of_this_rank)
+        plan = self._ranks.together(plan_of_this_rank)
+        tokens = min(self._ranks.of_every_rank(plan.micro_batch_tokens))
+        self._config = set_micro_batches(self._config, tokens)
+        return plan.report()
 
     def fresh(self, prompts: Sequence[Trajectory], tokenizer_of: Path | None) -> LocalLearner:
         tokenizer = None if tokenizer_of is None else tokenizer_in(tokenizer_of, self._config.model)

@@ -18,11 +18,10 @@ from trainer_backend.errors import JobError
 from trainer_backend.job.training_table import LoraTable
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement, place, place_on_card
-from trainer_backend.learner.memory import (
-    OVERHEAD,
+from trainer_backend.learner.memory import OVERHEAD, cached_row
+from trainer_backend.learner.memory_plan import (
     MemoryPlan,
     Models,
-    cached_row,
     memory_use,
     model_shapes,
     plan_on,
@@ -57,6 +56,10 @@ class Search:
     others: Sequence[Any] = ()
     shortest: int | None = None
     _models: dict[tuple[bool, str], Models] = field(default_factory=dict)
+
+    @property
+    def is_planned(self) -> bool:
+        return self.own is not None or bool(self._models)
 
     def models(self, config: LearnerConfig) -> Models:
         kind = (config.lora is None, config.training.critic)
@@ -322,7 +325,7 @@ def _lower_share(search: Search, config: LearnerConfig, *, requests: int) -> Ite
 def _lower_micro_batches(search: Search, config: LearnerConfig) -> Iterator[Settings]:
     """Tokens of a forward and backward pass, down to one row, and rows down to one longest segment."""
     training, longest = config.training, config.inference.max_model_len
-    for tokens in _halves(max(training.micro_batch_tokens, training.row_tokens), max(longest, 64)):
+    for tokens in _halves(max(training.micro_batch, training.row_tokens), max(longest, 64)):
         rows = {"training.row_tokens": tokens} if tokens < training.row_tokens else {}
         yield {"training.micro_batch_tokens": tokens, **rows}
 
@@ -334,8 +337,14 @@ def _sleep(search: Search, config: LearnerConfig) -> Iterator[Settings]:
 
 
 def _checkpoint_layers(search: Search, config: LearnerConfig) -> Iterator[Settings]:
-    if not config.training.gradient_checkpointing:
-        yield {"training.gradient_checkpointing": True}
+    """Quarters of the layers, then all; where nothing is planned, all."""
+    key, now = "training.gradient_checkpointing", config.training.gradient_checkpointing
+    if now is True:
+        return
+    layers = search.models(config).own.layers if search.is_planned else 0
+    quarters = sorted({layers * part // 4 for part in (1, 2, 3)})
+    yield from ({key: count} for count in quarters if count > now)
+    yield {key: True}
 
 
 def _free_gathered(search: Search, config: LearnerConfig) -> Iterator[Settings]:
@@ -381,7 +390,7 @@ def _shorten(search: Search, config: LearnerConfig) -> Iterator[Settings]:
         yield {
             "inference.max_model_len": length,
             "training.row_tokens": min(training.row_tokens, length),
-            "training.micro_batch_tokens": max(min(training.micro_batch_tokens, length), 64),
+            "training.micro_batch_tokens": max(min(training.micro_batch, length), 64),
         }
 
 
@@ -453,5 +462,7 @@ def _name_change(config: LearnerConfig, settings: Settings) -> str:
         else:
             table, _, name = key.partition(".")
             now = getattr(getattr(config, _TABLES[table]), name)
+            if now is None:
+                now = config.training.micro_batch
             words.append(f"{'lower' if value < now else 'raise'} {key} ({now})")
     return " and ".join(words)

@@ -22,6 +22,7 @@ _PROCESS = "trainer_backend.learner.process"
 
 def main(arguments: Sequence[str]) -> None:
     """Run the ranks of this node until one of them ends."""
+    os.environ["TURNWISE_GROUP_PID"] = str(os.getpid())  # the ranks end with this process
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     try:
         torchrun(["--max-restarts", "0", *arguments[:cut], "-m", _PROCESS, *arguments[cut + 1 :]])

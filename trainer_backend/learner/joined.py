@@ -7,21 +7,13 @@ part is a product of two slices:
     own      each run by itself, causal; runs of similar length side by side
     shared   the tokens below a run, with all keys of that run
 
-Parts are joined by the logarithms of their sums of exponentials, l_i of part i with the output o_i:
-
-    l = log sum_i exp(l_i)      o = sum_i exp(l_i - l) o_i
-
-In the backward pass a part that is given o and l in place of its own has the gradient of the whole, exactly.
-
-Source: Dao, FlashAttention-2, arXiv:2307.08691 (forward and backward by blocks); Liu et al., Ring Attention,
-arXiv:2310.01889 (blocks by themselves, joined).
+Parts are joined as `models.part_attention` says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -31,9 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer_backend.learner.by_length import alike
+from trainer_backend.models import part_attention
+from trainer_backend.models.part_attention import attended, folded, heads_first, join, unfolded
 
-# Up to so many keys plain products are faster on a CPU than torch's kernel, which works in blocks.
-_SHORT = 128
 # Queries of a few tokens alone are worth a mask up to this share of a run's keys: causal attention of all its
 # queries computes half of its scores.
 _MOST_QUERIES = 0.5
@@ -178,8 +170,8 @@ class Plan:
 
 def attend(plan: Plan, q_NHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float) -> Tensor:
     """[N, H, D] of the plan's queries; keys and values, of all tokens, may have fewer heads."""
-    attended: Tensor = _Joined.apply(plan, q_NHD, k_LHD, v_LHD, scale)  # type: ignore[no-untyped-call]
-    return attended
+    out: Tensor = _Joined.apply(plan, q_NHD, k_LHD, v_LHD, scale)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _Joined(torch.autograd.Function):
@@ -187,7 +179,7 @@ class _Joined(torch.autograd.Function):
     def forward(ctx: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         out, lse, heads = torch.empty_like(q), q.new_empty((*q.shape[:2], 1)), q.shape[1] // k.shape[1]
         for side in plan.own:
-            part, part_lse = _attended(
+            part, part_lse = attended(
                 side.queries.spread(q), side.keys.spread(k, heads), side.keys.spread(v, heads),
                 side.hidden_GQK, True, scale,
             )  # fmt: skip
@@ -195,15 +187,15 @@ class _Joined(torch.autograd.Function):
             side.queries.gather(part_lse[..., None], lse)
         lse = lse[..., 0]
         for keys, queries in plan.shared:
-            part, part_lse = _attended(
-                _folded(q[queries], k.shape[1]), _heads_first(k[keys]), _heads_first(v[keys]),
+            part, part_lse = attended(
+                folded(q[queries], k.shape[1]), heads_first(k[keys]), heads_first(v[keys]),
                 None, False, scale,
             )  # fmt: skip
-            _join(
+            join(
                 out[queries],
                 lse[queries],
-                _unfolded(part, q.shape[1]),
-                _unfolded(part_lse[..., None], q.shape[1])[..., 0],
+                unfolded(part, q.shape[1]),
+                unfolded(part_lse[..., None], q.shape[1])[..., 0],
             )
         ctx.plan, ctx.scale = plan, scale
         ctx.save_for_backward(q, k, v, out, lse)
@@ -213,10 +205,10 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor, Tensor, None]:
         q, k, v, out, lse = ctx.saved_tensors
         plan, scale, grad = ctx.plan, ctx.scale, gradients[0].contiguous()
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         heads = q.shape[1] // k.shape[1]
         for side in plan.own:
-            parts = _gradients(
+            parts = part_attention.gradients(
                 side.queries.spread_once(grad),  # nothing comes from what stands in padding
                 side.queries.spread(q), side.keys.spread(k, heads), side.keys.spread(v, heads),
                 side.queries.spread(out), side.queries.spread(lse[..., None])[..., 0],
@@ -227,12 +219,12 @@ class _Joined(torch.autograd.Function):
                 side.keys.gather(_summed(part, heads), whole)
         for keys, queries in plan.shared:
             kept = (grad, q, out, lse[..., None])
-            grad_part, q_part, out_part, lse_part = (_folded(part[queries], k.shape[1]) for part in kept)
-            parts = _gradients(
-                grad_part, q_part, _heads_first(k[keys]), _heads_first(v[keys]), out_part, lse_part[..., 0],
+            grad_part, q_part, out_part, lse_part = (folded(part[queries], k.shape[1]) for part in kept)
+            parts = part_attention.gradients(
+                grad_part, q_part, heads_first(k[keys]), heads_first(v[keys]), out_part, lse_part[..., 0],
                 None, False, scale,
             )  # fmt: skip
-            dq[queries] += _unfolded(parts[0], q.shape[1])
+            dq[queries] += unfolded(parts[0], q.shape[1])
             dk[keys] += parts[1][0].transpose(0, 1)
             dv[keys] += parts[2][0].transpose(0, 1)
         return None, dq, dk, dv, None
@@ -373,8 +365,8 @@ def attend_levels(
 ) -> Tensor:
     """[L, H, D] of a row by its levels."""
     tensors = [tensor.to(kernel.dtype or tensor.dtype) for tensor in (q_LHD, k_LHD, v_LHD)]
-    attended: Tensor = _Levels.apply(levels, kernel, *tensors, scale)  # type: ignore[no-untyped-call]
-    return attended
+    out: Tensor = _Levels.apply(levels, kernel, *tensors, scale)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _Levels(torch.autograd.Function):
@@ -392,7 +384,7 @@ class _Levels(torch.autograd.Function):
                 q[level.query_N], k[level.key_N], v[level.key_N], level, scale
             )
             own, own_lse = whole[level.query_N], lse[level.query_N]
-            _join(own, own_lse, part.to(wide), part_lse.to(wide))
+            join(own, own_lse, part.to(wide), part_lse.to(wide))
             whole[level.query_N], lse[level.query_N] = own, own_lse
             kept.append(needed)
         out = whole.to(q.dtype)
@@ -419,88 +411,10 @@ class _Levels(torch.autograd.Function):
         return None, None, dq, dk, dv, None
 
 
-def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Join a part to `out` [n, H, D] and `lse` [n, H], in place."""
-    whole = torch.logaddexp(lse, part_lse)
-    out.mul_((lse - whole).exp_()[..., None]).add_(part * (part_lse - whole).exp_()[..., None])
-    lse.copy_(whole)
-
-
-def _heads_first(tokens: Tensor) -> Tensor:
-    """[1, H, n, D] of tokens [n, H, D]."""
-    return tokens.transpose(0, 1)[None]
-
-
-def _folded(tokens: Tensor, kv_heads: int) -> Tensor:
-    """[1, H_kv, n * times, D] of tokens [n, H, D]: heads that share keys are more queries of these."""
-    times = tokens.shape[1] // kv_heads
-    if times == 1:
-        return _heads_first(tokens)
-    by_key = tokens.reshape(len(tokens), kv_heads, times, -1)
-    return by_key.permute(1, 0, 2, 3).flatten(1, 2)[None]
-
-
-def _unfolded(part: Tensor, heads: int) -> Tensor:
-    """[n, H, D] of what `_folded` gave."""
-    times = heads // part.shape[1]
-    by_key = part[0].reshape(part.shape[1], -1, times, part.shape[-1])
-    return by_key.permute(1, 0, 2, 3).flatten(1, 2)
-
-
 def _summed(part: Tensor, times: int) -> Tensor:
     """[G, H_kv, P, D] of [G, H, P, D], where `times` heads in a row share keys."""
     groups, heads, places, size = part.shape
     return part if times == 1 else part.reshape(groups, heads // times, times, places, size).sum(2)
-
-
-def _attended(
-    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """[B, H, n, D] and the logarithm of the sum of exponentials, [B, H, n], of one part."""
-    if hidden is None and k.shape[2] > _SHORT:
-        out, lse = _FORWARD(q, k, v, 0.0, causal, scale=scale)
-        return out, lse if _lse_is_by_head() else lse.transpose(1, 2)
-    scores = _scores(q, k, hidden, causal, scale)
-    lse = scores.logsumexp(-1)
-    return scores.sub_(lse[..., None]).exp_() @ v, lse
-
-
-def _gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    hidden: Tensor | None, causal: bool, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of queries, keys and values of a part, whose `out` and `lse` are those of all parts."""
-    if hidden is None and k.shape[2] > _SHORT:
-        lse = lse if _lse_is_by_head() else lse.transpose(1, 2)
-        dq, dk, dv = _BACKWARD(
-            grad.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), 0.0, causal, scale=scale
-        )
-        return dq, dk, dv
-    shares = _scores(q, k, hidden, causal, scale).sub_(lse[..., None]).exp_()
-    d_scores = (grad @ v.transpose(-1, -2)).sub_((grad * out).sum(-1, keepdim=True)).mul_(shares)
-    d_scores.mul_(scale)
-    return d_scores @ k, d_scores.transpose(-1, -2) @ q, shares.transpose(-1, -2) @ grad
-
-
-def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, causal: bool, scale: float) -> Tensor:
-    scores = (q * scale) @ k.transpose(-1, -2)
-    if hidden is not None:
-        return scores.masked_fill_(hidden[:, None], float("-inf"))
-    if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1)
-        return scores.masked_fill_(later, float("-inf"))
-    return scores
-
-
-_FORWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-@cache
-def _lse_is_by_head() -> bool:
-    """Whether the kernel gives [B, H, n], and not [B, n, H]."""
-    some = torch.zeros(1, 1, 2, 8)
-    return tuple(_FORWARD(some, some, some)[1].shape) == (1, 1, 2)
 
 
 def _side_by_side(runs: Runs) -> Iterator[tuple[Tensor, Tensor]]:

@@ -110,8 +110,7 @@ class LocalLearner:
             self._adapter = Adapter.fresh(model, config.lora, seed=seed, base=base)
         if self._adapter is not None and adapter_folder is not None:
             self._adapter.restore(adapter_folder)
-        if training.gradient_checkpointing:
-            checkpoint_layers(model)
+        checkpoint_layers(model, training.gradient_checkpointing)
         self._sample = sample_of(model, tokenizer) if ranks.are_several else 0
         if ranks.are_several:
             shard(model, ranks, config.ranks, placement.device)

@@ -160,7 +160,6 @@ def _copied(policy: Scorer, table: TrainingTable, ranks: LearnerTable) -> PreTra
     model = gathered_copy(policy.model)
     model.requires_grad_(True)
     model.set_attn_implementation(policy.attention.implementation)
-    if table.gradient_checkpointing:
-        checkpoint_layers(model)
+    checkpoint_layers(model, table.gradient_checkpointing)
     shard(model, policy.ranks, ranks, policy.placement.device)
     return model

@@ -21,7 +21,7 @@ if __name__ == "__main__":
     if not any(word.startswith("--port") for word in sys.argv):
         end_with_parent()
     if "WORLD_SIZE" in os.environ:  # of torchrun, whose own parent alone has the standard input
-        kill_with_parent()
+        kill_with_parent(int(os.environ.get("TURNWISE_GROUP_PID", os.getppid())))
 
 import argparse
 import asyncio

@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trainer_backend.core.collate import Packed, by_segment, cut_packed, distinct_tokens, pack_segments
+from trainer_backend.core.collate import Packed, by_segment, cut_packed, pack_segments
 from trainer_backend.core.logprobs import PLAIN, LogitMap, chunked_logprobs
 from trainer_backend.core.segments import Segment
+from trainer_backend.core.tries import Tries
 from trainer_backend.errors import SegmentError, place
 from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.learner.attention import GROUPS, ONE_ROW, Groups, PackedAttention, PaddedRows
@@ -23,6 +24,7 @@ from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.learner.sharding import through
 from trainer_backend.models.folder import embedding_rows
 from trainer_backend.models.precision import tokens_for
+from trainer_backend.models.routers import replaying
 
 Piece = TypeVar("Piece")
 
@@ -160,7 +162,8 @@ class Scorer:
         # One row has no padding.
         is_real_BL = None if attend is not None else rows.segment_ids_BL > 0
         told = {"position_ids": rows.position_ids_BL, **arguments}
-        hidden_BLD = self._by_transformers(model, rows.token_ids_BL, is_real_BL, told, routing)
+        with replaying(model, rows.experts_BLW):
+            hidden_BLD = self._by_transformers(model, rows.token_ids_BL, is_real_BL, told, routing)
         return hidden_BLD[rows.predict_row_N, rows.predict_position_N]
 
     def _apart(self, model: PreTrainedModel, groups: Groups, routing: Routing | None) -> Tensor:
@@ -171,7 +174,8 @@ class Scorer:
             # Of the padding too, since positions that begin again mean packed rows to transformers.
             positions_BL = torch.arange(ids_BL.shape[1], device=ids_BL.device).expand_as(ids_BL)
             told = {"position_ids": positions_BL}
-            hidden_BLD = self._by_transformers(model, ids_BL, group.is_real_BL, told, routing)
+            with replaying(model, group.experts_BLW):
+                hidden_BLD = self._by_transformers(model, ids_BL, group.is_real_BL, told, routing)
             parts.append(hidden_BLD.flatten(0, 1).index_select(0, group.read_R))
         return torch.cat(parts).index_select(0, groups[1])
 
@@ -205,25 +209,30 @@ class Scorer:
         refuse_unknown_ids(segments, embedding_rows(self.model))
         return score_by(self.logprobs, segments, keys, self)
 
-    def row_tokens(self, segments: Sequence[Segment], keys: LoopKeys) -> int:
+    def tries(self, segments: Sequence[Segment]) -> Tries | None:
+        """What segments share, where that is computed once."""
+        return None if self.share_from is None else Tries.of(segments, self.share_from)
+
+    def row_tokens(self, segments: Sequence[Segment], keys: LoopKeys, tries: Tries | None) -> int:
         """Width of a packed row: `row_tokens`, or the longest segment where that does not fit.
 
         A trie shares most in a row as long as a piece, of which each rank gets one.
         """
         width = keys.row_tokens
-        if self.share_from is not None and self.attention.rows_are_joined:
-            share = keys.micro_batch_tokens
+        if tries is not None and self.attention.rows_are_joined:
+            share = keys.micro_batch
             if self.ranks.are_several:
-                share = -(-distinct_tokens(segments, self.share_from) // self.ranks.count)
-            width = min(keys.micro_batch_tokens, max(width, share))
+                share = -(-tries.distinct // self.ranks.count)
+            width = min(keys.micro_batch, max(width, share))
         return max(width, max(len(segment) for segment in segments))
 
 
 def cut_pieces(segments: Sequence[Segment], keys: LoopKeys, scorer: Scorer) -> tuple[Packed, list[Packed]]:
     """Segments in packed rows, and these rows in pieces of one forward pass."""
-    width = scorer.row_tokens(segments, keys)
-    packed = pack_segments(segments, row_tokens=width, share_from=scorer.share_from)
-    rows = scorer.ranks.rows_of_a_piece(len(packed.token_ids_BL), keys.micro_batch_tokens // width)
+    tries = scorer.tries(segments)
+    width = scorer.row_tokens(segments, keys, tries)
+    packed = pack_segments(segments, row_tokens=width, tries=tries)
+    rows = scorer.ranks.rows_of_a_piece(len(packed.token_ids_BL), keys.micro_batch // width)
     return packed, list(cut_packed(packed, rows))
 
 

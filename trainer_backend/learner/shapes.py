@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from trainer_backend.core.presets import PRESETS
-from trainer_backend.errors import ModelFolderError
+from trainer_backend.errors import JobError, ModelFolderError
 from trainer_backend.job.tables import ModelTable
 from trainer_backend.job.training_table import LoraTable
 from trainer_backend.learner.attention import head_dim_of
@@ -162,6 +162,28 @@ _STATE_SPACES = (
     ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "chunk_size", "n_groups"),
     ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_chunk_size", "mamba_n_groups"),
 )
+
+
+def count_checkpointed(wish: bool | int, layers: int) -> int:
+    """How many of a model's layers keep their input alone by `training.gradient_checkpointing`.
+
+    Raises JobError where the model has fewer layers than a number names.
+    """
+    if isinstance(wish, bool):
+        return layers if wish else 0
+    if wish > layers:
+        raise JobError(
+            f"it names {wish} layers, and the model has {layers}",
+            where="training.gradient_checkpointing",
+            hint=f"Set true for all of them, or a number up to {layers}.",
+        )
+    return wish
+
+
+def refuse_more_layers(table: ModelTable, wish: bool | int) -> None:
+    """Refuse more layers (JobError) than the job's model has, where the model is on this machine."""
+    if not isinstance(wish, bool) and (config := config_here(table)) is not None:
+        count_checkpointed(wish, model_shape(config, None).layers)
 
 
 def config_here(table: ModelTable) -> Any | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from trainer_backend.core.columns import Row
@@ -16,25 +17,58 @@ from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import ModelFolderError, OutOfMemory
 from trainer_backend.learner.lora import adapter_dropouts
+from trainer_backend.learner.shapes import count_checkpointed
 from trainer_backend.models.folder import is_out_of_memory
+from trainer_backend.models.routers import again
+
+# What transformers calls the switch of a module that checkpoints itself.
+_SWITCH = "gradient_checkpointing"
+_LEAVE = "Lower training.micro_batch_tokens to need less."
 
 
-def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Layers keep their input alone while `stepping`, and compute the rest again in the backward pass."""
+def checkpoint_layers(model: PreTrainedModel, layers: bool | int = True) -> None:
+    """Layers keep their input alone while `stepping`, and compute the rest again in the backward pass.
+
+    `layers` is `training.gradient_checkpointing`: all, none, or so many from the first. The last ones have
+    their backward pass first, so what they keep is gone before a layer is computed again.
+
+    Raises:
+        ModelFolderError: this architecture cannot checkpoint its layers, or not some of them.
+        JobError: the model has fewer layers.
+    """
+    decoder = model.get_decoder().layers  # type: ignore[no-untyped-call]
+    count = count_checkpointed(layers, len(decoder))
+    if not count:
+        return
     if not model.supports_gradient_checkpointing:
         raise ModelFolderError(
             f"{type(model).__name__} cannot checkpoint its layers",
             where="training.gradient_checkpointing",
-            hint="Leave it false and lower training.micro_batch_tokens.",
+            hint=f"Leave it false. {_LEAVE}",
         )
     with warnings.catch_warnings():
         # Renamed in some release of transformers 5; the old name works in all of them.
         warnings.simplefilter("ignore", FutureWarning)
         model.gradient_checkpointing_enable(  # type: ignore[no-untyped-call]
-            gradient_checkpointing_kwargs={"use_reentrant": False}
+            gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": again}
         )
     # Only the reentrant kind needs it, and it would follow the model into its copies.
     model.disable_input_require_grads()  # type: ignore[no-untyped-call]
+    _keep_whole(model, decoder[count:])
+
+
+def _keep_whole(model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
+    """Take checkpointing back from some layers; a model that checkpoints outside of them is refused."""
+    for layer in layers:
+        switches = [module for module in layer.modules() if hasattr(module, _SWITCH)]
+        if not switches:
+            raise ModelFolderError(
+                f"{type(model).__name__} cannot checkpoint some of its layers, but all",
+                where="training.gradient_checkpointing",
+                hint=f"Set it to true or false. {_LEAVE}",
+            )
+        for module in switches:
+            setattr(module, _SWITCH, False)
 
 
 @contextmanager
@@ -44,7 +78,7 @@ def stepping(model: PreTrainedModel) -> Iterator[None]:
     Dropout of the model's own stays off, as it is while it is scored and sampled from: otherwise the ratio of
     a first step would not be 1.
     """
-    layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    layers = [module for module in model.modules() if getattr(module, _SWITCH, False)]
     switched = [*layers, *adapter_dropouts(model)]
     for module in switched:
         module.training = True  # of the module alone: train() would reach into it

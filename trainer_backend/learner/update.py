@@ -18,6 +18,7 @@ from trainer_backend.core.router_loss import balance_loss, load_metrics
 from trainer_backend.core.schedules import learning_rate
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.core.segments import Segment
+from trainer_backend.core.tries import Tries
 from trainer_backend.core.value_loss import value_loss
 from trainer_backend.errors import NonFiniteLoss, UpdateStopped
 from trainer_backend.job.training_table import MISMATCH_LIMIT_FLOAT32, MISMATCH_LIMIT_LOW
@@ -259,12 +260,15 @@ class PolicyUpdate:
         `episodes` are by rollout id. The pass is cut into `steps`, and `is_first` says whether the weights
         are those that gave the proximal log-probs.
         """
-        width = self._scorer.row_tokens([item.segment for item in step], self._table)
-        batch = self._terms.trusted(self._batch(step, episodes, self._token_weights(step, steps), width))
+        segments = [item.segment for item in step]
+        tries = self._scorer.tries(segments)
+        width = self._scorer.row_tokens(segments, self._table, tries)
+        weights = self._token_weights(step, steps)
+        batch = self._terms.trusted(self._batch(step, episodes, weights, width, tries))
         sums, ranks, model = self._terms.sums(batch), self._ranks, self._scorer.model
         self._zero_grad()
         parts, moved = [], 0.0
-        rows = ranks.rows_of_a_piece(len(batch.packed.token_ids_BL), self._table.micro_batch_tokens // width)
+        rows = ranks.rows_of_a_piece(len(batch.packed.token_ids_BL), self._table.micro_batch // width)
         pieces = self._pieces(batch, rows, is_first=is_first)
         self._count_tokens(step, pieces)
         load = self._load(batch, pieces)
@@ -350,6 +354,7 @@ class PolicyUpdate:
         episodes: Mapping[str, CreditedEpisode],
         weights: Sequence[Row],
         width: int,
+        tries: Tries | None,
     ) -> Batch:
         segments = [item.segment for item in step]
         levels, numbers = self._terms.unit_levels, self._terms.numbers
@@ -363,7 +368,7 @@ class PolicyUpdate:
             units=units_of(segments, [levels[item.policy] for item in step]),
             policies=[numbers[item.policy] for item in step],
             row_tokens=width,
-            share_from=self._scorer.share_from,
+            tries=tries,
             critic=critic or None,
             reference=[item.reference for item in step if item.reference is not None] or None,
         )

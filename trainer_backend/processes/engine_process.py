@@ -4,12 +4,15 @@
 It ends with its parent. Logs go to stderr.
 """
 
+import os
+
 from service_kit.own_process import begin_imports, end_imports, end_with_parent, kill_with_parent
 
 if __name__ == "__main__":
     begin_imports()
     end_with_parent()
-    kill_with_parent()  # if it hangs, it would keep the memory of a GPU, next to the engine that follows it
+    # If it hangs, it would keep the memory of a GPU, next to the engine that follows it.
+    kill_with_parent(os.getppid())
 
 import argparse
 import asyncio

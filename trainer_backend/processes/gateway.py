@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from service_kit.process import Process, Worker, last_line, name_exit
-from service_kit.replies import PLAIN, ReplyFault, read_bounded, refuse_encoded
+from service_kit.replies import ReplyFault, plain_session, read_bounded
 from service_kit.rpc import MOST_REFUSAL_BYTES, PATH, Reply, Tell
 from service_kit.server import Listener
 from service_kit.tasks import end_tasks
@@ -144,10 +144,9 @@ class Gateway(Worker):
         # Counts of processes that have ended, and of the one that runs, as they were last read.
         self._ended: Mapping[str, float] = {}
         self._newest: Mapping[str, float] = {}
-        self._session = aiohttp.ClientSession(
-            headers=PLAIN | {"Authorization": f"Bearer {keys[CONTROL_KEY]}"},
+        self._session = plain_session(
+            headers={"Authorization": f"Bearer {keys[CONTROL_KEY]}"},
             connector=aiohttp.TCPConnector(force_close=True),  # none outlives the process that it led to
-            auto_decompress=False,  # no process of a run compresses, and a small reply might grow a lot
         )
 
     @property
@@ -384,7 +383,6 @@ class Gateway(Worker):
             async with self._session.post(
                 url, data=reply.body, timeout=timeout, allow_redirects=False
             ) as response:
-                refuse_encoded(response.headers)
                 if response.status != 200:
                     content = await read_bounded(response.content.iter_any(), MOST_REFUSAL_BYTES)
                     raise GATEWAY_CALLS.refusal(

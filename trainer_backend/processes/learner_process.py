@@ -19,7 +19,7 @@ import httpx
 
 from service_kit.process import Process, last_line, name_exit
 from service_kit.release import version
-from service_kit.replies import PLAIN, ReplyFault, bounded, refuse_encoded
+from service_kit.replies import ReplyFault, ReplyInvalid, bounded, plain_client, read_reply
 from service_kit.rpc import MOST_REFUSAL_BYTES, PATH, Reply
 from service_kit.tasks import end_tasks
 from shared_schemas.trajectory import Trajectory
@@ -77,11 +77,10 @@ class LearnerConnection:
         self.url, self._log_file, self._silence_s, self._number = url, log_file, silence_s, 0
         self._wait_for_exit = wait_for_exit
         self._turn = threading.Lock()
-        self._client = httpx.Client(
+        self._client = plain_client(
             base_url=url,
-            headers=PLAIN | {"Authorization": f"Bearer {key}", SESSION_HEADER: session},
+            headers={"Authorization": f"Bearer {key}", SESSION_HEADER: session},
             timeout=_CONNECT_S,
-            follow_redirects=False,
             trust_env=False,  # no proxy: it is within the machine or the cluster
         )
 
@@ -112,6 +111,8 @@ class LearnerConnection:
                 raise self._lost(name, f"has ended{how}") from error
             except httpx.TimeoutException as error:
                 raise self._lost(name, f"said nothing for {silence_s:g} s (learner.timeout_s)") from error
+            except ReplyFault as error:
+                raise self._with_log(LearnerFailed(f"{self.url}{PATH}{name}: {error}")) from error
             except httpx.TransportError:
                 call = call.again()
         raise self._lost(name, f"broke off {_ATTEMPTS} connections")
@@ -130,10 +131,14 @@ class LearnerConnection:
                 content = _content(reply)
         except httpx.TransportError as error:
             return f"{type(error).__name__}: {error}"
+        except ReplyFault as error:
+            raise LearnerFailed(f"{self.url} answered, and not as a learner does: {error}") from error
         try:
-            about = About.model_validate_json(content)
-        except ValueError as error:
-            raise LearnerFailed(f"{reply.url} answered, and not as a learner does") from error
+            about = read_reply(About, content, "its reply")
+        except ReplyInvalid as error:
+            raise LearnerFailed(
+                f"{reply.url} answered, and not as a learner does: {error.finding}"
+            ) from error
         if about.version != (own := version()):
             raise JobError(
                 f"the learner at {self.url} is of {PACKAGE} {about.version}, and this is {own}",
@@ -145,7 +150,7 @@ class LearnerConnection:
 
     def leave(self) -> None:
         """Tell the process that its run has ended; nobody minds if it does not hear it."""
-        with suppress(httpx.HTTPError):
+        with suppress(httpx.HTTPError, ReplyFault):
             self._tell("/leave", {})
 
     def close(self) -> None:
@@ -162,10 +167,6 @@ class LearnerConnection:
         with self._client.stream("POST", path, content=call.body, headers=number, timeout=timeout) as reply:
             if not reply.is_success:
                 raise self._refusal(reply)
-            try:
-                refuse_encoded(reply.headers)
-            except ReplyFault as error:
-                raise self._with_log(LearnerFailed(f"{reply.url}: {error}")) from error
             for part in reply.iter_raw():
                 if call.take(part):
                     try:
@@ -412,7 +413,6 @@ class LearnerProcess:
 def _content(reply: httpx.Response) -> bytes:
     """The content of a short reply, which is no result of a call."""
     try:
-        refuse_encoded(reply.headers)
         return b"".join(bounded(reply.iter_raw(), MOST_REFUSAL_BYTES))
     except ReplyFault as error:
         raise LearnerFailed(f"{reply.url} answered, and not as a learner does: {error}") from error

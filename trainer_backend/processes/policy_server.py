@@ -36,7 +36,7 @@ from trainer_backend.learner.adapter_folder import FOLDER, read_adapter
 from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.loading import folder_to_serve, load_named, new_weights
-from trainer_backend.learner.memory import serving_plan
+from trainer_backend.learner.memory_plan import serving_plan
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.models.sources import in_folder
 from trainer_backend.parts import Reporter

@@ -205,7 +205,9 @@ def _load(name: str, folder: Path, actor: PolicyFacts, keys: EngineKeys) -> Loca
     beyond = drop_rows_beyond(model, actor.vocabulary)
     placement = placed(actor.table.device)
     served = folder_to_serve(model, folder, placement)
-    engine = LocalEngine(served, stop_ids=stop_ids, keys=keys)
+    # The learner is another model, which cannot use its experts.
+    own_keys = keys.model_copy(update={"replay_experts": False})
+    engine = LocalEngine(served, stop_ids=stop_ids, keys=own_keys)
     line = f"fixed policy {name!r}: {folder}, sha256 {weights.sha256[:_SHOWN]}"
     if beyond:
         line += f"; it never samples the {beyond} ids that no tokenizer has and the actor does not embed"

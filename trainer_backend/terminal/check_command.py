@@ -126,7 +126,7 @@ def lines_before_a_run(job: JobConfig, *, trial: bool, card: int | None = None) 
         folders = checked_folders(job.fixed_policies, job.model)
         for name, folder in folders.items():
             yield f"fixed policy {name!r}: {folder}, which speaks as the actor"
-    _refuse_unread_names(job)
+    _refuse_unknown_to_model(job)
     yield from _chat(job)
     yield from _slow_sampling(job)
     yield from _slow_layers(job)
@@ -159,12 +159,16 @@ def _plan_for_card(job: JobConfig, card: int, fixed: Sequence[Path]) -> Iterator
         yield f"memory is not planned, for it needs the model's config.json: {error}"
 
 
-def _refuse_unread_names(job: JobConfig) -> None:
-    """Check names that peft and jinja would skip in silence, where the model is on this machine."""
+def _refuse_unknown_to_model(job: JobConfig) -> None:
+    """Check what only the model knows, where it is on this machine: layers, and names that libraries skip."""
     if job.lora is not None and not job.lora.adapts_all:
         from trainer_backend.learner.shapes import refuse_unknown_targets  # with torch
 
         refuse_unknown_targets(job.model, job.lora)
+    if not isinstance(job.training.gradient_checkpointing, bool):
+        from trainer_backend.learner.shapes import refuse_more_layers  # with torch
+
+        refuse_more_layers(job.model, job.training.gradient_checkpointing)
     if job.model.chat_template_kwargs:
         from trainer_backend.inference.rendering import ChatRenderer
         from trainer_backend.run.preflight import actors_tokenizer
@@ -194,7 +198,7 @@ def _slow_sampling(job: JobConfig) -> Iterator[str]:
         return
     from trainer_backend.inference.paged_attention import why_no_kernels  # with torch
     from trainer_backend.learner.device import place
-    from trainer_backend.learner.memory import slower_sampling
+    from trainer_backend.learner.memory_plan import slower_sampling
 
     yield from slower_sampling(why_no_kernels(place(job.model.device).device))
 
@@ -204,7 +208,7 @@ def _slow_layers(job: JobConfig) -> Iterator[str]:
     if job.model.preset is not None:
         return
     from trainer_backend.learner.device import place  # with torch
-    from trainer_backend.learner.memory import slower_layers
+    from trainer_backend.learner.memory_plan import slower_layers
     from trainer_backend.learner.shapes import config_here, model_shape
     from trainer_backend.learner.ways import ways_of
     from trainer_backend.models.kinds import missing_kernels, module_is_here

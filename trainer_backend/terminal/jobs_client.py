@@ -13,16 +13,16 @@ from pydantic_core import from_json
 
 from service_kit.keys import TRAINER_KEY, key_from_environ
 from service_kit.replies import (
-    PLAIN,
     Lines,
     ReplyFault,
     ReplyInvalid,
     bounded,
+    plain_client,
     read_reply,
     redirect_target,
-    refuse_encoded,
 )
 from shared_schemas.base import Count, StrictReply
+from shared_schemas.json_text import read_typed
 from shared_schemas.problem import Problem
 from trainer_backend.errors import TrainerError
 
@@ -193,16 +193,9 @@ class JobsClient:
         """Send a request; errors of the connection, also while the answer is read, become ours."""
         key = key_from_environ(self.environ, TRAINER_KEY)
         keys = {"X-API-Key": key.get_secret_value()} if key is not None else {}
-        client = httpx.Client(
-            base_url=self.url,
-            timeout=timeout_s,
-            headers=PLAIN | keys,
-            follow_redirects=False,
-            verify=_certificates(),
-        )
+        client = plain_client(base_url=self.url, timeout=timeout_s, headers=keys, verify=_certificates())
         try:
             with client, client.stream(method, path, **options) as answer:
-                refuse_encoded(answer.headers)
                 if not answer.is_success:
                     raise self._refusal(answer)
                 yield answer
@@ -238,7 +231,7 @@ class JobsClient:
                 hint=f"Name the final address with --url or {URL_VARIABLE}.",
             )
         try:
-            problem = Problem.model_validate_json(self._content(answer))
+            problem = read_typed(Problem.model_validate_json, self._content(answer))
         except ValueError:
             return ServiceUnreachable(
                 f"{answer.url} answered {answer.status_code}, and not as a trainer service does"

@@ -36,12 +36,13 @@ class HttpLink:
         """The answer to a request, which has an id and a method."""
 
         def ends(content: bytes) -> bool:
-            return content.startswith(_EVENTS) and _answer(content, request["id"], self._name) is not None
+            return content.startswith(_EVENTS) and _answer(content, self._name) is not None
 
         response, content = self._http.send("POST", self._url, body=request, ends=ends)
-        answer = _answer(content, request["id"], self._name)
+        answer = _answer(content, self._name)
         if answer is None:
             answer = json_of(content, self._name)
+        _refuse_other(answer, request, self._name)
         if request["method"] == INITIALIZE:
             self._agree(response.headers, request, answer)
         return answer
@@ -94,12 +95,10 @@ class ProcessLink:
         lines = self._child.lines(deadline_s)
         while True:
             message = next(lines)
-            if not isinstance(message, dict):
-                return message
-            if "method" in message:
+            if isinstance(message, dict) and "method" in message:
                 self._answer(message)
             else:
-                self._refuse_other(message, request)
+                _refuse_other(message, request, self._name)
                 return message
 
     def tell(self, notification: Mapping[str, Any]) -> None:
@@ -107,17 +106,6 @@ class ProcessLink:
 
     def close(self) -> None:
         self._child.close(grace_s=CLOSE_S)
-
-    def _refuse_other(self, message: Mapping[str, Any], request: Mapping[str, Any]) -> None:
-        """Refuse an answer to no request that waits, for which the next one would be waited for in vain."""
-        told, asked = message.get("id"), request["id"]
-        # The error of a request that was not understood has no id.
-        if (type(told) is int and told == asked) or (told is None and message.get("error") is not None):
-            return
-        what = f"{self._name}, the answer to {request['method']}: id"
-        found = show_found(told) if "id" in message else "missing"
-        allowed = f"it should be {asked}, that of the request"
-        raise ForeignFailed(f"{what} is {found}; {allowed}", unquoted=f"{what}: {allowed}")
 
     def _answer(self, message: Mapping[str, Any]) -> None:
         """What the server asks is answered; what it tells is not."""
@@ -134,13 +122,27 @@ class ProcessLink:
 Link = HttpLink | ProcessLink
 
 
-def _answer(content: bytes, request_id: int, name: str) -> dict[str, Any] | None:
-    """The answer to a request in a stream of server-sent events; None if it is not there yet."""
+def _refuse_other(message: Any, request: Mapping[str, Any], name: str) -> None:
+    """Refuse an answer to another request: its result would count as that of this one."""
+    if not isinstance(message, dict):
+        return  # it is no answer at all, which its reader says
+    told, asked = message.get("id"), request["id"]
+    # The error of a request that was not understood has no id.
+    if (type(told) is int and told == asked) or (told is None and message.get("error") is not None):
+        return
+    what = f"{name}, the answer to {request['method']}: id"
+    found = show_found(told) if "id" in message else "missing"
+    allowed = f"it should be {asked}, that of the request"
+    raise ForeignFailed(f"{what} is {found}; {allowed}", unquoted=f"{what}: {allowed}")
+
+
+def _answer(content: bytes, name: str) -> Any:
+    """The first answer in a stream of server-sent events; None: there is none yet."""
     for event in content.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]:
         lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
         if not any(lines):
             continue
         message = json_of(b"\n".join(lines), name)
-        if isinstance(message, dict) and message.get("id") == request_id and "method" not in message:
+        if not isinstance(message, dict) or "method" not in message:
             return message
     return None

@@ -19,6 +19,7 @@ from pydantic import JsonValue
 from pydantic_core import from_json
 
 from shared_schemas.base import StrictReply
+from shared_schemas.json_text import RepeatedKey, read_typed
 from shared_schemas.messages import ToolSpec
 from shared_schemas.prefixes import PREFIXES
 from task_app.environments.foreign.configs import McpConfig
@@ -189,7 +190,10 @@ class McpPeer:
         text = result_text(result, self._name)
         if typed(_Result, result, self._where("tools/call")).isError:
             return Shown("", refused=text or "the tool failed")
-        places, keys = [*map(result.get, _FACTS), _paying(text, self._config.reward_key)], self._config
+        places, keys = (
+            [*map(result.get, _FACTS), _paying(text, self._config.reward_key, self._name)],
+            self._config,
+        )
         told = {"reward": _first(places, keys.reward_key), "done": _first(places, keys.done_key)}
         facts = typed(_Facts, told, f"{self._name}, what a call of {call.tool} pays")
         return Shown(
@@ -226,14 +230,21 @@ def _first(facts: Sequence[Any], key: str) -> Any:
     return next((one[key] for one in facts if isinstance(one, dict) and key in one), None)
 
 
-def _paying(text: str, reward_key: str) -> Any:
+def _paying(text: str, reward_key: str, name: str) -> Any:
     """The JSON object that a text is, if it pays a number; what else a tool says there is its own business.
 
     A tool without an output schema has no other place for its facts. NaN is a number here, and no reward.
+    Raises ForeignFailed where a key of an object that pays comes twice: either may be meant.
     """
     try:
         value = from_json(text) if text.startswith("{") else None
     except ValueError:
         return None
     reward = value.get(reward_key) if isinstance(value, dict) else None
-    return value if isinstance(reward, int | float) and not isinstance(reward, bool) else None
+    if not isinstance(reward, int | float) or isinstance(reward, bool):
+        return None
+    try:
+        return read_typed(from_json, text.encode())
+    except RepeatedKey as exc:
+        what = f"{name}, the text of a result that pays"
+        raise ForeignFailed(f"{what}: {exc}", unquoted=f"{what}: a key comes twice") from exc

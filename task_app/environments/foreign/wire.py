@@ -18,8 +18,8 @@ from websockets import CloseCode
 from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
-from service_kit.replies import PLAIN, ReplyEncoded, ReplyTooLarge, bounded, refuse_encoded
-from shared_schemas.json_text import read_json, refuse_repeated
+from service_kit.replies import ReplyEncoded, ReplyTooLarge, bounded, plain_client
+from shared_schemas.json_text import read_json
 from shared_schemas.prefixes import PREFIXES
 from shared_schemas.urls import PORTS, split_http
 from task_app.environments.foreign.peer import ForeignDeadline, ForeignFailed
@@ -68,9 +68,7 @@ class Http:
     def __init__(self, name: str, reach: Reach) -> None:
         self._name = name
         self._reach = reach
-        self.client = httpx.Client(
-            follow_redirects=False, trust_env=False, headers=PLAIN, verify=_certificates()
-        )
+        self.client = plain_client(trust_env=False, verify=_certificates())
 
     def close(self) -> None:
         self.client.close()
@@ -93,7 +91,6 @@ class Http:
         content = bytearray()
         try:
             with self.client.stream(method, url, json=body, timeout=deadline_s) as response:
-                refuse_encoded(response.headers)
                 for chunk in bounded(response.iter_raw(), self._reach.max_environment_bytes):
                     content += chunk
                     if time.monotonic() > until_s:
@@ -173,9 +170,7 @@ class Socket:
 def json_of(text: bytes | str, name: str) -> Any:
     """The value of a JSON text without NaN."""
     try:
-        value = read_json(text)
-        refuse_repeated(text)
-        return value
+        return read_json(text)
     except ValueError as exc:
         what = f"{name} answered no JSON"
         raise ForeignFailed(f"{what}: {clipped(str(exc), 200)}", unquoted=what) from exc

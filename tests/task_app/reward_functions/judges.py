@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from task_app.reward_functions import EvaluateResult, StepOutput, reward_function
@@ -79,6 +80,10 @@ def no_reward(messages, ground_truth, **kwargs):
         return 0.5
     if ground_truth == "nan":
         return EvaluateResult(score=float("nan"))
+    if ground_truth == "scribbles":  # into whatever is open, the exchange among it
+        for descriptor in range(3, 20):
+            with suppress(OSError):
+                os.write(descriptor, b"[]\n")
     return EvaluateResult(score=1.0, reason="x" * 3_000_000)
 
 

@@ -87,7 +87,7 @@ async def test_run_by_hand_it_ends_alone_and_not_with_the_shell_that_called_it()
     shell = subprocess.run(
         ["sh", "-c", by_hand], env=environ, start_new_session=True, capture_output=True, text=True
     )
-    assert (shell.returncode, shell.stdout) == (0, '{"mode": "pointwise"}\non\n')
+    assert (shell.returncode, shell.stdout) == (0, "{}\non\n")
 
 
 async def test_what_hangs_is_killed_at_the_deadline_and_the_next_call_has_a_new_process():
@@ -112,6 +112,7 @@ async def test_an_answer_that_is_no_reward_is_a_failure_that_says_why():
             ),
             ("nan", "made no EvaluateResult: score: a reward is nan; it must be a finite number"),
             ("leaves", "reward function 'no_reward' raised SystemExit: 3 (judges.py:"),
+            ("scribbles", "reward function 'no_reward' wrote into the exchange of its process"),
             ("huge", "reward function 'no_reward' answered more than 1048576 bytes"),
         ):
             with pytest.raises(RewardFunctionFailed) as caught:

@@ -13,9 +13,9 @@ from trainer_backend.core.collate import (
     collate,
     cut_batch,
     cut_packed,
-    distinct_tokens,
     pack_segments,
 )
+from trainer_backend.core.tries import Tries
 from trainer_backend.errors import BatchError
 
 
@@ -132,7 +132,7 @@ def test_a_row_holds_what_segments_begin_with_once():
         segment("d", [1, 2, 7], [-1, -1, 0]),
         segment("e", [1, 2, 3, 4], [-1, -1, -1, 0]),
     ]
-    packed = pack_segments(alike, row_tokens=12, share_from=1)
+    packed = pack_segments(alike, row_tokens=12, tries=Tries.of(alike, 1))
     assert packed.token_ids_BL.tolist() == [[1, 2, 3, 4, 5, 6, 7, 9, 9]]
     assert packed.position_ids_BL.tolist() == [[0, 1, 2, 3, 3, 4, 2, 0, 1]]
     assert packed.segment_ids_BL.tolist() == [[1, 1, 1, 1, 1, 1, 1, 2, 2]]
@@ -144,8 +144,46 @@ def test_a_row_holds_what_segments_begin_with_once():
         [1, 1, 0, 0, 0, 0, 1, 0, 0],
     ]
     # the two tokens that the fourth has of the others are too few, and so is one more than three
-    apart = pack_segments(alike, row_tokens=12, share_from=3)
+    apart = pack_segments(alike, row_tokens=12, tries=Tries.of(alike, 3))
     assert apart.position_ids_BL.tolist() == [[0, 1, 2, 3, 3, 3, 4, 0, 1, 2, 0, 1]]
+
+
+def row_lengths(packed):
+    return (packed.segment_ids_BL > 0).sum(dim=1).tolist()
+
+
+def test_equal_segments_have_no_more_sampled_tokens_in_a_row_than_a_row_has_tokens():
+    alike = [segment(f"r-{k}", list(range(1, 9)), [-1] * 5 + [0] * 3) for k in range(7)]
+    packed = pack_segments(alike, row_tokens=8, tries=Tries.of(alike, 1))
+    assert row_lengths(packed) == [8] * 4
+    assert packed.predict_row_N.bincount().tolist() == [6, 6, 6, 3]
+    # two tries of few tokens that are sampled often
+    alike += [segment(f"s-{k}", [20, 21], [-1, 0]) for k in range(7)]
+    packed = pack_segments(alike, row_tokens=20, tries=Tries.of(alike, 1))
+    assert packed.predict_row_N.bincount().tolist() == [18, 10]
+
+
+def test_rows_are_filled_best_by_whole_tries():
+    # tries of 3 + 2 * 2 and of 2 + 1, and segments of 5 and 3 that share nothing: 10 and 8 of 10 tokens
+    parts = [
+        segment("a", [1, 1, 1, 2, 2], [-1, -1, -1, -1, 0]),
+        segment("b", [3, 3, 3, 3, 3], [-1, -1, -1, -1, 0]),
+        segment("c", [1, 1, 1, 3, 3], [-1, -1, -1, -1, 0]),
+        segment("d", [4, 4, 5], [-1, -1, 0]),
+        segment("e", [6, 6, 6], [-1, -1, 0]),
+    ]
+    packed = pack_segments(parts, row_tokens=10, tries=Tries.of(parts, 2))
+    assert row_lengths(packed) == [10, 8]
+    assert packed.segment_N.tolist() == [0, 2, 3, 1, 4]
+
+
+def test_siblings_stay_together_where_a_trie_is_cut():
+    # 5 + 3 * 8 tokens, then 2 of each of two more siblings: cut before both, not where 32 are full
+    parts = [segment(f"a-{k}", [1, 1, 3, 3, 3, *[k] * 8], [-1] * 5 + [0] * 8) for k in (4, 5, 6)]
+    parts += [segment(f"b-{k}", [1, 1, 9, k, k], [-1] * 3 + [0, 0]) for k in (4, 5)]
+    parts[3] = segment("b-3", [1, 1, 9, 3], [-1] * 3 + [0])
+    packed = pack_segments(parts, row_tokens=32, tries=Tries.of(parts, 1))
+    assert row_lengths(packed) == [29, 6]
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 5])
@@ -190,7 +228,7 @@ def test_packing_loses_and_invents_nothing(segments, row_tokens):
 @settings(max_examples=50)
 @given(many_segments(), st.integers(12, 40), st.integers(1, 4))
 def test_of_tries_each_sampled_token_is_predicted_behind_its_own_prompt(segments, row_tokens, share_from):
-    packed = pack_segments(segments, row_tokens=row_tokens, share_from=share_from)
+    packed = pack_segments(segments, row_tokens=row_tokens, tries=Tries.of(segments, share_from))
     seen_BLL = block_mask(packed.position_ids_BL)[:, 0]
     for index, part in enumerate(segments):
         mine_N = packed.segment_N == index
@@ -199,9 +237,9 @@ def test_of_tries_each_sampled_token_is_predicted_behind_its_own_prompt(segments
         for position, (row, at) in zip(part.sampled_positions.tolist(), places, strict=True):
             assert packed.token_ids_BL[row][seen_BLL[row, at]].tolist() == part.token_ids[:position].tolist()
             assert packed.position_ids_BL[row][seen_BLL[row, at]].tolist() == list(range(position))
-    assert packed.token_ids_BL.shape[1] <= row_tokens
+    assert max(packed.token_ids_BL.shape[1], *packed.predict_row_N.bincount()) <= row_tokens
     if len(packed.token_ids_BL) == 1:
-        assert int((packed.segment_ids_BL > 0).sum()) == distinct_tokens(segments, share_from)
+        assert int((packed.segment_ids_BL > 0).sum()) == Tries.of(segments, share_from).distinct
 
 
 def test_a_sampled_token_without_a_finite_advantage_stops_the_update():

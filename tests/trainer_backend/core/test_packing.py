@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_backend.core.collate import pack
+from trainer_backend.core.tries import pack
 from trainer_backend.errors import BatchError
 
 

@@ -1,10 +1,12 @@
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling, StepData
+from trainer_backend.core.experts import UNKNOWN, write_experts
 from trainer_backend.core.segments import segments_of
 from trainer_backend.errors import SegmentError
 
@@ -139,3 +141,41 @@ def test_tokens_that_do_not_fit_together_are_refused_with_rollout_and_turn(secon
 
 def test_an_answer_without_tokens_may_name_the_version_that_gave_none():
     assert segments_of([step(1, 0, [1], [], versions=((0, 3),))], rollout_id="r") == []
+
+
+def experts(first: int, *tokens: list[int]) -> dict[str, object]:
+    return {"experts": write_experts(np.array(tokens, np.uint16), first)}
+
+
+def test_a_segment_has_the_experts_of_each_token_where_a_call_names_them():
+    # prompt 1 2, answer 3 4, experts of 1 to 3; then 5 and 6 behind 3: those of 5 alone
+    first, second = segments_of(
+        [
+            step(1, 0, [1, 2], [3, 4], **experts(0, [7, 0], [8, 1], [9, 2])),
+            step(2, 3, [5], [6], **experts(3, [300, 4])),
+        ],
+        rollout_id="r",
+    )
+    assert first.experts.tolist() == [7, 0, 8, 1, 9, 2, UNKNOWN, UNKNOWN]
+    assert second.experts.tolist() == [7, 0, 8, 1, 9, 2, 300, 4, UNKNOWN, UNKNOWN]
+    (plain,) = segments_of([step(1, 0, [1], [2])], rollout_id="r")
+    assert len(plain.experts) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"first": 4}, "and the call has 4"),
+        ({"data": "AAAA"}, "no base64 of 2 numbers a token"),  # three bytes
+        ({"data": "?"}, "no base64"),
+        ({"per_token": 1}, "experts of .1, 2. numbers a token"),
+    ],
+)
+def test_experts_that_fit_no_token_are_refused(change, reason):
+    named = experts(2, [5, 6])["experts"]
+    steps = [
+        step(1, 0, [1, 2], [], experts=experts(0, [1, 2])["experts"]),
+        step(2, 2, [3], [4], experts=named | change),
+    ]
+    with pytest.raises(SegmentError, match=reason):
+        segments_of(steps, rollout_id="r")

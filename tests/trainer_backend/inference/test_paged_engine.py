@@ -119,11 +119,11 @@ async def test_pages_of_ended_requests_are_free_again_but_for_kept_prefixes(
 ):
     engine = start_engine(kept_prefixes=0)
     await all_of(engine, long_requests(5, model.config.vocab_size))
-    assert engine._worker.batch._cache.pool.used == 0
+    assert engine._worker.batch.cache.pool.used == 0
     keeping = start_engine(kept_prefixes=1)
     await keeping.generate(list(range(4 * PAGE)), Sampling(max_tokens=2, seed=0), request_id="a")
     # all but the last sampled token: 4 pages and one token
-    assert keeping._worker.batch._cache.pool.used == 5
+    assert keeping._worker.batch.cache.pool.used == 5
 
 
 async def test_kept_prefixes_make_room_before_anybody_waits(
@@ -153,7 +153,7 @@ async def test_memory_is_released_and_allocated_anew(start_engine: StartEngine, 
     requests = mixed_requests(6, model.config.vocab_size)
     await all_of(engine, requests)
     await engine.release()
-    memory = engine._worker.batch._cache.memory
+    memory = engine._worker.batch.cache.memory
     assert memory.slabs == []
     assert_equal_to_naive(model, requests, await all_of(engine, requests))
     assert memory.slabs != []

@@ -114,11 +114,11 @@ def test_a_prompt_is_filled_from_a_row_or_from_a_copy():
     prefixes, held = Prefixes(cache, most=4), Prefix(ids(100))
     prefixes.runs(held, 2)
     assert prefixes.fill(prefixes.find(held), 0, room=200) == 100
-    row = cache.copy_out(0, 101)
+    row = cache.copy_out(0, 101).tensors
     assert row[1][:, :100].unique().tolist() == [2.0] and row[1][:, 100].unique().tolist() == [0.0]
     prefixes.ends(held, 2, ids(100))
     assert prefixes.fill(prefixes.find(held), 1, room=200) == 100
-    assert cache.copy_out(1, 100)[2].unique().tolist() == [-2.0]
+    assert cache.copy_out(1, 100).tensors[2].unique().tolist() == [-2.0]
 
 
 def test_the_least_recently_used_prefix_goes_first():
@@ -236,17 +236,17 @@ def test_where_a_prompt_parts_from_a_known_one_a_mark_is_due_at_the_end_of_the_b
     assert prefixes.find(Prefix([*ids(110), 5000])) == Match(None, 0, lost=110, mark=96)
     assert prefixes.find(Prefix(ids(110))) == Match(None, 0, lost=110, mark=110), "all of the prompt"
     assert prefixes.find(Prefix(ids(250))) == Match(None, 0, lost=200, mark=200), "all of the known one"
-    prefixes.mark(ids(96), 0)
+    prefixes.mark(Prefix(ids(96)), 0)
     found = prefixes.find(Prefix([*ids(140), 5000]))
     assert (found.length, found.lost, found.mark) == (96, 140 - 96, 128)
 
 
 def test_ends_of_turns_replace_one_another_and_leave_the_marks():
     prefixes = uncut(most=2)
-    prefixes.mark(ids(96), 0)
+    prefixes.mark(Prefix(ids(96)), 0)
     for length in (110, 130, 150):
         run_and_end(prefixes, 0, ids(length), [])
     assert sorted(len(copy.ids) for copy in prefixes.copies) == [96, 150]
     for seed in (1, 2, 3):
-        prefixes.mark(ids(100, seed), 0)
+        prefixes.mark(Prefix(ids(100, seed)), 0)
     assert [len(copy.ids) for copy in prefixes.copies] == [150, 100, 100], "as many marks as ends"

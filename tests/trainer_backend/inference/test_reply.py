@@ -5,7 +5,14 @@ from transformers import PreTrainedTokenizerFast
 
 from trainer_backend.inference.actor import Generation, SampledToken
 from trainer_backend.inference.rendering import ChatRenderer
-from trainer_backend.inference.reply import Choice, choice_body, logprob_entries, split_stop, usage_body
+from trainer_backend.inference.reply import (
+    Choice,
+    choice_body,
+    logprob_entries,
+    rollout_body,
+    split_stop,
+    usage_body,
+)
 
 
 def generation(count: int = 1, *, reused: int = 0, stop_string: str | None = None) -> Generation:
@@ -18,8 +25,8 @@ def generation(count: int = 1, *, reused: int = 0, stop_string: str | None = Non
 @pytest.mark.parametrize("raw_text", ["", "<|call|> do sleep"])
 def test_the_raw_text_stands_in_the_choice_where_it_is_asked_for(raw_text: str):
     choice = Choice(0, generation(), {"role": "assistant"}, raw_text, "")
-    assert choice_body(choice, with_raw_text=True)["raw_text"] == raw_text
-    assert "raw_text" not in choice_body(choice, with_raw_text=False)
+    assert rollout_body(choice, reused=0)["raw_text"] == raw_text
+    assert "raw_text" not in choice_body(choice)
 
 
 def test_usage_counts_the_prompt_once_and_the_tokens_of_all_choices():

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import runs, wait_until
 from tests.trainer_backend.jobs.served import serving, settings_for
 from trainer_backend.errors import CheckEnded, JobError, TooManyChecks
 from trainer_backend.jobs.check_process import CheckProcess
@@ -58,21 +57,6 @@ async def test_a_plug_in_is_imported_once_for_all_jobs(tmp_path: Path):
         assert len(names) == 1
     finally:
         checks.close()
-
-
-async def test_what_a_plug_in_starts_in_another_session_ends_with_the_checks(tmp_path: Path):
-    file = tmp_path / "starts_one.py"
-    file.write_text(
-        "import subprocess\nONE = subprocess.Popen(['sleep', '600'], start_new_session=True).pid\n"
-    )
-    checks = CheckProcess(plugins=[file])
-    modules = "__import__('sys').modules.items()"
-    try:
-        pid = await checks.ask(eval, f"[m.ONE for name, m in {modules} if 'plugins_starts_one' in name][0]")
-        assert runs(pid)
-    finally:
-        checks.close()
-    wait_until(lambda: not runs(pid))
 
 
 async def test_more_calls_than_may_wait_are_told_to_come_later():

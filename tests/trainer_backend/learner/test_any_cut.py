@@ -3,6 +3,8 @@
 It is so, too, where what segments begin with is computed once.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -89,6 +91,26 @@ def test_for_every_aggregation_with_entropy_and_a_kl(tokenizer, aggregation):
 
 def test_with_a_critic_whose_loss_reaches_the_policy(tokenizer):
     assert_equal_for_every_cut(tokenizer, algorithm__advantage="gae", training__value_trunk_gradient=True)
+
+
+@pytest.mark.parametrize(("critic", "returns"), [("head", None), ("own", 1.0)])
+def test_a_critic_learns_the_same_whether_beginnings_are_shared(tokenizer, critic, returns):
+    losses = []
+    for is_shared in (False, True):
+        learner = learner_of(
+            tokenizer,
+            algorithm__advantage="gae",
+            training__critic=critic,
+            training__share_prefixes=is_shared,
+            training__mismatch_limit=1e9,
+        )
+        given = [
+            replace(item, critic=targets_of([0.5], item.advantages if returns is None else [returns]))
+            for item in episodes(with_critic=False)
+        ]
+        losses.append([learner.update(given, iteration=1 + n)["value/loss"] for n in range(2)])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    assert losses[0][1] < losses[0][0]
 
 
 class Recorder(torch.optim.Optimizer):

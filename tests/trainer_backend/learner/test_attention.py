@@ -20,7 +20,8 @@ from transformers import (
 
 from tests.trainer_backend.learner.test_joined import OneByOne
 from tests.trainer_backend.segment_columns import segment_of
-from trainer_backend.core.collate import cut_packed, distinct_tokens, pack_segments
+from trainer_backend.core.collate import cut_packed, pack_segments
+from trainer_backend.core.tries import Tries
 from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.learner.attention import BlockMask, ByLength, OneRow
 from trainer_backend.learner.by_length import SHORTEST_SHARE, SegmentBounds, groups_of, one_row
@@ -105,7 +106,8 @@ def test_packed_log_probs_are_those_of_each_segment_alone(architecture, attentio
 
 
 def gradient(scorer, *, row_tokens, max_rows, parts=None):
-    packed = pack_segments(parts or segments(), row_tokens=row_tokens, share_from=scorer.share_from)
+    parts = parts or segments()
+    packed = pack_segments(parts, row_tokens=row_tokens, tries=scorer.tries(parts))
     for piece in cut_packed(packed, max_rows):
         states = scorer.states(piece)
         logprobs_N, entropies_N = states.logprobs_N, states.entropies_N
@@ -153,7 +155,7 @@ def test_what_segments_begin_with_is_computed_once_and_changes_nothing(architect
     scorer.model.model.embed_tokens.register_forward_hook(lambda _, given, out: tokens.append(out.shape[1]))
     with stepping(scorer.model):
         found = gradient(scorer, row_tokens=200, max_rows=9, parts=parts)
-    assert tokens == [9 + 6 + 5 + 3 + 8 + 4] == [distinct_tokens(parts, 1)]
+    assert tokens == [9 + 6 + 5 + 3 + 8 + 4] == [Tries.of(parts, 1).distinct]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     scores = scorer.score(parts, LoopKeys.model_construct(row_tokens=40, micro_batch_tokens=80))
     with torch.no_grad():

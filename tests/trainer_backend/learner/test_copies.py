@@ -105,6 +105,17 @@ def test_engine_and_reference_compute_what_the_learner_does(family: str, adapted
     assert engine < 0.7 * rounding and same == 0.0
 
 
+def test_a_copy_in_low_precision_keeps_the_bias_of_its_head():
+    model = FAMILIES["llama"]()
+    width, rows = model.config.hidden_size, model.config.vocab_size
+    model.lm_head = torch.nn.Linear(width, rows, bias=True)
+    hidden_1D = torch.zeros(1, width)
+    with torch.no_grad():
+        model.lm_head.bias.copy_(torch.arange(rows) / 1000)
+        served = copy_to_serve(model, torch.bfloat16)
+        assert torch.equal(served.lm_head(hidden_1D)[0], torch.arange(rows) / 1000)  # of float32, unrounded
+
+
 def test_matrices_are_rounded_and_neither_norms_nor_the_frequencies_of_rotary_positions_are():
     model = FAMILIES["llama"]()
     exact = {name: buffer.clone() for name, buffer in model.named_buffers()}

@@ -18,7 +18,7 @@ from trainer_backend.learner.attention import (
     varlen_is_here,
 )
 from trainer_backend.learner.device import Found, Placement, cuda_refusal, place
-from trainer_backend.learner.memory import slower_ways
+from trainer_backend.learner.memory_plan import slower_ways
 
 NOTHING = Found(cuda=None, mps=False)
 OLD_CUDA = Found(cuda=(7, 5), mps=False)

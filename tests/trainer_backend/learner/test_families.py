@@ -15,6 +15,7 @@ from trainer_backend.core.collate import cut_packed, pack_segments
 from trainer_backend.core.router_loss import load_metrics
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import JobError
+from trainer_backend.job.tables import ModelTable
 from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.learner.attention import GROUPS, PaddedRows
 from trainer_backend.learner.device import Placement
@@ -22,6 +23,7 @@ from trainer_backend.learner.learner import LocalLearner, scorer_of
 from trainer_backend.learner.lora import adapted_layers
 from trainer_backend.learner.ranks import Ranks
 from trainer_backend.learner.scoring import Scorer
+from trainer_backend.learner.shapes import refuse_more_layers
 from trainer_backend.learner.stepping import checkpoint_layers, stepping
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.parts import CreditedEpisode
@@ -90,6 +92,38 @@ def test_log_probs_and_gradient_are_those_of_each_segment_alone(family: str):
     with stepping(scorer.model):
         again = gradient(scorer.model, sum(scorer.logprobs(piece).sum() for piece in pieces))
     torch.testing.assert_close(again, together, rtol=1e-4, atol=1e-6 * float(together.abs().max()))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text", "gemma2"])
+def test_so_many_layers_are_computed_again_and_the_gradient_stays(family: str):
+    """Of rows in the learner's own pass, and of padded ones in the models' own layers."""
+    found = {}
+    for checkpointed in (False, 0, 2, 4, True):
+        torch.manual_seed(0)
+        model, calls = tiny_model(family, num_hidden_layers=4), [0] * 4
+        scorer = scorer_of(model, CPU, 8, why_apart=refuse_unsupported(model, longest=100))
+        checkpoint_layers(model, checkpointed)
+        for number, layer in enumerate(model.get_decoder().layers):
+            layer.mlp.down_proj.register_forward_pre_hook(
+                lambda *_, calls=calls, number=number: calls.__setitem__(number, calls[number] + 1)
+            )
+        with stepping(model):
+            loss = scorer.logprobs(pack_segments(segments(), row_tokens=400)).sum()
+        once = list(calls)
+        with stepping(model):
+            found[repr(checkpointed)] = gradient(model, loss)
+        again = [total // own for total, own in zip(calls, once, strict=True)]
+        count = 4 * checkpointed if isinstance(checkpointed, bool) else checkpointed
+        assert again == [2] * count + [1] * (4 - count)
+    expected = found.pop("False")
+    assert all(float((mine - expected).norm() / expected.norm()) <= 1e-6 for mine in found.values())
+
+
+def test_more_layers_than_the_model_has_are_refused_with_their_number():
+    with pytest.raises(JobError, match=r"gradient_checkpointing.* 5 layers, and the model has 4"):
+        checkpoint_layers(tiny_model("llama", num_hidden_layers=4), 5)
+    with pytest.raises(JobError, match="3 layers, and the model has 2"):
+        refuse_more_layers(ModelTable(preset="tiny-0.3m"), 3)
 
 
 def learner_of_family(tokenizer, family: str, **overrides) -> LocalLearner:

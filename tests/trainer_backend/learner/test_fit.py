@@ -12,7 +12,7 @@ from trainer_backend import learner_parts
 from trainer_backend.errors import JobError
 from trainer_backend.learner.device import place_on_card
 from trainer_backend.learner.fit import GIB, Search, propose, with_settings
-from trainer_backend.learner.memory import Models
+from trainer_backend.learner.memory_plan import Models
 from trainer_backend.learner.shapes import ModelShape
 from trainer_backend.terminal.check_command import card_bytes, lines_before_a_run
 
@@ -52,15 +52,15 @@ def test_what_is_planned_is_a_card_of_that_size_in_bfloat16_with_its_kernels():
         (16, SAMPLES_HERE, []),
         (12, SAMPLES_HERE, [CACHE]),
         (9, SAMPLES_HERE, [CACHE, MICRO]),
-        (6.4, SAMPLES_HERE, [CACHE, CHECKPOINTING]),
-        (4.5, SAMPLES_HERE, [CACHE, CHECKPOINTING, OFFLOAD]),
+        (6.4, SAMPLES_HERE, [CACHE, MICRO, CHECKPOINTING]),
+        (4.5, SAMPLES_HERE, [CACHE, MICRO, CHECKPOINTING, OFFLOAD]),
         (24, VLLM, [SHARE]),
         (8, VLLM, [SHARE, MICRO, SLEEP]),
         (4, VLLM, [SHARE, MICRO, SLEEP, "lora"]),
     ],
 )
 def test_a_proposal_fits_and_needs_each_of_its_settings(card_gib, tables, keys):
-    search = search_of(card_gib, **tables)
+    search = search_of(card_gib, **tables, training__micro_batch_tokens=4096)
     proposal = propose(search)
     assert proposal.fits and list(proposal.settings) == keys
     changed = with_settings(search.config, proposal.settings)
@@ -69,6 +69,37 @@ def test_a_proposal_fits_and_needs_each_of_its_settings(card_gib, tables, keys):
         rest = {other: value for other, value in proposal.settings.items() if other != key}
         assert search.plan(with_settings(search.config, rest)).need > proposal.plan.free
     assert str(proposal).endswith(f"of {card_gib:.1f} GiB")
+
+
+def test_micro_batches_that_the_job_leaves_open_are_the_largest_that_fit():
+    def plan(card_gib: float, **tables: Any):
+        search = search_of(card_gib, **SAMPLES_HERE, **{"training__batch_decisions": 512, **tables})
+        return search.plan(search.config), search
+
+    # A twentieth of the card is left free, and a tenth of the activations.
+    for card_gib in (14, 24, 60):
+        chosen, search = plan(card_gib)
+        tokens = chosen.micro_batch_tokens
+        assert chosen.need + chosen.needs.device["activations"] / 10 <= 0.95 * card_gib * GIB
+        more = search.plan(with_settings(search.config, {MICRO: 2 * tokens}))
+        assert more.need + more.needs.device["activations"] / 10 > 0.95 * card_gib * GIB
+        again = search.plan(with_settings(search.config, {MICRO: tokens}))
+        assert chosen.needs == again.needs and len(chosen.notes) == len(again.notes) + 1
+        assert f"micro-batches of {tokens} tokens" in chosen.notes[-1]
+    assert plan(14)[0].micro_batch_tokens < plan(24)[0].micro_batch_tokens < 2**16
+    assert plan(1000)[0].micro_batch_tokens == 2**16
+    # no more than a step has: 8 decisions of at most 1024 tokens
+    assert plan(1000, training__batch_decisions=8)[0].micro_batch_tokens == 8192
+
+
+def test_as_few_layers_are_checkpointed_as_make_a_job_fit():
+    tables = {**SAMPLES_HERE, "inference__cache_gib": 0.4, "training__micro_batch_tokens": 1024}
+    proposals = {card_gib: propose(search_of(card_gib, **tables)) for card_gib in (7.4, 7.0, 6.6, 6.2)}
+    # of 10 layers a quarter, half, or all
+    assert {card_gib: dict(each.settings) for card_gib, each in proposals.items()} == {
+        7.4: {}, 7.0: {CHECKPOINTING: 2}, 6.6: {CHECKPOINTING: 5}, 6.2: {CHECKPOINTING: True}
+    }  # fmt: skip
+    assert "training.gradient_checkpointing = 5 " in str(proposals[6.6])
 
 
 def test_what_ranks_alone_read_is_proposed_with_more_ranks_alone():

@@ -11,8 +11,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tests.trainer_backend.segment_columns import segment_of
 from trainer_backend.core.collate import block_mask, pack_segments
-from trainer_backend.learner import joined
+from trainer_backend.core.tries import Tries
 from trainer_backend.learner.joined import LevelKernel, Plan, Runs, Shared, attend, attend_levels, levels_of
+from trainer_backend.models import part_attention
 
 
 class OneByOne(LevelKernel):
@@ -23,7 +24,7 @@ class OneByOne(LevelKernel):
             tensor.repeat_interleave(q_NHD.shape[1] // tensor.shape[1], 1) for tensor in (k_MHD, v_MHD)
         )
         outs = [
-            joined._attended(q, k, v, None, level.causal, scale)
+            part_attention.attended(q, k, v, None, level.causal, scale)
             for q, k, v in cut(level, q_NHD, k_MHD, v_MHD)
         ]
         return rows([out for out, _ in outs]), rows([lse[..., None] for _, lse in outs])[..., 0], None
@@ -40,7 +41,7 @@ class OneByOne(LevelKernel):
             strict=True,
         )
         for (grad,), (out,), (lse,), (q, k, v) in of_queries:
-            found.append(joined._gradients(grad, q, k, v, out, lse[..., 0], None, level.causal, scale))
+            found.append(part_attention.gradients(grad, q, k, v, out, lse[..., 0], None, level.causal, scale))
         dq, *others = (rows(column) for column in zip(*found, strict=True))
         return dq, *(part.unflatten(1, (shape[1], heads)).sum(2) for part in others)
 
@@ -79,13 +80,13 @@ def test_parts_joined_are_the_whole(short, kv_heads, texts, share_from, seed):
         segment_of(f"r{n}", [3, *ids], [-1] * len(ids) + [0], (-1.0,) * (1 + len(ids)))
         for n, ids in enumerate(texts)
     ]
-    packed = pack_segments(parts, row_tokens=1000, share_from=share_from)
+    packed = pack_segments(parts, row_tokens=1000, tries=Tries.of(parts, share_from))
     positions_L, mask_LL = packed.position_ids_BL[0], block_mask(packed.position_ids_BL)[0, 0]
     draw = torch.Generator().manual_seed(seed)
     sizes = [(len(positions_L), heads, 16) for heads in (4, kv_heads, kv_heads)]
     q, k, v = (torch.randn(size, generator=draw, dtype=torch.float64).requires_grad_() for size in sizes)
     runs, read_N = Runs.of(positions_L.numpy()), packed.predict_position_N.unique()
-    was, joined._SHORT = joined._SHORT, short
+    was, part_attention._SHORT = part_attention._SHORT, short
     try:
         plans = [(Plan.of_all(runs), slice(None)), (Plan.of_some(runs, read_N), read_N)]
         ways = [(partial(attend, plan), asked) for plan, asked in plans if plan is not None]
@@ -104,4 +105,4 @@ def test_parts_joined_are_the_whole(short, kv_heads, texts, share_from, seed):
             ):
                 torch.testing.assert_close(mine, theirs)
     finally:
-        joined._SHORT = was
+        part_attention._SHORT = was

@@ -21,15 +21,14 @@ from trainer_backend.learner.device import Found, Placement, place
 from trainer_backend.learner.fit import less_memory
 from trainer_backend.learner.learner import scorer_of
 from trainer_backend.learner.loading import copy_to_serve
-from trainer_backend.learner.memory import (
-    MemoryNeeds,
+from trainer_backend.learner.memory import MemoryNeeds, MemoryUse, activations, memory_needs
+from trainer_backend.learner.memory_plan import (
     MemoryPlan,
-    MemoryUse,
-    activations,
+    Models,
     main_memory,
-    memory_needs,
     memory_plan,
     memory_use,
+    plan_on,
     refuse_too_large,
     slower_layers,
 )
@@ -74,43 +73,60 @@ def test_weights_gradients_and_moments_are_what_a_learner_has(tokenizer, overrid
 
 @pytest.mark.parametrize("rounded", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("checkpointed", [0, 2, 4])
 @pytest.mark.parametrize("attention", [BlockMask(), ByLength()], ids=["mask", "by length"])
-def test_activations_are_near_what_autograd_keeps(family, rounded, checkpointing, attention):
+def test_activations_are_near_what_autograd_keeps(family, rounded, checkpointed, attention):
     size = {
         "vocab_size": 64, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4,
         "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "eos_token_id": 1,
         "bos_token_id": None,
     }  # fmt: skip
     config = Qwen3Config(**size) if family == "qwen3" else LlamaConfig(**size)
-    kept = bytes_kept(config, attention, rounded=rounded, checkpointing=checkpointing)
+    kept = bytes_kept(config, attention, rounded=rounded, checkpointed=checkpointed)
     masked = isinstance(attention, BlockMask)
     use = MemoryUse(
         low=rounded, masked=masked, row_tokens=256, micro_batch_tokens=1024, logits_chunk=8,
-        keys=EngineKeys(), checkpointing=checkpointing,
+        keys=EngineKeys(), checkpointed=checkpointed,
     )  # fmt: skip
     shape = model_shape(config, None)
-    # Of the layer in the works, which is in the plan, nothing is kept between forward and backward.
-    two, one = (activations(with_layers(shape, layers), use) for layers in (2, 1))
-    planned = activations(shape, use) - (0 if checkpointing else two - one)
+    planned = activations(shape, use) - layer_in_work(shape, use)
     assert kept <= planned * 1.1
-    assert checkpointing or kept >= planned * 0.85
+    # The inputs of layers are counted in float32; in bfloat16 autograd keeps as little as half of that.
+    assert kept >= planned * (0.5 if checkpointed == 4 else 0.85)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "gpt_oss", "gemma2", "lfm2", "qwen3_moe"])
-def test_activations_of_the_models_own_layers_are_near_what_autograd_keeps(family):
+@pytest.mark.parametrize(
+    ("family", "checkpointed"),
+    [
+        ("qwen3_5_text", 0), ("gpt_oss", 0), ("gemma2", 0), ("lfm2", 0), ("qwen3_moe", 0),
+        ("gemma2", 2), ("gemma2", 4),
+    ],
+)  # fmt: skip
+def test_activations_of_the_models_own_layers_are_near_what_autograd_keeps(family, checkpointed):
     size = {"hidden_size": 96, "intermediate_size": 192, "head_dim": 16, "max_position_embeddings": 1024}
     model = tiny_model(family, **size)
     scorer = scorer_of(model, place("cpu"), 8, why_apart=refuse_unsupported(model, longest=256))
     shape = model_shape(model.config, None, longest=256)
+    checkpoint_layers(model, checkpointed)
     kept = bytes_saved(scorer)
     use = MemoryUse(
-        low=False, masked=False, row_tokens=256, micro_batch_tokens=1024, logits_chunk=8, keys=EngineKeys()
-    )
+        low=False, masked=False, row_tokens=256, micro_batch_tokens=1024, logits_chunk=8, keys=EngineKeys(),
+        checkpointed=checkpointed,
+    )  # fmt: skip
     assert bool(shape.apart) == isinstance(scorer.attention, PaddedRows)
     # The plan has the padding that a group may have, which these segments of one length do not need.
     planned = activations(shape, use) * (SHORTEST_SHARE if shape.apart else 1.0)
-    assert 0.6 * planned < kept < 1.1 * planned
+    if checkpointed:  # the layer that is computed again is in the plan, and nothing is kept of it before
+        in_work = layer_in_work(shape, use) * (SHORTEST_SHARE if shape.apart else 1.0)
+        assert abs(kept + in_work - planned) < 0.15 * planned
+    else:
+        assert 0.6 * planned < kept < 1.1 * planned
+
+
+def layer_in_work(shape, use: MemoryUse) -> int:
+    """Bytes of the layer whose gradient is computed: the plan has it, and nothing is kept of it before."""
+    two, one = (activations(with_layers(shape, layers), replace(use, checkpointed=0)) for layers in (2, 1))
+    return two - one
 
 
 def with_layers(shape, layers: int):
@@ -119,14 +135,13 @@ def with_layers(shape, layers: int):
     )
 
 
-def bytes_kept(config, attention, *, rounded: bool, checkpointing: bool) -> int:
+def bytes_kept(config, attention, *, rounded: bool, checkpointed: int) -> int:
     """What autograd saves of 4 rows of 256 tokens, of which most are read.
 
     Weights are left out, and memory that is shared is counted once.
     """
     model = (Qwen3ForCausalLM if isinstance(config, Qwen3Config) else LlamaForCausalLM)(config).eval()
-    if checkpointing:
-        checkpoint_layers(model)
+    checkpoint_layers(model, checkpointed)
     placement = Placement(torch.device("cpu"), torch.bfloat16 if rounded else None)
     model.set_attn_implementation(attention.implementation)
     return bytes_saved(Scorer(model, placement, attention, 8))
@@ -147,6 +162,33 @@ def bytes_saved(scorer) -> int:
         states = scorer.states(pack_segments(parts, row_tokens=256))
     assert states.logprobs_N.requires_grad
     return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+
+
+def test_a_cpu_keeps_its_micro_batches_unless_its_memory_cannot_hold_them():
+    small = {"vocab_size": 64, "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6}
+
+    def chosen(**tables) -> MemoryPlan:
+        config = learner_parts.learner_config(tiny_job(**tables))
+        return plan_on(place("cpu"), config, Models(model_shape(LlamaConfig(**small), None), "llama"))
+
+    plan = chosen()
+    assert plan.micro_batch_tokens == 4096 and not any("micro-batches" in note for note in plan.notes)
+    assert chosen(training__micro_batch_tokens=300).micro_batch_tokens == 300
+    # 1 MiB a token, of 4096 requests of 1024: no machine has so much, so the least is chosen, a row
+    config = learner_parts.learner_config(
+        tiny_job(inference__max_running=4096, inference__max_model_len=1024)
+    )
+    too_large = plan_on(place("cpu"), config, Models(model_shape(Qwen3Config(), None), "qwen3"))
+    assert too_large.micro_batch_tokens == 1024
+    assert "micro-batches of 1024 tokens are chosen" in too_large.notes[-1]
+
+
+def test_a_learner_has_the_micro_batches_of_its_plan(tokenizer, tmp_path: Path):
+    save_model_folder(tmp_path / "model", tiny_model("llama", vocab_size=300), tokenizer)
+    job = tiny_job(model__preset=None, model__path=str(tmp_path / "model"))
+    factory = learner_parts.local_learners(job)
+    assert "memory" in factory.plan_memory(None, [])
+    assert factory.fresh([], None).config.training.micro_batch_tokens == 4096
 
 
 def plan_of(free: int, *, host: dict[str, int] | None = None, host_free: int = 0) -> MemoryPlan:

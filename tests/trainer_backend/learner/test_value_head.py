@@ -16,7 +16,8 @@ from trainer_backend.errors import CheckpointError, NonFiniteLoss
 from trainer_backend.job.training_table import TrainingTable
 from trainer_backend.learner.device import place
 from trainer_backend.learner.learner import LocalLearner
-from trainer_backend.learner.memory import memory_needs, memory_use
+from trainer_backend.learner.memory import memory_needs
+from trainer_backend.learner.memory_plan import memory_use
 from trainer_backend.learner.ranks import ALONE
 from trainer_backend.learner.scoring import Hidden
 from trainer_backend.learner.shapes import model_shape
@@ -256,7 +257,7 @@ def test_the_plan_of_memory_counts_the_head(tokenizer):
     assert {kind: more[kind] - plain[kind] for kind in ("weights", "gradients", "optimizer")} == {
         "weights": 4 * 97, "gradients": 4 * 97, "optimizer": 8 * 97,
     }  # fmt: skip
-    assert more["values"] == learner.config.training.micro_batch_tokens * 96 * 8
+    assert more["values"] == learner.config.training.micro_batch * 96 * 8
     assert not memory_use(
         learner_of(tokenizer).config, place("cpu"), model_shape(config, None)
     ).values_by_token

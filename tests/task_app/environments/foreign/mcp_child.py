@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -89,20 +88,9 @@ def ignores_a_signal(request_id: Any) -> None:
     time.sleep(60)
 
 
-def forks(request_id: Any) -> None:
-    """What it forks holds FILE, a pipe, open for writing."""
-    holder = f"pipe = open({sys.argv[2]!r}, 'w'); import time; print(flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE) as forked:
-        assert forked.stdout is not None
-        forked.stdout.readline()
-        pays(request_id)
-        os._exit(0)
-
-
 HOWS = {
     "goes_at_a_signal": goes_at_a_signal,
     "ignores_a_signal": ignores_a_signal,
-    "forks": forks,
     "did_not_read": lambda request_id: say('{"jsonrpc": "2.0", "id": null, "error": {"message": "what?"}}'),
     "shows": shows_its_place,
     "reads_no_more": reads_no_more,

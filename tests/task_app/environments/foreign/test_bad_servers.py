@@ -1,7 +1,6 @@
 """Foreign servers that misbehave: the rollout fails with a reason, and is never scored."""
 
 import json
-import os
 import socket
 import sys
 import threading
@@ -10,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from select import select
 from typing import Any
 
 import pytest
@@ -321,6 +319,21 @@ BAD_MCP = {
         ForeignFailed,
         "tools/call: result is 'hello' (str); it should be an object",
     ),
+    "answers_another": (
+        lambda handler, request_id: handler.answers(message(request_id + 1, {})),
+        ForeignFailed,
+        "the answer to tools/call: id is 4 (int); it should be 3, that of the request",
+    ),
+    "events_of_another": (
+        lambda handler, request_id: handler.answers(f"data: {message(True, {})}\n\n", kind=EVENTS),
+        ForeignFailed,
+        "the answer to tools/call: id is True (bool); it should be 3, that of the request",
+    ),
+    "pays_twice": (
+        results_in({"content": [{"type": "text", "text": '{"reward": 0, "reward": 9}'}]}),
+        ForeignFailed,
+        "the text of a result that pays: the key 'reward' comes twice",
+    ),
     "words": (pays("much"), ForeignFailed, "a call of step pays: reward is 'much' (str)"),
     "nan_in_its_text": (
         results_in({"content": [{"type": "text", "text": '{"reward": NaN}'}]}),
@@ -443,19 +456,6 @@ def test_an_mcp_process_that_outlives_its_stdin_is_told_to_end_before_it_is_kill
     assert foreign.step(CALL).env_rewards == (1.0,)
     foreign.close()
     assert file.read_text() == "told"
-
-
-def test_what_an_mcp_process_forked_is_killed_with_it(tmp_path):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    foreign = environment("mcp:child", mcp_servers=child("forks", str(pipe)))
-    foreign.reset(0)
-    with ThreadPoolExecutor(1) as pool:
-        held = pool.submit(pipe.open)
-        assert foreign.step(CALL).env_rewards == (1.0,)
-        with held.result(20) as end:
-            foreign.close()
-            assert select([end], [], [], 20)[0] and end.read() == "", "its last writer has ended"
 
 
 def test_an_mcp_server_of_another_version_is_left_before_it_is_asked_for_anything(tmp_path):

@@ -119,10 +119,13 @@ MCP: dict[str, tuple[Any, set[str], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("method", MCP)
 async def test_a_wrong_field_of_an_mcp_server_fails_the_episode_and_is_named(method: str):
-    right, optional, data = MCP[method]
-    replies = {name: json.dumps({"result": result}).encode() for name, (result, *_) in MCP.items()}
+    _, optional, data = MCP[method]
+    answers = {
+        name: {"id": number, "result": result} for number, (name, (result, *_)) in enumerate(MCP.items(), 1)
+    }
+    replies = {name: json.dumps(answer).encode() for name, answer in answers.items()}
     with served(replies) as url:
-        reading = Reading("mcp:", {"result": right}, frozenset(optional), data)
+        reading = Reading("mcp:", answers[method], frozenset(optional), data)
         faults = await find_faults(
             reading, f"mcp:{url}/mcp", lambda body: replies.update({method: body}), task="Go."
         )

@@ -1,0 +1,112 @@
+"""Rows that refer to one trunk sample as rows do that hold all their tokens."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from shared_schemas.trajectory import Sampling
+from trainer_backend.inference.batch import RunningBatch, first_of_siblings
+from trainer_backend.inference.keys import EngineKeys
+from trainer_backend.inference.request import Request
+from trainer_backend.models import build_preset
+
+
+class Side:
+    """A batch, with the requests that join it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, shares: bool, kept: int = 3) -> None:
+        self.model = build_preset("tiny-0.3m", tokenizer, seed=1)
+        self.batch = RunningBatch(self.model, slots=6, max_len=512, kept_prefixes=kept)
+        self.batch.cache.shares = shares
+        self.most_that_share = 0
+
+    @torch.inference_mode()
+    def join(self, prompts: list[list[int]], seed: int) -> None:
+        none: Any = None
+        requests = [
+            Request(str(n), prompt, Sampling(seed=seed + n, max_tokens=100), none, none)
+            for n, prompt in enumerate(prompts)
+        ]
+        for wave in first_of_siblings(requests, self.batch.prefixes):
+            self.batch.join(wave)
+
+    @torch.inference_mode()
+    def step(self) -> tuple[list[int], list[float]]:
+        self.most_that_share = max(self.most_that_share, len(self.batch.cache.trunks))
+        sampled = self.batch.step()
+        assert sampled is not None
+        for request, token, logprob in zip(sampled.requests, sampled.ids, sampled.logprobs, strict=True):
+            request.take(token, logprob)
+        return sampled.ids, sampled.logprobs
+
+    @torch.inference_mode()
+    def drop(self, row: int) -> None:
+        self.batch.drop(row)
+
+    @torch.inference_mode()
+    def swap(self, factor: float) -> None:
+        for weight in self.model.parameters():
+            weight.mul_(factor)
+        self.batch.take_weights()
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(300) for _ in range(length)]
+
+
+def drawn_prompts(draw: random.Random, most: int) -> list[list[int]]:
+    """Of a small tree: their common fronts are short, long, of a few lengths, and none."""
+    return [
+        [
+            *prompt_of(300, seed=draw.randrange(2))[: draw.choice([97, 130, 133, 290])],
+            *prompt_of(tail, seed=tail),
+        ]
+        for tail in draw.choices([1, 5, 40, 41], k=draw.randint(1, most))
+    ]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_logprobs_do_not_change_as_rows_join_and_leave_and_weights_and_prefixes_go(
+    tokenizer: PreTrainedTokenizerFast, seed: int
+):
+    draw = random.Random(seed)
+    plain, shared = sides = [Side(tokenizer, shares=shares) for shares in (False, True)]
+    for turn in range(25):
+        free = plain.batch.free_slots
+        prompts = drawn_prompts(draw, free) if free else []
+        leaving = draw.randrange(6)
+        swaps, evicts = draw.random() < 0.1, draw.random() < 0.2
+        for side in sides:
+            side.join(prompts, seed=100 * turn)
+            if swaps:
+                side.swap(1.02)
+            if evicts:
+                side.batch.prefixes.drop_oldest()
+        for _ in range(2):
+            (tokens, logprobs), (same, alike) = (side.step() for side in sides)
+            assert same == tokens
+            assert alike == pytest.approx(logprobs, abs=1e-5)
+        for side in sides:
+            if leaving < len(side.batch.rows):
+                side.drop(leaving)
+    assert plain.most_that_share == 0
+    assert shared.most_that_share >= 3
+
+
+def test_siblings_refer_to_one_trunk_and_the_first_of_them_too(tokenizer: PreTrainedTokenizerFast):
+    side = Side(tokenizer, shares=True)
+    side.join([[*prompt_of(140, seed=0), n] for n in range(4)], seed=0)
+    trunks = side.batch.cache.trunks
+    assert sorted(trunks) == [0, 1, 2, 3] and len(set(trunks.values())) == 1
+    assert len(trunks[0]) == 128, "whole blocks of the 140 tokens"
+
+
+def test_a_deterministic_engine_shares_nothing(tokenizer: PreTrainedTokenizerFast):
+    keys = EngineKeys(deterministic=True)
+    side = Side(tokenizer, shares=True, kept=keys.prefix_slots)
+    side.join([[*prompt_of(140, seed=0), n] for n in range(4)], seed=0)
+    assert side.batch.cache.trunks == {} and keys.slots == 1

@@ -1,0 +1,180 @@
+"""The learner sends tokens to the experts that its sampler chose, for families whose routers differ."""
+
+import asyncio
+import os
+from dataclasses import replace
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from shared_schemas.chat import ROLLOUT_HEADER
+from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling, StepData
+from task_app.episode.records import policy_logprobs
+from task_app.policies.replies import OwnReplies, read_reply
+from tests.tiny_families import KEYS, VOCABULARY, tiny_model
+from tests.trainer_backend.inference.served import KEY, MESSAGES, MODEL, serving
+from tests.trainer_backend.learner.hand_made import tiny_tokenizer
+from trainer_backend.core.collate import pack_segments
+from trainer_backend.core.experts import UNKNOWN
+from trainer_backend.core.segments import Segment, segments_of
+from trainer_backend.inference.actor import Generation
+from trainer_backend.inference.engine import LocalEngine
+from trainer_backend.inference.keys import EngineKeys
+from trainer_backend.learner.device import Placement
+from trainer_backend.learner.learner import scorer_of
+from trainer_backend.learner.loading import copy_to_serve
+from trainer_backend.learner.stepping import checkpoint_layers, stepping
+from trainer_backend.learner.support import refuse_unsupported
+from trainer_backend.models.routers import Routers, replaying
+
+# Of softmax and topk; of topk and softmax, in padded rows; of groups of experts with a correction.
+FEW = ("qwen3_moe", "gpt_oss", "deepseek_v3")
+WITH_EXPERTS = tuple(name for name, keys in KEYS.items() if "num_experts" in keys)
+FAMILIES = WITH_EXPERTS if os.environ.get("TURNWISE_TEST_FAMILIES") else FEW
+CPU = Placement(torch.device("cpu"))
+LOW = Placement(torch.device("cpu"), torch.bfloat16)
+ANSWER = 24
+
+
+def sampled(model, prompts: list[list[int]], *, wanted: bool | None = None) -> list[Generation]:
+    """Answers of an engine, the second half of the prompts after the first."""
+    torch.set_num_threads(1)
+    keys = EngineKeys(max_model_len=256, max_running=8, replay_experts=wanted)
+    engine = LocalEngine(model, stop_ids=(), keys=keys)
+    engine.start()
+
+    async def all_of_them() -> list[Generation]:
+        found: list[Generation] = []
+        for part in (prompts[: len(prompts) // 2], prompts[len(prompts) // 2 :]):
+            calls = (
+                engine.generate(
+                    ids, Sampling(seed=len(found) + k, max_tokens=ANSWER), request_id=f"{len(found)}.{k}"
+                )
+                for k, ids in enumerate(part)
+            )
+            found += await asyncio.gather(*calls)
+        return found
+
+    try:
+        return asyncio.run(all_of_them())
+    finally:
+        engine.stop()
+
+
+def prompts() -> list[list[int]]:
+    """Of several lengths; half of them begin as one of the others does, longer than what is worth a copy."""
+    generator = torch.Generator().manual_seed(3)
+    shared = torch.randint(3, VOCABULARY, (100,), generator=generator).tolist()
+    rests = [torch.randint(3, VOCABULARY, (5 + 9 * k,), generator=generator).tolist() for k in range(4)]
+    first = [rests[3], [*shared, *rests[1]], [*shared, *rests[0]]]
+    return [*first, [*shared, *rests[2]], rests[2], rests[1]]
+
+
+def segment_of(ids: list[int], found: Generation) -> Segment:
+    experts = np.full((len(ids) + len(found.token_ids), found.experts.shape[1]), UNKNOWN, np.uint16)
+    experts[:-1] = found.experts
+    span = (len(ids), len(ids) + len(found.token_ids), 0, 0, 1.0)
+    return Segment.of("r", [*ids, *found.token_ids], found.logprobs, [span], experts.ravel())
+
+
+def gradient(model, loss: torch.Tensor) -> torch.Tensor:
+    model.zero_grad()
+    loss.backward()
+    weights = model.parameters()
+    return torch.cat([torch.zeros(w.numel()) if w.grad is None else w.grad.flatten() for w in weights])
+
+
+def scorer_for(family: str, placement: Placement):
+    model = tiny_model(family)
+    return scorer_of(model, placement, why_apart=refuse_unsupported(model, longest=256))
+
+
+def named_segments(asked: list[list[int]], found: list[Generation]) -> list[Segment]:
+    return [segment_of(ids, one) for ids, one in zip(asked, found, strict=True)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_experts_of_every_token_are_recorded_also_behind_a_prefix_that_was_copied(family: str):
+    model, asked = tiny_model(family), prompts()
+    routers = Routers(model)
+    for ids, one in zip(asked, sampled(model, asked, wanted=True), strict=True):
+        with torch.no_grad(), routers.recording() as chosen:
+            model(input_ids=torch.tensor([[*ids, *one.token_ids[:-1]]]), use_cache=False)
+        assert np.array_equal(one.experts, routers.columns(chosen, rows=1)[0])
+    assert any(one.prompt_tokens_reused for one in sampled(model, asked, wanted=False))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_go_to_the_experts_that_a_segment_names_and_the_gradient_is_that_of_each_alone(family: str):
+    scorer, asked = scorer_for(family, CPU), prompts()
+    parts = named_segments(asked, sampled(tiny_model(family), asked, wanted=True))
+    others = [np.where(part.experts < UNKNOWN, (part.experts + 1) % 4, UNKNOWN) for part in parts]
+    turned = [replace(part, experts=row.astype(np.uint16)) for part, row in zip(parts, others, strict=True)]
+    model = tiny_model(family)
+    rows = [alone(model, part) for part in turned]
+    expected = gradient(model, sum(row.sum() for row in rows))
+    packed = pack_segments(turned, row_tokens=300, share_from=scorer.share_from)
+    own_N = scorer.logprobs(packed)
+    order = dict.fromkeys(packed.segment_N.tolist())
+    torch.testing.assert_close(own_N, torch.cat([rows[k] for k in order]), rtol=0, atol=1e-4)
+    assert (own_N - packed.behaviour_logprob_N).abs().max() > 0.01
+    together = gradient(scorer.model, own_N.sum())
+    assert float((together - expected).norm() / expected.norm()) <= 1e-5
+    checkpoint_layers(scorer.model)
+    with stepping(scorer.model):
+        again = gradient(scorer.model, scorer.logprobs(packed).sum())
+    torch.testing.assert_close(again, together, rtol=1e-4, atol=1e-6 * float(together.abs().max()))
+
+
+def alone(model, part: Segment) -> torch.Tensor:
+    """[N] by the model's own forward pass of one segment, whose routers choose what it names."""
+    ids_L = torch.from_numpy(part.token_ids.astype(np.int64))
+    experts_1LW = torch.from_numpy(part.experts.astype(np.int16).reshape(1, len(part), -1))
+    with replaying(model, experts_1LW), Routers(model).recording() as chosen:
+        logits_LV = model(input_ids=ids_L[None], use_cache=False).logits[0]
+    # Of the last token nothing is recorded.
+    assert torch.equal(torch.cat(chosen, 1)[:-1], experts_1LW[0, :-1].long())
+    at_N = torch.from_numpy(part.sampled_positions)
+    return logits_LV.log_softmax(-1)[at_N - 1, ids_L[at_N]]
+
+
+def test_in_bfloat16_sampler_and_learner_lie_closer_with_the_same_experts():
+    scorer, asked = scorer_for("gpt_oss", LOW), prompts()
+    parts = named_segments(asked, sampled(copy_to_serve(scorer.model, torch.bfloat16), asked))
+    packed = pack_segments(parts, row_tokens=300)
+    with torch.no_grad():
+        apart = [
+            (scorer.logprobs(one) - packed.behaviour_logprob_N).abs().max()
+            for one in (packed, replace(packed, experts_BLW=None))
+        ]
+    assert 2 * apart[0] < apart[1]
+
+
+def test_experts_travel_with_the_exact_tokens_of_a_conversation_to_its_segment():
+    tokenizer = tiny_tokenizer()
+    model = tiny_model("qwen3_moe", vocab_size=300, max_position_embeddings=512)
+    messages, steps = [*MESSAGES], []
+    headers = {"Authorization": f"Bearer {KEY}", ROLLOUT_HEADER: "r"}
+    with serving(model, tokenizer, stop_ids=(), replay_experts=True) as served, httpx.Client() as http:
+        for turn in (1, 2, 3):
+            body = {"model": MODEL, "messages": messages, "max_tokens": 6, "seed": turn}
+            reply = http.post(f"{served.url}/v1/chat/completions", json=body, headers=headers)
+            tokens = read_reply(reply.content, OwnReplies()).tokens
+            exact = policy_logprobs({name: getattr(tokens, name) for name in PolicyLogprobs.model_fields})
+            step = StepData(
+                turn=turn, observation_data=ObservationData(), action_taken={"type": "text"},
+                policy_name="openai", sampling=Sampling(), policy_logprobs=exact,
+            )  # fmt: skip
+            steps.append(StepData.model_validate_json(step.model_dump_json()))
+            messages += [reply.json()["choices"][0]["message"], {"role": "user", "content": f"stone {turn}"}]
+    segments = segments_of(steps, rollout_id="r")
+    assert len(segments) == 1 and steps[1].policy_logprobs.prompt_ids_reused > 0
+    routers = Routers(model)
+    for part in segments:
+        with torch.no_grad(), routers.recording() as chosen:
+            model(input_ids=torch.from_numpy(part.token_ids.astype(np.int64))[None], use_cache=False)
+        named_LW = part.experts.reshape(len(part), -1)
+        assert np.array_equal(named_LW[:-1], routers.columns(chosen, rows=1)[0, :-1])
+        assert (named_LW[-1] == UNKNOWN).all()

@@ -1,0 +1,401 @@
+"""The memory that a job needs on this machine, or on a GPU that is planned for, beside what is free there.
+
+Where a job names no `training.micro_batch_tokens`, the plan chooses them: the more, the fewer passes over the
+weights. The choice is a function of job and device alone, so a resumed run makes it again.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from trainer_backend.core.logprobs import adds_wide, chunk_within, multiplies_wide
+from trainer_backend.errors import JobError
+from trainer_backend.inference.keys import EngineKeys
+from trainer_backend.inference.paged_attention import kernels_are_here, why_no_kernels
+from trainer_backend.job.tables import InferenceTable, ModelTable
+from trainer_backend.job.training_table import MICRO_BATCH_TOKENS
+from trainer_backend.learner.attention import BlockMask, attention_for, why_masked
+from trainer_backend.learner.by_length import SHORTEST_SHARE
+from trainer_backend.learner.config import LearnerConfig
+from trainer_backend.learner.device import Placement, place
+from trainer_backend.learner.memory import EngineUse, MemoryNeeds, MemoryUse, memory_needs, serving_needs
+from trainer_backend.learner.packed_decoder import FAMILIES
+from trainer_backend.learner.ranks import ALONE, Ranks
+from trainer_backend.learner.shapes import ModelShape, count_checkpointed, model_config, model_shape
+from trainer_backend.models.folder import folder_config
+from trainer_backend.models.kinds import missing_kernels, module_is_here
+
+_CGROUP = Path("/sys/fs/cgroup")
+# The most and the fewest tokens of a micro-batch that is chosen: more gain nothing, fewer leave a GPU idle.
+_MOST_TOKENS, _FEWEST_TOKENS = 2**16, 2**9
+# What a choice leaves free: a share of the device, and of the estimate of activations, by whose layers they
+# are (learner.memory says how far it is from what is counted).
+_SPARE, _UNSURE_OWN, _UNSURE_THEIRS = 0.05, 0.1, 1 / 3
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The memory that a run needs, and the memory of this machine, in bytes.
+
+    ranks: whose needs these are, where the learner has several ranks; empty: it is one process.
+    notes: what the learner does in a slower way than it could, why, and what that costs: a sentence each.
+    micro_batch_tokens: those of the job, or those that the plan chose.
+    """
+
+    placement: Placement
+    needs: MemoryNeeds
+    free: int
+    host_free: int
+    ranks: str = ""
+    notes: tuple[str, ...] = ()
+    micro_batch_tokens: int = MICRO_BATCH_TOKENS
+
+    @property
+    def need(self) -> int:
+        """Bytes of the device, each kind at its fullest."""
+        return sum(self.needs.device.values())
+
+    def __str__(self) -> str:
+        """Return the line that a person reads before the first step."""
+        need = self.need
+        scale, unit = (2**30, "GiB") if need >= 2**30 else (2**20, "MiB")
+        kinds = ", ".join(f"{kind} {size / scale:.1f}" for kind, size in self.needs.device.items())
+        where = f"{self.placement}, {self.ranks}" if self.ranks else str(self.placement)
+        line = f"memory ({where}): {need / scale:.1f} of {self.free / scale:.1f} {unit} free: {kinds}"
+        host = ", ".join(f"{kind} {size / scale:.1f}" for kind, size in self.needs.host.items())
+        line += f"; in main memory: {host}" if host else ""
+        return line + ("; it fits only while sequences are shorter than allowed" if need > self.free else "")
+
+    def report(self) -> str:
+        """The same, and the notes, each on a line."""
+        return "\n".join((str(self), *self.notes))
+
+    def shortage(self) -> str | None:
+        """A line about what cannot fit; None where everything fits."""
+        if self.needs.least > self.free:
+            least = f"{self.needs.least / 2**30:.2f} GiB"
+            each = " of each rank" if self.ranks and self.placement.device.type != "cpu" else ""
+            return f"the job needs at least {least} on {self.placement.device.type}{each}"
+        host = sum(self.needs.host.values())
+        line = f"the job needs {host / 2**30:.2f} of {self.host_free / 2**30:.2f} GiB of main memory"
+        return line if host > self.host_free else None
+
+
+def refuse_too_large(plan: MemoryPlan, *, hint: str) -> None:
+    """Refuse a job that cannot fit, with every kind; `hint` names the keys that would make it smaller."""
+    shortage = plan.shortage()
+    if shortage is not None:
+        raise JobError(f"{shortage}: {plan}.", hint=hint)
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The shapes of a run's models, of which no weights are read.
+
+    kind: the model_type of the own one.
+    fixed: those of fixed policies.
+    missing: packages with kernels for its layers that are not installed.
+    """
+
+    own: ModelShape
+    kind: str
+    fixed: tuple[ModelShape, ...] = ()
+    missing: tuple[str, ...] = ()
+
+
+def model_configs(
+    config: LearnerConfig, checkpoint: Path | None = None, *, fixed: Sequence[Path] = ()
+) -> tuple[Any, list[Any]]:
+    """The config of a run's model, and those of its fixed policies in the folders `fixed`.
+
+    The run goes on from the folder `checkpoint`, or else from [model].
+    """
+    others = [folder_config(folder) for folder in fixed]
+    return model_config(config.model, checkpoint, vocabulary_beside(config, others)), others
+
+
+def vocabulary_beside(config: LearnerConfig, others: Sequence[Any]) -> int:
+    """Of a preset: beside a fixed policy it has the tokenizer of the first of them."""
+    return int(others[0].get_text_config().vocab_size) if others else config.model.vocab_size
+
+
+def model_shapes(config: LearnerConfig, own: Any, others: Sequence[Any] = ()) -> Models:
+    """The shapes of models by their configs, as `model_configs` has them."""
+    critic = None if config.value_level is None else config.training.critic
+    shape = model_shape(own, config.lora, critic=critic, longest=config.inference.max_model_len)
+    shapes = tuple(model_shape(other, None) for other in others)
+    missing = tuple(missing_kernels(own, module_is_here))
+    return Models(shape, own.get_text_config().model_type, shapes, missing)
+
+
+def memory_plan(
+    config: LearnerConfig, checkpoint: Path | None = None, *, fixed: Sequence[Path] = (), ranks: Ranks = ALONE
+) -> MemoryPlan:
+    """Plan the memory of a run on this machine; arguments as of `model_configs` and `plan_on`."""
+    own, others = model_configs(config, checkpoint, fixed=fixed)
+    return plan_on(place(config.model.device), config, model_shapes(config, own, others), ranks)
+
+
+def plan_on(placement: Placement, config: LearnerConfig, models: Models, ranks: Ranks = ALONE) -> MemoryPlan:
+    """Plan the memory of a run on a device.
+
+    Of `ranks` this process plans its own share; engines share the first one's device. Micro-batches that the
+    job leaves open are the largest with which it fits.
+    """
+    if config.training.micro_batch_tokens is not None:
+        return _plan_as_set(placement, config, models, ranks)
+    for tokens in _choices(placement, config):
+        plan = _plan_as_set(placement, set_micro_batches(config, tokens), models, ranks)
+        if plan.need + _reserve(plan, models.own) <= device_size(placement):
+            break
+    return plan if placement.device.type == "cpu" and tokens == MICRO_BATCH_TOKENS else _with_choice(plan)
+
+
+def set_micro_batches(config: LearnerConfig, tokens: int) -> LearnerConfig:
+    """The job with micro-batches of so many tokens."""
+    return replace(config, training=config.training.model_copy(update={"micro_batch_tokens": tokens}))
+
+
+def _choices(placement: Placement, config: LearnerConfig) -> list[int]:
+    """Tokens of micro-batches, from the most that an optimizer step can use, each half of the one before.
+
+    On a CPU no more than fit its cache. None is below a row, which is the least that a pass computes.
+    """
+    row = max(config.training.row_tokens, config.inference.max_model_len)
+    step = config.training.batch_decisions * config.inference.max_model_len
+    most = MICRO_BATCH_TOKENS if placement.device.type == "cpu" else _MOST_TOKENS
+    while most // 2 >= max(step, MICRO_BATCH_TOKENS):
+        most //= 2
+    choices = [most]
+    while choices[-1] > max(row, _FEWEST_TOKENS):
+        choices.append(choices[-1] // 2)
+    return choices
+
+
+def _reserve(plan: MemoryPlan, shape: ModelShape) -> float:
+    """Bytes that a choice leaves free."""
+    unsure = _UNSURE_OWN if shape.own_pass else _UNSURE_THEIRS
+    return _SPARE * device_size(plan.placement) + unsure * plan.needs.device.get("activations", 0)
+
+
+def _with_choice(plan: MemoryPlan) -> MemoryPlan:
+    size = device_size(plan.placement)
+    fits = f"{abs(size - plan.need) / 2**30:.1f} GiB {'spare' if plan.need <= size else 'too little'}"
+    note = f"micro-batches of {plan.micro_batch_tokens} tokens are chosen: {size / 2**30:.1f} GiB, {fits}"
+    return replace(plan, notes=(*plan.notes, note))
+
+
+def _plan_as_set(placement: Placement, config: LearnerConfig, models: Models, ranks: Ranks) -> MemoryPlan:
+    is_gpu = placement.device.type != "cpu"
+    # Engines are on the device of the first rank, or in the main memory of the first node.
+    is_beside = not ranks.are_several or ranks.index < (1 if is_gpu else config.ranks.nproc_per_node)
+    if not is_beside:
+        config = replace(config, engines=0, processes=1)
+    copies = max(1, config.fixed_copies) if is_beside else 0
+    shape = models.own
+    use = memory_use(config, placement, shape)
+    servers = servers_on(placement, config, ranks)
+    use = replace(
+        use,
+        vllm=server_bytes(placement, config.inference, servers),
+        vllm_servers=servers,
+        vllm_sleeps=config.inference.sleep,
+    )
+    needs = memory_needs(shape, use, is_gpu=is_gpu, fixed=models.fixed * copies)
+    notes = slower_ways(
+        placement,
+        head_dim=shape.head_dim,
+        model_type=models.kind,
+        no_kernels=None if placement.card is not None else why_no_kernels(placement.device),
+        wide_products=multiplies_wide(),
+        wide_sums=adds_wide(),
+        apart=shape.apart,
+        missing=models.missing,
+    )
+    if use.vllm_sleeps and servers:
+        turn = "an update" if "activations" in needs.device else "the time when it is awake"
+        notes += (f"vLLM sleeps during updates: the plan is that of {turn}, which needs more",)
+    here = f"rank {ranks.index}" if is_gpu else str(config.ranks.nproc_per_node)
+    whose = f"{here} of {ranks.count} ranks" if ranks.are_several else ""
+    plan = _beside_what_is_free(needs, placement, notes, whose)
+    return replace(plan, micro_batch_tokens=config.training.micro_batch)
+
+
+def servers_on(placement: Placement, config: LearnerConfig, ranks: Ranks) -> int:
+    """How many of the run's vLLM servers are on the GPU of this rank: they take GPUs from the last one on.
+
+    A GPU that is planned for is one of as many as the job's ranks on a node, or a server, need.
+    """
+    if placement.device.type != "cuda":
+        return 0
+    each = config.inference.server_devices
+    here = config.ranks.nproc_per_node
+    gpus = max(here, each) if placement.card is not None else torch.cuda.device_count()
+    own = gpus - 1 - ranks.index % here
+    return sum(number % gpus == own for number in range(config.servers * each)) if each <= gpus else 0
+
+
+def server_bytes(placement: Placement, table: InferenceTable, servers: int) -> int:
+    """Bytes that vLLM's servers take of a GPU; none sizes itself by what others leave."""
+    return int(servers * table.server_share * placement.card_bytes()) if servers else 0
+
+
+def slower_ways(
+    placement: Placement,
+    *,
+    head_dim: int,
+    model_type: str,
+    no_kernels: str | None,
+    wide_products: bool,
+    wide_sums: bool,
+    apart: str = "",
+    missing: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """What the learner does in a slower way on this device and with this torch, a sentence each.
+
+    `no_kernels` says why Triton's kernels do not run there (`paged_attention.why_no_kernels`);
+    `wide_products` and `wide_sums` whether this torch has them (`logprobs.multiplies_wide`,
+    `logprobs.adds_wide`); `apart` why each segment needs a row of its own; `missing` which packages with
+    kernels for layers with a state are not installed.
+    """
+    device = placement.device.type
+    notes = [*placement.notes(), *slower_sampling(no_kernels), *slower_layers(device, apart, missing)]
+    if not apart and model_type not in FAMILIES:
+        notes.append(
+            f"updates of this model run through transformers: the learner's own forward pass knows "
+            f"{', '.join(sorted(FAMILIES))}, and model_type is {model_type!r}"
+        )
+    masked = None if device == "cpu" or apart else why_masked(placement, head_dim=head_dim)
+    if masked is not None:
+        notes.append(
+            f"attention of updates is masked: {masked}. Its work and its mask grow with the square of "
+            "training.row_tokens, so keep that near the longest sequence"
+        )
+    elif model_type in FAMILIES and placement.low is not None and no_kernels is not None:
+        notes.append(
+            "norms, rotations and gates of updates are computed by torch's operators, without those kernels: "
+            "an update takes up to twice the time"
+        )
+    if placement.low is not None and not wide_products:
+        notes.append(
+            f"logits of updates are products of float32: torch {torch.__version__} cannot sum products of "
+            "bfloat16 in float32, 2.8 can, several times faster"
+        )
+    elif placement.low is not None and not wide_sums:
+        notes.append(
+            f"the gradient of the head needs a second buffer, 4 bytes for each of its weights: torch "
+            f"{torch.__version__} cannot add such products in place, 2.10 can"
+        )
+    return tuple(notes)
+
+
+def slower_layers(device: str, apart: str, missing: Sequence[str]) -> Iterator[str]:
+    """Sentences where segments have rows of their own, and where torch's operators compute states."""
+    if apart:
+        yield (
+            "updates of this model run through transformers, a segment a row, padded by up to "
+            f"{1 / SHORTEST_SHARE - 1:.0%} of its tokens (learner/padding_share): its {apart}, so texts in a "
+            "packed row would change each other"
+        )
+    if missing:
+        faster = f"{' and '.join(missing)} would be much faster"
+        why = "a CPU has no others" if device == "cpu" else faster
+        yield f"layers with a state are computed by torch's operators, which are exact and slow: {why}"
+
+
+def slower_sampling(no_kernels: str | None) -> tuple[str, ...]:
+    """A sentence where Triton's kernels do not run on a GPU, with the reason."""
+    if no_kernels is None:
+        return ()
+    return (
+        f"Triton's kernels do not run on this GPU: {no_kernels}. Sampling is several times slower without "
+        "them; they need triton, a C compiler, and a TRITON_CACHE_DIR from which programs may run",
+    )
+
+
+def serving_plan(table: ModelTable, keys: EngineKeys, folder: Path) -> MemoryPlan:
+    """Plan the memory of serving the model of a folder, without training it; its weights are not read."""
+    placement = place(table.device)
+    shape = model_shape(folder_config(folder), None)
+    use = EngineUse(keys=keys, low=placement.low is not None, paged=kernels_are_here(placement.device))
+    needs = serving_needs(shape, use, is_gpu=placement.device.type != "cpu")
+    notes = (*placement.notes(), *slower_sampling(why_no_kernels(placement.device)))
+    return _beside_what_is_free(needs, placement, notes)
+
+
+def _beside_what_is_free(
+    needs: MemoryNeeds, placement: Placement, notes: tuple[str, ...], ranks: str = ""
+) -> MemoryPlan:
+    main = main_memory()
+    free = main if placement.device.type == "cpu" else device_memory(placement)
+    if placement.card is not None:  # and how much main memory is beside it is not known
+        main = sum(needs.host.values())
+    return MemoryPlan(placement, needs, free, main, ranks, notes)
+
+
+def memory_use(config: LearnerConfig, placement: Placement, shape: ModelShape) -> MemoryUse:
+    """The limits of [training] and [inference] in the form that the plan counts with."""
+    training, inference = config.training, config.inference
+    row = max(training.row_tokens, inference.max_model_len)
+    masked = isinstance(attention_for(placement, head_dim=shape.head_dim), BlockMask) and not shape.apart
+    has_kernels = placement.card is not None or kernels_are_here(placement.device)
+    return MemoryUse(
+        keys=inference,
+        low=placement.low is not None,
+        paged=has_kernels,
+        masked=masked,
+        fused=shape.has_kernels and not masked and has_kernels and placement.low is not None,
+        row_tokens=row,
+        micro_batch_tokens=max(training.micro_batch, row),
+        logits_chunk=training.logits_chunk_tokens or chunk_within(placement.logits_bytes(), shape.vocabulary),
+        reference=training.needs_reference,
+        checkpointed=count_checkpointed(training.gradient_checkpointing, shape.layers),
+        offload=training.optimizer_offload,
+        values_by_token=config.value_level == "token",
+        engines=config.engines,
+        processes=config.processes,
+        ranks=config.ranks,
+    )
+
+
+def device_memory(placement: Placement) -> int:
+    """Free bytes of a GPU; of one that is planned for, all."""
+    if placement.card is not None:
+        return placement.card
+    if placement.device.type == "cuda":
+        return torch.cuda.mem_get_info(placement.device)[0]
+    return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
+
+
+def device_size(placement: Placement) -> int:
+    """Bytes of the device, whatever else is on it now: of a GPU, or of the machine's main memory."""
+    if placement.device.type == "cuda":
+        return placement.card_bytes()
+    if placement.device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    limit = _container_limit(_CGROUP)
+    total: int = psutil.virtual_memory().total
+    return total if limit is None else min(total, limit)
+
+
+def main_memory(cgroup: Path = _CGROUP) -> int:
+    """Bytes of main memory that this process may still take: the machine's, or its container's if less."""
+    available: int = psutil.virtual_memory().available
+    limit = _container_limit(cgroup)
+    try:
+        counts = (cgroup / "memory.stat").read_text(encoding="ascii")
+        used = next(int(line.split()[1]) for line in counts.splitlines() if line.startswith("anon "))
+    except (OSError, ValueError, StopIteration):
+        return available
+    return available if limit is None else min(available, limit - used)
+
+
+def _container_limit(cgroup: Path) -> int | None:
+    try:
+        return int((cgroup / "memory.max").read_text(encoding="ascii"))
+    except (OSError, ValueError):  # no cgroup of version 2, or none with a limit ("max")
+        return None

@@ -1,0 +1,105 @@
+"""Attention in parts that are joined, on a CPU: over keys that many queries share, and over those of each.
+
+Parts are joined by the logarithms of their sums of exponentials, l_i of part i with the output o_i:
+
+    l = log sum_i exp(l_i)      o = sum_i exp(l_i - l) o_i
+
+In the backward pass a part that is given o and l in place of its own has the gradient of the whole, exactly.
+
+Source: Dao, FlashAttention-2, arXiv:2307.08691 (forward and backward by blocks); Liu et al., Ring Attention,
+arXiv:2310.01889 (blocks by themselves, joined).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Up to so many keys plain products are faster on a CPU than torch's kernel, which works in blocks.
+_SHORT = 128
+
+
+def join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Join a part to `out` [n, H, D] and `lse` [n, H], in place."""
+    out.lerp_(part, (part_lse - lse).sigmoid_()[..., None])  # exp(l_2 - l) = 1 / (1 + exp(l_1 - l_2))
+    torch.logaddexp(lse, part_lse, out=lse)
+
+
+def heads_first(tokens: Tensor) -> Tensor:
+    """[1, H, n, D] of tokens [n, H, D]."""
+    return tokens.transpose(0, 1)[None]
+
+
+def folded(tokens: Tensor, kv_heads: int) -> Tensor:
+    """[1, H_kv, n * times, D] of tokens [n, H, D]: heads that share keys are more queries of these."""
+    times = tokens.shape[1] // kv_heads
+    if times == 1:
+        return heads_first(tokens)
+    by_key = tokens.reshape(len(tokens), kv_heads, times, -1)
+    return by_key.permute(1, 0, 2, 3).flatten(1, 2)[None]
+
+
+def unfolded(part: Tensor, heads: int) -> Tensor:
+    """[n, H, D] of what `folded` gave."""
+    times = heads // part.shape[1]
+    by_key = part[0].reshape(part.shape[1], -1, times, part.shape[-1])
+    return by_key.permute(1, 0, 2, 3).flatten(1, 2)
+
+
+def attended(
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """[B, H, n, D] and the logarithm of the sum of exponentials, [B, H, n], of one part."""
+    if hidden is None and k.shape[2] > _SHORT:
+        out, lse = _FORWARD(q, k, v, 0.0, causal, scale=scale)
+        return out, lse if _lse_is_by_head() else lse.transpose(1, 2)
+    scores = _scores(q, k, hidden, causal, scale)
+    lse = scores.logsumexp(-1)
+    return scores.sub_(lse[..., None]).exp_() @ v, lse
+
+
+def attended_under(mask_B1NL: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """As `attended`, with a mask that is added to the scores; not to be differentiated."""
+    out, lse = _FORWARD(q, k, v, 0.0, False, attn_mask=mask_B1NL, scale=scale)
+    return out, lse if _lse_is_by_head() else lse.transpose(1, 2)
+
+
+def gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    hidden: Tensor | None, causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of queries, keys and values of a part, whose `out` and `lse` are those of all parts."""
+    if hidden is None and k.shape[2] > _SHORT:
+        lse = lse if _lse_is_by_head() else lse.transpose(1, 2)
+        dq, dk, dv = _BACKWARD(
+            grad.contiguous(), q, k, v, out.contiguous(), lse.contiguous(), 0.0, causal, scale=scale
+        )
+        return dq, dk, dv
+    shares = _scores(q, k, hidden, causal, scale).sub_(lse[..., None]).exp_()
+    d_scores = (grad @ v.transpose(-1, -2)).sub_((grad * out).sum(-1, keepdim=True)).mul_(shares)
+    d_scores.mul_(scale)
+    return d_scores @ k, d_scores.transpose(-1, -2) @ q, shares.transpose(-1, -2) @ grad
+
+
+def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, causal: bool, scale: float) -> Tensor:
+    scores = (q * scale) @ k.transpose(-1, -2)
+    if hidden is not None:
+        return scores.masked_fill_(hidden[:, None], float("-inf"))
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1)
+        return scores.masked_fill_(later, float("-inf"))
+    return scores
+
+
+_FORWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@cache
+def _lse_is_by_head() -> bool:
+    """Whether the kernel gives [B, H, n], and not [B, n, H]."""
+    some = torch.zeros(1, 1, 2, 8)
+    return tuple(_FORWARD(some, some, some)[1].shape) == (1, 1, 2)

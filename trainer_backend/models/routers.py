@@ -1,0 +1,197 @@
+"""Which experts the routers of a mixture choose: recorded in one pass, prescribed in another.
+
+Every family's router takes the k best of E experts by one `torch.topk` over [tokens, E] scores. What it makes
+of scores before, and of weights after, differs by family. So that one call is replaced: its indices are the
+prescribed ones, and its values are the scores there. Weights, and the gradient through them, are those of the
+router's own scores.
+
+Source: Ma et al., Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers ("R3"),
+arXiv:2510.11370.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from trainer_backend.errors import ModelFolderError
+from trainer_backend.models.precision import tokens_for
+
+log = structlog.get_logger(__name__)
+
+# (number of the router, its own choice [T, k]) -> the choice to take, [T, k].
+Choose = Callable[[int, Tensor], Tensor]
+_TOPK = (torch.topk, Tensor.topk)
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def count_experts(model: PreTrainedModel) -> int:
+    """E, of a layer with experts; 0 of a model without any."""
+    config = model.config.get_text_config()
+    return next((int(value) for name in _COUNTS if (value := getattr(config, name, None))), 0)
+
+
+class Routers:
+    """The routers of a model, in the order of its layers; none where it has no experts."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._experts = count_experts(model)
+        self._modules = [
+            router
+            for module in model.modules()
+            if isinstance(getattr(module, "experts", None), nn.Module)
+            and isinstance(router := getattr(module, "gate", getattr(module, "router", None)), nn.Module)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    @contextmanager
+    def choosing(self, choose: Choose) -> Iterator[None]:
+        """Inside, tokens go to the experts that `choose` says."""
+        hooks = []
+        try:
+            for number, router in enumerate(self._modules):
+                mode = _Choice(self._experts, partial(choose, number))
+                hooks.append(router.register_forward_pre_hook(mode.begin))
+                hooks.append(router.register_forward_hook(mode.end, always_call=True))
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Tensor]]:
+        """Inside, each router adds its choice [T, k] to the list, in the order of layers."""
+        chosen: list[Tensor] = []
+
+        def note(number: int, own_Tk: Tensor) -> Tensor:
+            chosen.append(own_Tk)
+            return own_Tk
+
+        with self.choosing(note):
+            yield chosen
+
+    def columns(self, chosen: list[Tensor], *, rows: int) -> NDArray[np.uint16]:
+        """[B, L, W] of what was recorded in a pass of B rows: W = layers * k numbers a token.
+
+        Raises:
+            ModelFolderError: a router does not choose once a pass, by one `topk`.
+        """
+        if len(chosen) != len(self):
+            raise ModelFolderError(
+                f"its {len(self)} routers made {len(chosen)} choices of experts in one pass, so they cannot "
+                "be recorded",
+                where="model",
+                hint="Set inference.replay_experts = false: mismatch/logprob_max then tells how far sampler "
+                "and learner lie apart.",
+            )
+        columns_TW = torch.cat(chosen, dim=1).cpu().numpy().astype(np.uint16)
+        return columns_TW.reshape(rows, -1, columns_TW.shape[1])
+
+
+@torch.inference_mode()
+def recorded_routers(model: PreTrainedModel, *, wanted: bool | None) -> Routers | None:
+    """Those whose choices an engine of the model records; None: of no token.
+
+    Args:
+        wanted: by the job; None: where the model computes in a low precision. In float32 sampler and learner
+            choose alike.
+
+    Raises:
+        ModelFolderError: they are wanted, and cannot be recorded.
+    """
+    routers = Routers(model)
+    if wanted is False or not len(routers) or (wanted is None and model.dtype == torch.float32):
+        return None
+    low = None if model.dtype == torch.float32 else model.dtype
+    arithmetic = nullcontext() if low is None else torch.autocast(model.device.type, dtype=low)
+    try:
+        with arithmetic, routers.recording() as chosen:
+            ids_BL = torch.zeros((1, 2), dtype=torch.int64, device=model.device)
+            model(**tokens_for(model, ids_BL, low), use_cache=False)
+        routers.columns(chosen, rows=1)
+    except ModelFolderError as error:
+        if wanted:
+            raise
+        log.warning("engine_records_no_experts", model=type(model).__name__, reason=error.detail)
+        return None
+    return routers
+
+
+# What is replayed at present. A layer that is computed again in the backward pass, behind the end of the
+# replay, takes it with it (`again`).
+_replay: ContextVar[Callable[[], AbstractContextManager[None]] | None] = ContextVar("_replay", default=None)
+
+
+@contextmanager
+def replaying(model: PreTrainedModel, experts_BLW: Tensor | None) -> Iterator[None]:
+    """Inside, tokens go to these experts; where a number is below 0, to those that the router chooses.
+
+    Args:
+        experts_BLW: W numbers for each token of the pass, as `Routers.columns` has them; None: no replay.
+
+    Raises:
+        ModelFolderError: the model has not W choices a token.
+    """
+    if experts_BLW is None:
+        yield
+        return
+    routers = Routers(model)
+    experts_TW = experts_BLW.flatten(0, 1)
+    if not len(routers) or experts_TW.shape[1] % len(routers):
+        raise ModelFolderError(
+            f"{experts_TW.shape[1]} experts are recorded for each token, and the model has {len(routers)} "
+            "routers: another model sampled the tokens",
+            where="model",
+        )
+    by_router = experts_TW.view(len(experts_TW), len(routers), -1).unbind(1)
+
+    def prescribe(number: int, own_Tk: Tensor) -> Tensor:
+        told_Tk = by_router[number].to(own_Tk.dtype)
+        return torch.where(told_Tk >= 0, told_Tk, own_Tk)
+
+    token = _replay.set(lambda: routers.choosing(prescribe))
+    try:
+        with routers.choosing(prescribe):
+            yield
+    finally:
+        _replay.reset(token)
+
+
+def again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """`context_fn` of torch's checkpoints: what a layer runs in at first, and in the backward pass."""
+    replay = _replay.get()
+    return nullcontext(), nullcontext() if replay is None else replay()
+
+
+class _Choice(TorchFunctionMode):
+    """While a router computes, its choice of experts is what `choose` says."""
+
+    def __init__(self, experts: int, choose: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._experts, self._choose = experts, choose
+
+    def begin(self, *_: Any) -> None:
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self, *_: Any) -> None:
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func not in _TOPK or args[0].dim() != 2 or args[0].shape[1] != self._experts:
+            return found  # not the last choice: of groups of experts
+        chosen_Tk = self._choose(found.indices)
+        if chosen_Tk is found.indices:
+            return found
+        return torch.return_types.topk((args[0].gather(1, chosen_Tk), chosen_Tk))
