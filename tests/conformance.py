@@ -1,4 +1,4 @@
-"""Requests made from a service's OpenAPI document: no 5xx, every error the one shape, every answer as declared.
+"""Requests made from an OpenAPI document: no 5xx, every error the one shape, every answer as declared.
 
 More of them with SCHEMATHESIS_EXAMPLES=200.
 """
@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from shared_schemas.problem import PROBLEM_MEDIA_TYPE, Problem
 
-EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "5"))
+EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "3"))
 Ids = Mapping[str, Any]
 
 
@@ -36,13 +36,7 @@ class Conformance:
         self._key = key
         schema = schemathesis.openapi.from_dict(document)
         self._operations = [one.ok() for one in schema.get_all_operations()]
-
-    def validate(self, *, at_least: int) -> None:
-        """The document is valid OpenAPI, of so many operations."""
-        from openapi_spec_validator import validate
-
-        validate(self._operations[0].schema.raw_schema)
-        assert len(self._operations) >= at_least
+        assert len(self._operations) > 15
 
     def send_valid(self) -> None:
         """What the document allows, to living things."""
@@ -110,9 +104,7 @@ class Conformance:
         wrong = ({}, {"X-API-Key": self._key + "x"}, {"Authorization": "Bearer nobody"})
         for operation in self._operations:
             method, path = operation.method.upper(), operation.path.format_map(_Named(ids))
-            answers = [
-                self._client.request(method, path, headers=headers, content="{}") for headers in wrong
-            ]
+            answers = [self._client.request(method, path, headers=headers, content="{}") for headers in wrong]
             if path in open_paths:
                 assert {answer.status_code for answer in answers} == {200}, operation.label
             elif "/v1/" in path:
