@@ -85,7 +85,9 @@ test-clients: $(VENV)/.ready ## the libraries that people ask models with, unmod
 test-compose: $(VENV)/.ready ## the stack of docker-compose.yml on a Docker host: kills, backup, restore; builds images
 	TURNWISE_TEST_COMPOSE=1 $(BIN)/python -m pytest tests/compose
 
-check: $(VENV)/.ready lint types test ## what CI runs: format, lint, types, tests
+# mypy takes the time in which tests wait for processes and answers.
+check: $(VENV)/.ready lint ## what CI runs: format, lint, types, tests
+	$(MAKE) --jobs=2 types test
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .

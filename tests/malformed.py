@@ -1,10 +1,8 @@
 """Bodies that differ from a valid one in one place, for servers that must name it."""
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
-
-import pytest
 
 # No value of a chat request is 1.5, so that a number is wrong wherever it is no real number.
 VALUES: tuple[Any, ...] = (None, 1.5, True, "x", [], [None], {}, {"x": 1})
@@ -12,10 +10,12 @@ DELETED = object()
 Path = tuple[str | int, ...]
 
 
-def malformed(body: dict[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Each place of a body, its new value, and the body with it: each of VALUES, or none."""
+def malformed(
+    body: dict[str, Any], values: Sequence[Any] = (*VALUES, DELETED)
+) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Each place of a body, its new value, and the body with it: each of the values, or none."""
     for path in _paths(body, ()):
-        for value in (*VALUES, DELETED):
+        for value in values:
             changed = copy.deepcopy(body)
             *above, last = path
             home: Any = changed
@@ -28,17 +28,14 @@ def malformed(body: dict[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]
             yield ".".join(map(str, path)), value, changed
 
 
-def absences(body: dict[str, Any], names: Iterable[str] = ()) -> list[Any]:
-    """A parameter for each key of a body, and for further names: the body without it, and with null there."""
-    without, with_null = {}, {}
-    for place, value, changed in malformed({**dict.fromkeys(names), **body}):
-        if value is DELETED or value is None:
-            (without if value is DELETED else with_null)[place] = changed
-    return [
-        pytest.param(without[place], with_null[place], id=place)
-        for place in without
-        if not place.rpartition(".")[2].isdecimal()
-    ]
+def absences(
+    body: dict[str, Any], names: Iterable[str] = ()
+) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Each key of a body, and further names: the place, the body without it, and with null there."""
+    changes = malformed({**dict.fromkeys(names), **body}, (DELETED, None))
+    for (place, _, without), (_, _, with_null) in zip(changes, changes, strict=True):
+        if not place.rpartition(".")[2].isdecimal():
+            yield place, without, with_null
 
 
 def names_item(where: str, path: str) -> bool:

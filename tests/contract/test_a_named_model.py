@@ -15,20 +15,21 @@ from trainer_backend.models.folder import load_model_folder, load_tokenizer
 from trainer_backend.rundir.rollout_files import read_rollouts
 
 
-def short_job(folder: Path, warmup: Mapping[str, object] | None) -> JobConfig:
+def short_job(folder: Path, warmup: Mapping[str, object] | None, **overrides: object) -> JobConfig:
     """4 episodes of 3 decisions, one iteration."""
-    job = tiny_job(
-        model__preset=None,
-        model__path=str(folder),
-        inference__max_model_len=640,
-        rollout__env_config={"text": "compact", "max_actions": 2},
-        rollout__max_tokens=32,
-        rollout__max_turns=3,
-        rollout__episodes_per_batch=4,
-        rollout__temperature=0.3,
-        training__iterations=1,
-        evaluation__instances=1,
-    )
+    short = {
+        "model__preset": None,
+        "model__path": str(folder),
+        "inference__max_model_len": 640,
+        "rollout__env_config": {"text": "compact", "max_actions": 2},
+        "rollout__max_tokens": 32,
+        "rollout__max_turns": 3,
+        "rollout__episodes_per_batch": 4,
+        "rollout__temperature": 0.3,
+        "training__iterations": 1,
+        "evaluation__instances": 1,
+    }
+    job = tiny_job(**short | overrides)
     table = None if warmup is None else job.warmup.model_copy(update=warmup)
     return job.model_copy(update={"warmup": table})
 
@@ -80,7 +81,8 @@ def test_each_kind_of_layer_is_sampled_trained_and_loaded_again(
     model = tiny_model(kind, vocab_size=len(tokenizer) + 8, max_position_embeddings=1024, **ends)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    directory, _, _ = train_job(short_job(folder, None), tmp_path / "run")
+    job = short_job(folder, None, rollout__max_tokens=8, rollout__max_turns=2)
+    directory, _, _ = train_job(job, tmp_path / "run")
     (row,) = rows_of(directory, "iteration")
     assert row["mismatch/logprob_max"] < 1e-4
     assert row["optim/steps"] > 0

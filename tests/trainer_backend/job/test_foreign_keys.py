@@ -25,13 +25,13 @@ def refusal(document: dict[str, Any], *overrides: str) -> list[str]:
     return str(caught.value).splitlines()
 
 
-@pytest.mark.parametrize(("name", "target"), TARGETS, ids=[name for name, _ in TARGETS])
-def test_every_name_leads_to_a_key_that_a_job_has(name: str, target: str):
-    places = re.findall(r"\[([a-z_.]+)\]|\b([a-z_]+\.[a-z_.]+)|^([a-z]+)$", target)
-    assert places, target
-    for place in map("".join, places):
-        table, _, key = place.partition(".")
-        assert table in OURS and (not key or key.partition(".")[0] in OURS[table]), place
+def test_every_name_leads_to_a_key_that_a_job_has():
+    for name, target in TARGETS:
+        places = re.findall(r"\[([a-z_.]+)\]|\b([a-z_]+\.[a-z_.]+)|^([a-z]+)$", target)
+        assert places, (name, target)
+        for place in map("".join, places):
+            table, _, key = place.partition(".")
+            assert table in OURS and (not key or key.partition(".")[0] in OURS[table]), (name, place)
 
 
 def test_a_name_has_one_meaning_and_is_found_in_the_tables_of_its_system():

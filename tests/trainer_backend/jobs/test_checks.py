@@ -66,40 +66,41 @@ async def test_more_calls_than_may_wait_are_told_to_come_later():
     checks.close()
 
 
-TEXTS = [
-    # each of these held the interpreter for a minute or more, or took gigabytes
-    ("[" + " " * 4_500, "not valid TOML"),
-    ("[" + " " * (MEBIBYTE - 1), "not valid TOML"),
-    ("\n".join(".".join([f"k{n}", *"a" * 998]) + " = 1" for n in range(520)), MANY),
-    ("\n".join(".".join([f"k{n}", *"a" * 998]) + " = 1" for n in range(40)), DEEP),
-    ("x = {" + ", ".join(f"k{n}{'.a' * 998} = 1" for n in range(40)) + "}", DEEP),
-    (MODEL + "[evaluation]\ninstances = 60000000\n[rollout]\nseeds = [1]", "evaluation.instances"),
-    (MODEL + f"[training]\niterations = {2**63 - 1}", "less than or equal to 1000000"),
-    (MODEL + "".join(f"k{n:06} = 1\n" for n in range(24_000)), "and 23980 more, which are not told"),
-    (MODEL + "[training]\n" + "".join(f"k{n:06} = 1\n" for n in range(24_000)), "and 23980 more"),
-    (MODEL + "".join(f"k{n:06} = 1\n" for n in range(80_000)), MANY),
-    (MODEL + f"[rollout]\nseeds = [{'-1, ' * 40_000}]", "rollout.seeds"),
-    (
-        MODEL + f'[data]\nevaluation_split = "x"\npath = "{"a/" * 500_000}"',
-        "of more than 4096 characters",
-    ),
-    ('[model]\npreset = "' + "step" * 250_000 + '"', "model.preset is 'stepstep"),
-    (MODEL + 'x = """' + '\\"""' * 250_000, "not valid TOML"),
-    (MODEL + "[rollout]\nenv_config = " + "[" * 1_000_000, MANY),
-    (MODEL + "[rollout]\nenv_config = " + "[" * 40_000, DEEP),
-    (f"[{'a.' * 24_000}a]", DEEP),
-    ("".join(f"k{n} = 1\n" for n in range(1_000_000)), MANY),
-    (MODEL + "[rollout]\nenv_config = {seed = 0x" + "f" * 400_000 + "}", "more than 64 bits"),
-    (MODEL + "[rollout]\nenv_config = {seed = " + "1" * 400_000 + "}", "not valid TOML: Exceeds"),
-    (MODEL + "x = [\n" + "[1],\n" * 12_000 + "]", "x is not a key"),
-]
+def long_texts() -> list[tuple[str, str]]:
+    """Texts, and a part of what they are told. Each held the interpreter for a minute, or took gigabytes."""
+    return [
+        ("[" + " " * 4_500, "not valid TOML"),
+        ("[" + " " * (MEBIBYTE - 1), "not valid TOML"),
+        ("\n".join(".".join([f"k{n}", *"a" * 998]) + " = 1" for n in range(520)), MANY),
+        ("\n".join(".".join([f"k{n}", *"a" * 998]) + " = 1" for n in range(40)), DEEP),
+        ("x = {" + ", ".join(f"k{n}{'.a' * 998} = 1" for n in range(40)) + "}", DEEP),
+        (MODEL + "[evaluation]\ninstances = 60000000\n[rollout]\nseeds = [1]", "evaluation.instances"),
+        (MODEL + f"[training]\niterations = {2**63 - 1}", "less than or equal to 1000000"),
+        (MODEL + "".join(f"k{n:06} = 1\n" for n in range(24_000)), "and 23980 more, which are not told"),
+        (MODEL + "[training]\n" + "".join(f"k{n:06} = 1\n" for n in range(24_000)), "and 23980 more"),
+        (MODEL + "".join(f"k{n:06} = 1\n" for n in range(80_000)), MANY),
+        (MODEL + f"[rollout]\nseeds = [{'-1, ' * 40_000}]", "rollout.seeds"),
+        (
+            MODEL + f'[data]\nevaluation_split = "x"\npath = "{"a/" * 500_000}"',
+            "of more than 4096 characters",
+        ),
+        ('[model]\npreset = "' + "step" * 250_000 + '"', "model.preset is 'stepstep"),
+        (MODEL + 'x = """' + '\\"""' * 250_000, "not valid TOML"),
+        (MODEL + "[rollout]\nenv_config = " + "[" * 1_000_000, MANY),
+        (MODEL + "[rollout]\nenv_config = " + "[" * 40_000, DEEP),
+        (f"[{'a.' * 24_000}a]", DEEP),
+        ("".join(f"k{n} = 1\n" for n in range(1_000_000)), MANY),
+        (MODEL + "[rollout]\nenv_config = {seed = 0x" + "f" * 400_000 + "}", "more than 64 bits"),
+        (MODEL + "[rollout]\nenv_config = {seed = " + "1" * 400_000 + "}", "not valid TOML: Exceeds"),
+        (MODEL + "x = [\n" + "[1],\n" * 12_000 + "]", "x is not a key"),
+    ]
 
 
 async def test_no_text_of_a_job_keeps_the_service_busy_or_gets_a_long_reply(tmp_path: Path):
     async with serving(settings_for(tmp_path)) as served:
         served.service.checks = checks = CheckProcess(at_most_s=60.0)
         parser = await checks.ask(os.getppid)
-        for text, found in TEXTS:
+        for text, found in long_texts():
             os.kill(parser, signal.SIGSTOP)  # as if the text took for ever
             launch = {"job_type": "rl", "data": {"config": text[: MEBIBYTE // 3]}}
             posts = [
