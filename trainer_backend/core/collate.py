@@ -9,6 +9,7 @@ segment lies. So the head runs on N hidden states, never on B * L of them:
 A row holds whole segments one after the other, or *tries* of segments in depth-first order: what several
 begin with lies there once, and one place may predict tokens of several. The parent of a token at position p
 is the last token at p - 1 before it in its row, so the positions tell the whole trie (`subtree_ends`).
+A token is there once for those segments alone that name the same experts for it and for all before it.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ from torch import Tensor
 
 from trainer_backend.core.columns import Row
 from trainer_backend.core.critic import CriticTargets, OfEpisode, column_of
-from trainer_backend.core.experts import UNKNOWN
-from trainer_backend.core.segments import Segment, joined_spans, positions
+from trainer_backend.core.segments import Segment, experts_by_token, joined_spans, positions
 from trainer_backend.core.tries import Beginnings, Numbers, Tries, pack
 from trainer_backend.core.value_loss import CriticColumns, critic_columns
 from trainer_backend.errors import BatchError, place
@@ -164,22 +164,12 @@ def pack_segments(segments: Sequence[Segment], *, row_tokens: int, tries: Tries 
 
 def _experts(segments: Sequence[Segment], cells: _Cells) -> Tensor | None:
     """[B, L, W] those of the tokens in their cells, -1 where they are not known; None: of no token."""
-    width = max((len(segment.experts) // len(segment) for segment in segments), default=0)
-    if not width:
+    experts = experts_by_token(segments)
+    if experts is None:
         return None
-    rows = []
-    for segment, shared in zip(segments, cells.shared_S, strict=True):
-        if len(segment.experts) not in (0, width * len(segment)):
-            raise BatchError(
-                f"{len(segment.experts)} experts for {len(segment)} tokens, and others have {width} a token",
-                where=place(segment.rollout_id),
-            )
-        rows_LW = segment.experts.reshape(len(segment), -1)
-        if not len(segment.experts):
-            rows_LW = np.full((len(segment), width), UNKNOWN, np.uint16)
-        rows.append(rows_LW[shared:])
+    own = [experts_LW[shared:] for experts_LW, shared in zip(experts, cells.shared_S, strict=True)]
     # UNKNOWN is -1 of int16. Padding is 0 in a cell, so numbers are one more there.
-    return cells.filled(np.concatenate(rows).astype(np.int16) + np.int16(1)) - 1
+    return cells.filled(np.concatenate(own).astype(np.int16) + np.int16(1)) - 1
 
 
 def subtree_ends(position_L: Numbers) -> Numbers:

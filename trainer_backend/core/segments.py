@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from shared_schemas.trajectory import PolicyLogprobs, StepData, cover, exact_tokens
 from trainer_backend.core.columns import Column, Row
 from trainer_backend.core.experts import ID as EXPERT
-from trainer_backend.core.experts import join_experts, read_experts
-from trainer_backend.errors import SegmentError, TrainerError, place
+from trainer_backend.core.experts import UNKNOWN, join_experts, read_experts
+from trainer_backend.errors import BatchError, SegmentError, TrainerError, place
 
 # The decision of a token that none sampled, and the version of a decision that no policy sampled.
 CONTEXT = -1
@@ -126,6 +126,28 @@ def joined_spans(segments: Sequence[Segment]) -> NDArray[Any]:
     """The spans of all segments, one segment after the other."""
     # np.concatenate takes 5 µs an array of this kind, and this 0.1.
     return np.frombuffer(b"".join(segment.spans.data for segment in segments), SPAN)
+
+
+def experts_by_token(segments: Sequence[Segment]) -> list[NDArray[np.uint16]] | None:
+    """[L, W] of each segment, UNKNOWN where none is named; None: of no segment.
+
+    Raises BatchError where two segments name different numbers a token.
+    """
+    width = max((len(segment.experts) // len(segment) for segment in segments), default=0)
+    if not width:
+        return None
+    for segment in segments:
+        if len(segment.experts) not in (0, width * len(segment)):
+            raise BatchError(
+                f"{len(segment.experts)} experts for {len(segment)} tokens, and others have {width} a token",
+                where=place(segment.rollout_id),
+            )
+    return [
+        segment.experts.reshape(len(segment), width)
+        if len(segment.experts)
+        else np.full((len(segment), width), UNKNOWN, EXPERT)
+        for segment in segments
+    ]
 
 
 def segments_of(

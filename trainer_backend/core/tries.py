@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer_backend.core.segments import Segment
+from trainer_backend.core.segments import Segment, experts_by_token
 from trainer_backend.errors import BatchError
 
 Numbers = NDArray[np.int64]
@@ -31,7 +31,7 @@ class Beginnings:
 
 @dataclass(frozen=True, slots=True)
 class Tries:
-    """Segments in the order of their ids, where those that begin alike meet.
+    """Segments in an order in which those that begin alike meet: that of their ids, where none names experts.
 
     order_S: which segment; length_S, sampled_S: its tokens, and those of them that are sampled.
     shared_S: how many first tokens it has of the one before it; 0: a trie begins.
@@ -44,11 +44,12 @@ class Tries:
 
     @classmethod
     def of(cls, segments: Sequence[Segment], share_from: int) -> Tries:
-        """Of beginnings of at least `share_from` tokens."""
-        # Bytes in this order compare as the ids do.
-        keys = [segment.token_ids.astype(">u4").tobytes() for segment in segments]
+        """Of beginnings of at least `share_from` tokens, with equal experts where segments name some."""
+        rows = _compared(segments)
+        # Bytes in this order compare as the numbers do.
+        keys = [row.astype(">u4").tobytes() for row in rows]
         order = sorted(range(len(segments)), key=keys.__getitem__)
-        alike = _alike([segments[index].token_ids for index in order])
+        alike = _alike([rows[index] for index in order])
         return cls(
             order,
             np.array([len(segments[index]) for index in order]),
@@ -163,6 +164,28 @@ def _branches(alike: Sequence[int], least: int) -> list[int]:
         last = 0 if branch is None else kept[branch]
         kept[here] = alike[here] if alike[here] - last >= least else last
     return kept
+
+
+def _compared(segments: Sequence[Segment]) -> list[NDArray[np.int32]]:
+    """[L] of each segment: its ids, or numbers that are equal where ids and experts are.
+
+    One place of a row goes to one choice of experts, and another version of the policy, or another batch in
+    bfloat16, may have chosen others for the same text.
+    """
+    experts = experts_by_token(segments)
+    if experts is None:
+        return [segment.token_ids for segment in segments]
+    numbers: dict[bytes, int] = {}
+    rows = []
+    for segment, experts_LW in zip(segments, experts, strict=True):
+        ids_L1 = segment.token_ids[:, None]
+        token = ids_L1.itemsize + experts_LW.itemsize * experts_LW.shape[1]
+        data = np.hstack(
+            [np.ascontiguousarray(part).view(np.uint8) for part in (ids_L1, experts_LW)]
+        ).tobytes()
+        tokens = (data[first : first + token] for first in range(0, len(data), token))
+        rows.append(np.array([numbers.setdefault(one, len(numbers)) for one in tokens], np.int32))
+    return rows
 
 
 def _alike(rows: Sequence[NDArray[Any]]) -> list[int]:

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 from trainer_backend.errors import ModelFolderError, WeightsRefused
 from trainer_backend.inference.actor import WeightSource
 from trainer_backend.models.layout import KEPT, weight_files
-from trainer_backend.models.origin import from_stored
+from trainer_backend.models.origin import from_stored, plain_name
 
 NAMES_IN_A_MESSAGE = 3
-# Parts of the names that peft gives: to an adapter's weights, and to those of the layer that it is over.
-OF_AN_ADAPTER, BELOW_AN_ADAPTER = ".lora_", ".base_layer."
+# A part of the names that peft gives to an adapter's weights.
+OF_AN_ADAPTER = ".lora_"
 
 
 def read_weights(source: WeightSource) -> Mapping[str, Tensor]:
@@ -75,11 +75,7 @@ class ServedWeights:
                 hint="Load a merged checkpoint, or adapters together with their base.",
             )
         if not has_adapters:
-            targets = {
-                name.replace(BELOW_AN_ADAPTER, "."): tensor
-                for name, tensor in targets.items()
-                if name not in adapters
-            }
+            targets = {plain_name(name): tensor for name, tensor in targets.items() if name not in adapters}
         _refuse_misfits(tensors, targets, required=targets if is_whole else adapters)
         # Before the first copy: the second may fail.
         self._has_own_base = not is_whole

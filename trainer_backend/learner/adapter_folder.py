@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from trainer_backend.errors import CheckpointError
-from trainer_backend.models.origin import text_name
+from trainer_backend.models.origin import BELOW, plain_name, text_name
 
 FOLDER = "adapter"
 ADAPTER = "default"  # peft's name for a model's only adapter
@@ -36,10 +38,32 @@ def add_adapters(model: PreTrainedModel, folder: Path, *, sign: float = 1.0) -> 
             continue
         up = stored[name.replace(".lora_A.", ".lora_B.")]
         try:
-            weight = model.get_parameter(name.partition(".lora_A.")[0] + ".weight")
-            weight.add_(delta(down, up, settings.lora_alpha / settings.r), alpha=sign)
+            own = _adapted_weight(model, name.partition(".lora_A.")[0], settings)
+            weight = model.get_parameter(own)
+            scaling = settings.lora_alpha / settings.r
+            if weight.dim() == 3:
+                learned = expert_delta(down, up, settings.r, scaling, _is_by_input(model, own))
+            else:
+                learned = delta(down, up, scaling)
+            weight.add_(learned, alpha=sign)
         except (AttributeError, RuntimeError) as error:  # no such layer; of another shape
             raise CheckpointError(f"{folder}: the adapters are those of another model: {error}") from error
+
+
+def _adapted_weight(model: PreTrainedModel, layer: str, settings: LoraConfig) -> str:
+    """The name in a plain model of the weight that an adapter, `layer` of the model with adapters, is over.
+
+    The experts of a layer are several tensors of one module; peft wraps it once for each, the last outermost.
+    """
+    name = plain_name(layer)
+    own = (f"{name}.{part}" for part, _ in model.get_submodule(name).named_parameters(recurse=False))
+    adapted = [part for part in own if part in (settings.target_parameters or ())]
+    return adapted[-1 - layer.count(BELOW)] if adapted else f"{name}.weight"
+
+
+def _is_by_input(model: PreTrainedModel, weight: str) -> bool:
+    """Whether experts are [E, in, out], and not [E, out, in]; as peft asks."""
+    return bool(getattr(model.get_submodule(weight.rpartition(".")[0]), "is_transposed", False))
 
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:
@@ -64,6 +88,8 @@ def read_settings(folder: Path) -> LoraConfig:
     settings: LoraConfig = LoraConfig.from_pretrained(str(folder))
     if isinstance(settings.target_modules, set | list):
         settings.target_modules = [text_name(name) for name in settings.target_modules]
+    if settings.target_parameters:
+        settings.target_parameters = [text_name(name) for name in settings.target_parameters]
     return settings
 
 
@@ -78,7 +104,11 @@ def rename_for_wrapper(folder: Path, decoder: str) -> None:
     stored = {theirs + name.removeprefix(own): x for name, x in load_file(folder / WEIGHTS).items()}
     settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     layers = {name.removeprefix(_OF_PEFT).partition(".lora_")[0] for name in stored}
-    settings["target_modules"] = sorted(layers)
+    settings["target_modules"] = sorted(
+        layer for layer in layers if not plain_name(layer).endswith(".experts")
+    )
+    if experts := settings.get("target_parameters"):
+        settings["target_parameters"] = [f"{decoder}.{name.removeprefix('model.')}" for name in experts]
     save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
@@ -98,10 +128,15 @@ def write_for_transformers(folder: Path, own: Path, base: Path) -> None:
     stored, before = load_file(own / WEIGHTS), load_file(base / FOLDER / WEIGHTS)
     settings = json.loads((own / SETTINGS).read_text(encoding="utf-8"))
     if any(bool(before[name].any()) for name in before if ".lora_B." in name):
+        rank = settings["r"]
         stored = {
-            name: torch.cat((tensor, -before[name]), 1)
+            name: torch.cat(
+                [part.reshape(len(part), rank, -1) for part in (tensor, -before[name])], 1
+            ).flatten(1)
             if ".lora_B." in name
-            else torch.cat((tensor, before[name]), 0)
+            else torch.cat(
+                [part.reshape(-1, rank, part.shape[1]) for part in (tensor, before[name])], 1
+            ).flatten(0, 1)
             for name, tensor in stored.items()
         }
         settings |= {"r": 2 * settings["r"], "lora_alpha": 2 * settings["lora_alpha"]}
@@ -125,7 +160,10 @@ def refuse_other_settings(folder: Path, ours: LoraConfig, layers: Collection[str
     theirs = read_settings(folder)
     if set(theirs.target_modules or ()) == set(layers):
         theirs.target_modules = ours.target_modules
-    for key, field in (("rank", "r"), ("alpha", "lora_alpha"), ("target_modules", "target_modules")):
+    for key, field in (
+        ("rank", "r"), ("alpha", "lora_alpha"),
+        ("target_modules", "target_modules"), ("target_modules", "target_parameters"),
+    ):  # fmt: skip
         own, stored = _plain(getattr(ours, field)), _plain(getattr(theirs, field))
         if own != stored:
             raise CheckpointError(
@@ -138,6 +176,14 @@ def refuse_other_settings(folder: Path, ours: LoraConfig, layers: Collection[str
 def delta(down: Tensor, up: Tensor, scaling: float) -> Tensor:
     """(alpha / rank) * B A in float32, always on the CPU: the same wherever the model lives."""
     return up.float().cpu() @ down.float().cpu() * scaling
+
+
+def expert_delta(down: Tensor, up: Tensor, rank: int, scaling: float, is_by_input: bool) -> Tensor:
+    """[E, out, in] of A [E * rank, in] and B [out, rank * E], as peft lays them out; or [E, in, out]."""
+    downs = down.float().cpu().reshape(-1, rank, down.shape[1])
+    ups = up.float().cpu().reshape(len(up), rank, -1).permute(2, 0, 1)
+    learned: Tensor = ups @ downs * scaling
+    return learned.transpose(1, 2) if is_by_input else learned
 
 
 def _plain(setting: Any) -> Any:
@@ -174,3 +220,21 @@ class AdaptedLinear(LoraLinear):
         ).view(low.shape)
         biased: Tensor = summed if base.bias is None else summed + base.bias.to(summed.dtype)
         return biased
+
+
+class AdaptedExperts(ParamWrapper):
+    """peft's adapter of the experts of a layer, which are one tensor: the layer computes with W + s B A.
+
+    peft puts the sum in its place by a cache that all threads of a process share: while an engine computes, a
+    learner may be given the sum of an earlier step.
+    """
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As the layer itself."""
+        own: Any = self
+        below = own.base_layer
+        left, right, scale = own.get_delta_factors(ADAPTER)
+        summed = torch.baddbmm(own.get_param(), left, right, alpha=scale)
+        depth = sum(isinstance(module, ParamWrapper) for module in below.modules())
+        name = "base_layer." * depth + self.parameter_name
+        return functional_call(below, {name: summed}, (x, *args), kwargs)

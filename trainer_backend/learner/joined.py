@@ -24,7 +24,7 @@ from torch import Tensor
 
 from trainer_backend.learner.by_length import alike
 from trainer_backend.models import part_attention
-from trainer_backend.models.part_attention import attended, folded, heads_first, join, unfolded
+from trainer_backend.models.part_attention import attended, folded, heads_first, join, unfolded, widened
 
 # Queries of a few tokens alone are worth a mask up to this share of a run's keys: causal attention of all its
 # queries computes half of its scores.
@@ -170,8 +170,10 @@ class Plan:
 
 def attend(plan: Plan, q_NHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float) -> Tensor:
     """[N, H, D] of the plan's queries; keys and values, of all tokens, may have fewer heads."""
-    out: Tensor = _Joined.apply(plan, q_NHD, k_LHD, v_LHD, scale)  # type: ignore[no-untyped-call]
-    return out
+    size = v_LHD.shape[-1]
+    wide = widened(v_LHD, q_NHD.shape[-1])
+    out: Tensor = _Joined.apply(plan, q_NHD, k_LHD, wide, scale)  # type: ignore[no-untyped-call]
+    return out[..., :size]
 
 
 class _Joined(torch.autograd.Function):
@@ -364,9 +366,11 @@ def attend_levels(
     levels: Sequence[Level], kernel: LevelKernel, q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float
 ) -> Tensor:
     """[L, H, D] of a row by its levels."""
-    tensors = [tensor.to(kernel.dtype or tensor.dtype) for tensor in (q_LHD, k_LHD, v_LHD)]
+    size = v_LHD.shape[-1]
+    wide = widened(v_LHD, q_LHD.shape[-1])
+    tensors = [tensor.to(kernel.dtype or tensor.dtype) for tensor in (q_LHD, k_LHD, wide)]
     out: Tensor = _Levels.apply(levels, kernel, *tensors, scale)  # type: ignore[no-untyped-call]
-    return out
+    return out[..., :size]
 
 
 class _Levels(torch.autograd.Function):

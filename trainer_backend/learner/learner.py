@@ -51,7 +51,7 @@ from trainer_backend.learner.loading import (
     load_checkpoint,
     load_named,
 )
-from trainer_backend.learner.lora import Adapter
+from trainer_backend.learner.lora import Adapter, refuse_experts
 from trainer_backend.learner.operators import operators_for
 from trainer_backend.learner.optimizer import adamw_of
 from trainer_backend.learner.own_critic import OwnCritic
@@ -107,6 +107,7 @@ class LocalLearner:
         if config.lora is not None:
             table, seed = config.model, derived_seed(config.seed, "lora")
             base = table.name if table.path is None else str(table.path.resolve())
+            refuse_experts(model, config.lora, engine=config.inference.engine, ranks=ranks.count)
             self._adapter = Adapter.fresh(model, config.lora, seed=seed, base=base)
         if self._adapter is not None and adapter_folder is not None:
             self._adapter.restore(adapter_folder)

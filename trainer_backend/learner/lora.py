@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -30,8 +31,10 @@ from trainer_backend.errors import CheckpointError, JobError
 from trainer_backend.job.training_table import ALL_LINEAR, LoraTable
 from trainer_backend.learner.adapter_folder import (
     ADAPTER,
+    AdaptedExperts,
     AdaptedLinear,
     delta,
+    expert_delta,
     read_adapter,
     read_settings,
     refuse_other_settings,
@@ -40,7 +43,7 @@ from trainer_backend.learner.adapter_folder import (
 )
 from trainer_backend.learner.sharding import replace_whole, whole
 from trainer_backend.models.folder import weights_of
-from trainer_backend.models.origin import origin_of
+from trainer_backend.models.origin import origin_of, plain_name
 
 
 class Adapter:
@@ -52,7 +55,10 @@ class Adapter:
         model: Any = wrapped.base_model.model
         self._model: Any = model
         self._settings: Any = wrapped.peft_config[ADAPTER]
-        self._adapted = {f"{name}.weight": layer for name, layer in _layers(model)}
+        self._adapted = {
+            f"{plain_name(name)}.{getattr(layer, 'parameter_name', 'weight')}": layer
+            for name, layer in _layers(model)
+        }
 
     @classmethod
     def fresh(cls, model: PreTrainedModel, table: LoraTable, *, seed: int, base: str | None) -> "Adapter":
@@ -66,11 +72,13 @@ class Adapter:
             linear = (module for module in model.modules() if isinstance(module, nn.Linear))
             # peft's word takes in every subclass of a linear layer, and what it knows as experts.
             targets = ALL_LINEAR if len(adapted) == sum(1 for _ in linear) - 1 else sorted(adapted)
+        experts = adapted_experts(model, table.target_modules)
         config = LoraConfig(
             r=table.rank,
             lora_alpha=table.alpha,
             lora_dropout=table.dropout,
-            target_modules=targets,
+            target_modules=[one for one in targets if not _names_experts(one)] if experts else targets,
+            target_parameters=sorted(experts) or None,
             task_type="CAUSAL_LM",
         )
         with torch.random.fork_rng(devices=[]):
@@ -84,7 +92,11 @@ class Adapter:
     def restore(self, folder: Path) -> None:
         """Become the adapters that `save` wrote."""
         stored = read_adapter(folder)
-        layers = [name.removesuffix(".weight") for name in self._adapted]
+        layers = [
+            name.removesuffix(".weight")
+            for name, layer in self._adapted.items()
+            if not isinstance(layer, AdaptedExperts)
+        ]
         refuse_other_settings(folder, self._settings, layers)
         own = self.weights()
         shapes, stored_shapes = ({name: x.shape for name, x in part.items()} for part in (own, stored))
@@ -136,7 +148,7 @@ class Adapter:
     def under(self) -> dict[str, Tensor]:
         """The weights under the adapters, by their names in the plain model; of tied ones the first alone."""
         return {
-            name.replace(".base_layer.", "."): tensor
+            plain_name(name): tensor
             for name, tensor in weights_of(self._model).items()
             if ".lora_" not in name
         }
@@ -150,7 +162,7 @@ class Adapter:
         So that both go on from the same one, this run's base takes that way too.
         """
         for _, layer in _layers(self._model):
-            base: Tensor = layer.get_base_layer().weight
+            base: Tensor = getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
             learned = _layer_delta(layer)
             replace_whole(base, (whole(base).to(device="cpu", dtype=torch.float32) + learned) - learned)
 
@@ -177,13 +189,20 @@ def _wrapped(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
         with warnings.catch_warnings():
             # peft asks by a name that transformers 5 still has, and prints a warning into the run's output.
             warnings.simplefilter("ignore", FutureWarning)
-            return get_peft_model(model, config)
+            wrapped = get_peft_model(model, config)
     finally:
         settings.model_type = model_type
+    for module in model.modules():
+        if type(module) is ParamWrapper:
+            module.__class__ = AdaptedExperts  # peft makes this kind itself, whatever is registered
+    return wrapped
 
 
 def _layer_delta(layer: Any) -> Tensor:
     down, up = (matrix[ADAPTER].weight.detach() for matrix in (layer.lora_A, layer.lora_B))
+    if isinstance(layer, AdaptedExperts):
+        is_by_input = getattr(layer.get_base_layer(), "is_transposed", False)
+        return expert_delta(down, up, layer.r[ADAPTER], layer.scaling[ADAPTER], is_by_input)
     return delta(down, up, layer.scaling[ADAPTER])
 
 
@@ -220,7 +239,7 @@ def adapted_layers(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, 
             raise JobError(
                 f"lora.target_modules takes in {left_out[0]}, {reasons[left_out[0]]}; leave it out"
             )
-        if not any(_is_target(target, name) for name in linear):
+        if not any(_is_target(target, name) for name in (*linear, *adapted_experts(model, [target]))):
             known = {ALL_LINEAR, *(name.rpartition(".")[2] for name in linear)}
             raise JobError(
                 f"lora.target_modules: the model has no linear layer {target!r}{did_you_mean(target, known)}"
@@ -239,9 +258,49 @@ def _why_not_adapted(model: PreTrainedModel, name: str, layer: nn.Linear) -> str
     return None
 
 
+def adapted_experts(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, nn.Parameter]:
+    """Return the experts that get an adapter, which are one tensor a layer, by their names in the model.
+
+    They are named with their module, as experts.down_proj: a linear layer may have the same name.
+    """
+    named = [target for target in targets if _names_experts(target)]
+    fused = _fused_experts(model) if named else {}
+    return {name: one for name, one in fused.items() if any(_is_target(target, name) for target in named)}
+
+
+def refuse_experts(model: PreTrainedModel, table: LoraTable, *, engine: str, ranks: int) -> None:
+    """Refuse (JobError) adapters of experts, which are added to the weights themselves, where that fails."""
+    found = adapted_experts(model, table.target_modules)
+    low = next((weight.dtype for weight in found.values() if weight.dtype != torch.float32), None)
+    reasons = {
+        f"lora.dropout is {table.dropout}, and no input of theirs can be dropped": table.dropout > 0,
+        f"in {str(low).removeprefix('torch.')} most of a small product is rounded away": low is not None,
+        f"{ranks} ranks share these weights out": ranks > 1,
+        "vLLM servers are given adapters of linear layers alone": engine == "vllm",
+    }
+    for reason, holds in reasons.items():
+        if found and holds:
+            raise JobError(
+                f"lora.target_modules takes in {next(iter(found))}: adapters of experts are added to their "
+                f"weights, and {reason}; leave it out"
+            )
+
+
+def _fused_experts(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Tensors [E, ., .] of all experts of a layer; their biases have no adapter."""
+    weights = model.named_parameters()
+    return {name: weight for name, weight in weights if _names_experts(name) and weight.dim() == 3}
+
+
+def _names_experts(name: str) -> bool:
+    return ".experts." in f".{name}"
+
+
 def _of_experts(model: PreTrainedModel) -> str:
-    fused = next((name for name, weight in model.named_parameters() if ".experts." in name), None)
-    return "" if fused is None else f"; its experts are one tensor a layer ({fused}), which has no adapter"
+    fused = next(iter(_fused_experts(model)), None)
+    if fused is None:
+        return ""
+    return f"; its experts are one tensor a layer ({fused}), named as experts.{fused.rpartition('.')[2]}"
 
 
 def _is_target(target: str, name: str) -> bool:

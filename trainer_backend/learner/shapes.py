@@ -11,7 +11,7 @@ from trainer_backend.errors import JobError, ModelFolderError
 from trainer_backend.job.tables import ModelTable
 from trainer_backend.job.training_table import LoraTable
 from trainer_backend.learner.attention import head_dim_of
-from trainer_backend.learner.lora import adapted_layers
+from trainer_backend.learner.lora import adapted_experts, adapted_layers
 from trainer_backend.learner.operators import gates_are_known
 from trainer_backend.learner.packed_decoder import is_known
 from trainer_backend.models.folder import config_alone, folder_config
@@ -102,8 +102,9 @@ def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None, *, criti
         sum(weight.numel() for weight in part.parameters())
         for part in (model, model.get_decoder().layers)  # type: ignore[no-untyped-call]
     )
-    layers = [] if lora is None else [*adapted_layers(model, lora.target_modules).values()]
-    rank = 0 if lora is None else lora.rank
+    targets, rank = ((), 0) if lora is None else (lora.target_modules, lora.rank)
+    sizes = [(1, layer.in_features + layer.out_features) for layer in adapted_layers(model, targets).values()]
+    sizes += [(len(one), sum(one.shape[1:])) for one in adapted_experts(model, targets).values()]
     return ModelShape(
         parameters=count,
         ends=count - in_layers,
@@ -114,7 +115,7 @@ def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None, *, criti
         kv_heads=largest(config, "num_key_value_heads") or heads,
         head_dim=head_dim_of(config),
         vocabulary=config.vocab_size,
-        adapters=sum(rank * (layer.in_features + layer.out_features) for layer in layers),
+        adapters=sum(rank * count * size for count, size in sizes),
         critic=0 if critic is None else width + 1 + count * (critic == "own"),
         vectors=sum(weight.numel() for weight in model.parameters() if weight.dim() == 1),
         head_norms=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),

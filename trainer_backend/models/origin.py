@@ -46,6 +46,8 @@ PROCESSOR_FILES = (
 )
 _TEXT = "model-text.safetensors"
 _ATTRIBUTE = "turnwise_origin"
+# A part of the names that peft gives to what an adapter is over.
+BELOW = ".base_layer"
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,11 @@ def _is_kept(model: PreTrainedModel, name: str, is_wrapper: bool) -> bool:
     return is_wrapper and not own.startswith(tuple(f"{part}." for part in parts))
 
 
+def plain_name(name: str) -> str:
+    """The name in the plain model of what lies below adapters."""
+    return name.replace(BELOW, "")
+
+
 def text_name(name: str) -> str:
     """The name in memory of a tensor that a wrapper's folder holds; others are as they are."""
     for pattern, own in WRAPPED_NAMES.items():
@@ -163,7 +170,7 @@ def as_stored(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str
 
 def from_stored(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Tensors of a folder under the model's own names; those that it does not know are as they were."""
-    own = {name.replace(".base_layer.", ".") for name in model.state_dict()}
+    own = {plain_name(name) for name in model.state_dict()}
     if own.issuperset(tensors) or any(".lora_" in name for name in tensors):
         return tensors
     types = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}

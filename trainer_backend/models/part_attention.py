@@ -28,6 +28,11 @@ def join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     torch.logaddexp(lse, part_lse, out=lse)
 
 
+def widened(v: Tensor, size: int) -> Tensor:
+    """Values with zeros up to the size of keys, which kernels want of them: DeepSeek's are smaller."""
+    return v if v.shape[-1] == size else torch.nn.functional.pad(v, (0, size - v.shape[-1]))
+
+
 def heads_first(tokens: Tensor) -> Tensor:
     """[1, H, n, D] of tokens [n, H, D]."""
     return tokens.transpose(0, 1)[None]

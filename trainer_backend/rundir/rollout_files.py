@@ -53,7 +53,9 @@ Rollouts of a Turnwise run, a row an episode: `train` is what the policy was tra
 episodes of its evaluations. `warmup.parquet`, where there is one, holds the teacher's episodes.
 """
 # A snapshot is eight incompressible kilobytes. The record's world and actions reproduce it.
-_WITHOUT_SNAPSHOTS = {"trajectory": {"steps": {"__all__": {"snapshot"}}}}
+_WITHOUT_SNAPSHOTS: Any = {"trajectory": {"steps": {"__all__": {"snapshot": True}}}}
+# The experts of tokens are for the update alone, and much larger than the tokens.
+_UNTRAINED: Any = {"trajectory": {"steps": {"__all__": {"snapshot": True, "policy_logprobs": {"experts"}}}}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +157,10 @@ def _read_errors(path: Path) -> Iterator[None]:
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
-    """Read the rollouts of a file as they were collected, without the snapshots of branches."""
+    """Read the rollouts of a file as they were collected, without the snapshots of branches.
+
+    Those that have no credit, such as an evaluation's, are without the experts of their tokens too.
+    """
     with _read_errors(path), while_a_batch_grows():
         column = pq.read_table(path, columns=["rollout"]).column("rollout")
         return [Rollout.model_validate_json(text) for text in column.to_pylist()]
@@ -241,7 +246,9 @@ def _row(rollout: Rollout, credit: Credit | None) -> dict[str, Any]:
     row = {name: getattr(rollout, name) for name in _SCHEMA.names[:8]}
     row |= {
         "failure_code": rollout.failure.code if rollout.failure else None,
-        "rollout": rollout.model_dump_json(exclude_unset=True, exclude=_WITHOUT_SNAPSHOTS),
+        "rollout": rollout.model_dump_json(
+            exclude_unset=True, exclude=_UNTRAINED if credit is None else _WITHOUT_SNAPSHOTS
+        ),
     }
     if trajectory is None:
         return row

@@ -1,5 +1,7 @@
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +17,8 @@ from trainer_backend.core.collate import (
     cut_packed,
     pack_segments,
 )
+from trainer_backend.core.experts import UNKNOWN as N
+from trainer_backend.core.segments import NO_EXPERTS
 from trainer_backend.core.tries import Tries
 from trainer_backend.errors import BatchError
 
@@ -146,6 +150,26 @@ def test_a_row_holds_what_segments_begin_with_once():
     # the two tokens that the fourth has of the others are too few, and so is one more than three
     apart = pack_segments(alike, row_tokens=12, tries=Tries.of(alike, 3))
     assert apart.position_ids_BL.tolist() == [[0, 1, 2, 3, 3, 3, 4, 0, 1, 2, 0, 1]]
+
+
+def test_a_token_is_there_once_only_for_segments_that_name_the_same_experts():
+    # two numbers a token; b differs from a at its second token, d names none; the last tokens name none
+    named = {"a": [0, 1, 2, 3, 4, 5, N, N], "b": [0, 1, 2, 0, 4, 5, N, N], "c": [0, 1, 2, 3, 4, 5, N, N]}
+    parts = [
+        replace(
+            segment(name, [1, 2, 3, last], [-1, -1, -1, 0]), experts=np.array(named.get(name, []), np.uint16)
+        )
+        for name, last in (("a", 7), ("b", 7), ("c", 8), ("d", 7))
+    ]
+    packed = pack_segments(parts, row_tokens=20, tries=Tries.of(parts, 1))
+    kept = packed.segment_ids_BL > 0
+    assert packed.position_ids_BL[kept].tolist() == [0, 1, 2, 3, 3, 1, 2, 3, 0, 1, 2, 3]
+    assert packed.segment_N.tolist() == [0, 2, 1, 3]
+    x = [-1, -1]
+    assert packed.experts_BLW[kept].tolist() == [
+        [0, 1], [2, 3], [4, 5], x, x, [2, 0], [4, 5], x, x, x, x, x,
+    ]  # fmt: skip
+    assert Tries.of([replace(part, experts=NO_EXPERTS) for part in parts], 1).distinct == 5
 
 
 def row_lengths(packed):

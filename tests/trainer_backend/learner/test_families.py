@@ -2,9 +2,11 @@
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.conftest import tiny_job
 from tests.tiny_families import EACH_KIND, KEYS, VOCABULARY, tiny_model
@@ -15,12 +17,15 @@ from trainer_backend.core.collate import cut_packed, pack_segments
 from trainer_backend.core.router_loss import load_metrics
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import JobError
+from trainer_backend.inference.weights import ServedWeights
 from trainer_backend.job.tables import ModelTable
-from trainer_backend.job.training_table import LoopKeys
+from trainer_backend.job.training_table import LoopKeys, LoraTable
+from trainer_backend.learner.adapter_folder import FOLDER, take_out
 from trainer_backend.learner.attention import GROUPS, PaddedRows
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.learner import LocalLearner, scorer_of
-from trainer_backend.learner.lora import adapted_layers
+from trainer_backend.learner.loading import hold_in
+from trainer_backend.learner.lora import adapted_layers, refuse_experts
 from trainer_backend.learner.ranks import Ranks
 from trainer_backend.learner.scoring import Scorer
 from trainer_backend.learner.shapes import refuse_more_layers
@@ -203,10 +208,68 @@ def test_adapters_are_on_the_familys_own_projections_all_of_them_trained_and_mer
             torch.testing.assert_close(torch.from_numpy(mine), alone(merged, part), rtol=0, atol=1e-4)
 
 
+EXPERTS = ("q_proj", "experts.gate_up_proj", "experts.down_proj")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_adapters_of_experts_are_exact_in_scores_gradient_engine_checkpoint_and_resume(
+    tokenizer, family: str, tmp_path: Path
+):
+    keys = {"lora__rank": 2, "lora__target_modules": EXPERTS, "training__router_aux_coef": 0.0}
+    learner = learner_of_family(tokenizer, family, **keys)
+    served = learner.copy_to_serve()
+    assert len(learner.weights()) == 4 * 3 * 2
+    with torch.no_grad():
+        for name, weight in learner.weights().items():
+            weight.normal_(0.0, 0.05 if ".lora_B." in name else 0.2)
+    parts = [part for item in routed_episodes() for part in item.segments]
+    sizes = LoopKeys(row_tokens=64, micro_batch_tokens=128)
+    packed = pack_segments(parts, row_tokens=64)
+    own_N = learner.scorer.logprobs(packed)
+    together = gradient(learner.model, own_N.sum())
+    rows = [alone(learner.model, part) for part in parts]
+    by_itself = gradient(learner.model, sum(row.sum() for row in rows))
+    assert float((together - by_itself).norm() / by_itself.norm()) <= 1e-5
+    learner.publish(tmp_path / "1")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "1", dtype=torch.float32).eval()
+    assert set(merged.state_dict()) == set(learner._adapter.merged()) | {"lm_head.weight"}
+    ServedWeights(served).replace(learner.weights())
+    scores = learner.scorer.score(parts, sizes)
+    for found, part in zip(scores, parts, strict=True):
+        for model in (merged, served):
+            torch.testing.assert_close(torch.from_numpy(found), alone(model, part), rtol=0, atol=1e-5)
+    resumed = learner_of_family(tokenizer, family, **keys)
+    resumed._adapter.restore(tmp_path / "1" / FOLDER)
+    assert all(torch.equal(weight, learner.weights()[name]) for name, weight in resumed.weights().items())
+    ends = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    base = dict(tiny_model(family, vocab_size=300, **ends).named_parameters())
+    take_out(merged, tmp_path / "1" / FOLDER)
+    for name, weight in merged.named_parameters():
+        torch.testing.assert_close(weight, base[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"dropout": 0.1}, "lora.dropout is 0.1"),
+        ({"dtype": torch.bfloat16}, "in bfloat16 most of a small product is rounded away"),
+        ({"ranks": 2}, "2 ranks share"),
+        ({"engine": "vllm"}, "vLLM servers are given adapters of linear layers alone"),
+    ],
+)
+def test_adapters_of_experts_are_refused_where_they_would_not_be_exact(changes, says: str):
+    where = {"dropout": 0.0, "dtype": torch.float32, "ranks": 1, "engine": "local"} | changes
+    model = tiny_model("qwen3_moe")
+    hold_in(model, where["dtype"])
+    table = LoraTable(target_modules=EXPERTS, dropout=where["dropout"])
+    with pytest.raises(JobError, match=says):
+        refuse_experts(model, table, engine=where["engine"], ranks=where["ranks"])
+
+
 @pytest.mark.parametrize(
     ("family", "target", "says"),
     [
-        ("qwen3_moe", "gate_up_proj", r"its experts are one tensor a layer \(.*experts.gate_up_proj\)"),
+        ("qwen3_moe", "gate_up_proj", r"one tensor a layer \(.*\), named as experts.gate_up_proj"),
         ("nemotron_h", "out_proj", "whose weight a kernel of its layer reads without an adapter"),
         ("llama4_text", "router", "a Llama4Router, which computes more than a product"),
     ],

@@ -8,6 +8,8 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from shared_schemas.chat import ROLLOUT_HEADER
 from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling, StepData
@@ -19,15 +21,17 @@ from tests.trainer_backend.learner.hand_made import tiny_tokenizer
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.core.experts import UNKNOWN
 from trainer_backend.core.segments import Segment, segments_of
+from trainer_backend.errors import ModelFolderError
 from trainer_backend.inference.actor import Generation
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.keys import EngineKeys
+from trainer_backend.learner.attention import SHARE_FROM
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.learner import scorer_of
 from trainer_backend.learner.loading import copy_to_serve
 from trainer_backend.learner.stepping import checkpoint_layers, stepping
 from trainer_backend.learner.support import refuse_unsupported
-from trainer_backend.models.routers import Routers, replaying
+from trainer_backend.models.routers import Routers, recorded_routers, replaying
 
 # Of softmax and topk; of topk and softmax, in padded rows; of groups of experts with a correction.
 FEW = ("qwen3_moe", "gpt_oss", "deepseek_v3")
@@ -35,10 +39,11 @@ WITH_EXPERTS = tuple(name for name, keys in KEYS.items() if "num_experts" in key
 FAMILIES = WITH_EXPERTS if os.environ.get("TURNWISE_TEST_FAMILIES") else FEW
 CPU = Placement(torch.device("cpu"))
 LOW = Placement(torch.device("cpu"), torch.bfloat16)
-ANSWER = 24
 
 
-def sampled(model, prompts: list[list[int]], *, wanted: bool | None = None) -> list[Generation]:
+def sampled(
+    model, prompts: list[list[int]], *, wanted: bool | None = None, tokens: int = 10
+) -> list[Generation]:
     """Answers of an engine, the second half of the prompts after the first."""
     torch.set_num_threads(1)
     keys = EngineKeys(max_model_len=256, max_running=8, replay_experts=wanted)
@@ -50,7 +55,7 @@ def sampled(model, prompts: list[list[int]], *, wanted: bool | None = None) -> l
         for part in (prompts[: len(prompts) // 2], prompts[len(prompts) // 2 :]):
             calls = (
                 engine.generate(
-                    ids, Sampling(seed=len(found) + k, max_tokens=ANSWER), request_id=f"{len(found)}.{k}"
+                    ids, Sampling(seed=len(found) + k, max_tokens=tokens), request_id=f"{len(found)}.{k}"
                 )
                 for k, ids in enumerate(part)
             )
@@ -88,7 +93,8 @@ def gradient(model, loss: torch.Tensor) -> torch.Tensor:
 
 def scorer_for(family: str, placement: Placement):
     model = tiny_model(family)
-    return scorer_of(model, placement, why_apart=refuse_unsupported(model, longest=256))
+    scorer = scorer_of(model, placement, why_apart=refuse_unsupported(model, longest=256))
+    return replace(scorer, share_from=SHARE_FROM if scorer.attention.takes_tries else None)
 
 
 def named_segments(asked: list[list[int]], found: list[Generation]) -> list[Segment]:
@@ -99,11 +105,12 @@ def named_segments(asked: list[list[int]], found: list[Generation]) -> list[Segm
 def test_the_experts_of_every_token_are_recorded_also_behind_a_prefix_that_was_copied(family: str):
     model, asked = tiny_model(family), prompts()
     routers = Routers(model)
-    for ids, one in zip(asked, sampled(model, asked, wanted=True), strict=True):
+    found = sampled(model, asked, wanted=True)
+    assert any(one.prompt_tokens_reused for one in found)
+    for ids, one in zip(asked, found, strict=True):
         with torch.no_grad(), routers.recording() as chosen:
             model(input_ids=torch.tensor([[*ids, *one.token_ids[:-1]]]), use_cache=False)
         assert np.array_equal(one.experts, routers.columns(chosen, rows=1)[0])
-    assert any(one.prompt_tokens_reused for one in sampled(model, asked, wanted=False))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -115,7 +122,7 @@ def test_tokens_go_to_the_experts_that_a_segment_names_and_the_gradient_is_that_
     model = tiny_model(family)
     rows = [alone(model, part) for part in turned]
     expected = gradient(model, sum(row.sum() for row in rows))
-    packed = pack_segments(turned, row_tokens=300, share_from=scorer.share_from)
+    packed = pack_segments(turned, row_tokens=300, tries=scorer.tries(turned))
     own_N = scorer.logprobs(packed)
     order = dict.fromkeys(packed.segment_N.tolist())
     torch.testing.assert_close(own_N, torch.cat([rows[k] for k in order]), rtol=0, atol=1e-4)
@@ -142,7 +149,7 @@ def alone(model, part: Segment) -> torch.Tensor:
 
 def test_in_bfloat16_sampler_and_learner_lie_closer_with_the_same_experts():
     scorer, asked = scorer_for("gpt_oss", LOW), prompts()
-    parts = named_segments(asked, sampled(copy_to_serve(scorer.model, torch.bfloat16), asked))
+    parts = named_segments(asked, sampled(copy_to_serve(scorer.model, torch.bfloat16), asked, tokens=24))
     packed = pack_segments(parts, row_tokens=300)
     with torch.no_grad():
         apart = [
@@ -178,3 +185,24 @@ def test_experts_travel_with_the_exact_tokens_of_a_conversation_to_its_segment()
         named_LW = part.experts.reshape(len(part), -1)
         assert np.array_equal(named_LW[:-1], routers.columns(chosen, rows=1)[0, :-1])
         assert (named_LW[-1] == UNKNOWN).all()
+
+
+class BySorting(Qwen3MoeTopKRouter):
+    """A router of another family, which calls no topk."""
+
+    def forward(self, hidden_states):
+        logits = torch.nn.functional.linear(hidden_states, self.weight)
+        best = logits.softmax(-1).sort(descending=True)
+        return logits, best.values[:, : self.top_k], best.indices[:, : self.top_k]
+
+
+def test_where_experts_cannot_be_recorded_the_key_is_an_error_and_by_default_the_log_says_so():
+    model = tiny_model("qwen3_moe").to(torch.bfloat16)
+    model.model.layers[2].mlp.gate.__class__ = BySorting
+    says = "its 4 routers made 3 choices of experts in one pass"
+    with pytest.raises(ModelFolderError, match=says):
+        recorded_routers(model, wanted=True)
+    with capture_logs() as logs:
+        assert recorded_routers(model, wanted=None) is None
+    (line,) = logs
+    assert line["event"] == "engine_records_no_experts" and says in line["reason"]

@@ -3,15 +3,18 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
 
 from shared_schemas.rollouts import RolloutFailure
+from shared_schemas.trajectory import PolicyLogprobs
 from tests.trainer_backend.pages.hand_made import COW, FIRST, WOOD, rollout
 from tests.trainer_backend.rundir.disk import full_disk
 from trainer_backend.core.critic import ByToken
+from trainer_backend.core.experts import write_experts
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.rollout_files import (
     Credit,
@@ -75,6 +78,23 @@ def test_rollouts_come_back_exactly_failed_ones_too(tmp_path: Path):
     write_rollouts(path, stored)
     assert read_rollouts(path) == stored
     assert read_rollout(path, "lost") == stored[2]
+
+
+def test_the_experts_of_tokens_are_stored_where_an_update_may_have_learned_from_them(tmp_path: Path):
+    tokens = PolicyLogprobs(
+        token_ids=[5], logprobs=[-1.0], prompt_token_ids=[3], prompt_ids_reused=0, versions=[(0, 1)],
+        finish_reason="stop",
+        experts=write_experts(np.array([[1, 2]], np.uint16), 0),
+    )  # fmt: skip
+    steps = [FIRST[0].trajectory.steps[0].model_copy(update={"policy_logprobs": tokens})]
+    item = FIRST[0].model_copy(
+        update={"trajectory": FIRST[0].trajectory.model_copy(update={"steps": tuple(steps)})}
+    )
+    found = []
+    for credits in (None, [Credit([1.0], [1.0])]):
+        write_rollouts(tmp_path / "a.parquet", [item], credits)
+        found.append(read_rollouts(tmp_path / "a.parquet")[0].trajectory.steps[0].policy_logprobs)
+    assert found == [tokens.model_copy(update={"experts": None}), tokens]
 
 
 def test_a_folder_of_rollouts_says_which_files_are_train_and_test(tmp_path: Path):
