@@ -2,10 +2,11 @@
 
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import PlainSerializer, PlainValidator
 
 from shared_schemas.trajectory import ExpertChoices
 from trainer_backend.errors import SegmentError
@@ -21,6 +22,16 @@ def write_experts(experts_LW: NDArray[np.uint16], first: int) -> dict[str, Any]:
     size = 1 if bool((experts_LW < 255).all()) else 2
     data = b64encode(experts_LW.astype(_TYPES[size]).tobytes()).decode()
     return {"first": first, "per_token": experts_LW.shape[1], "number_bytes": size, "data": data}
+
+
+def _read_whole(value: Any) -> NDArray[np.uint16]:
+    if isinstance(value, np.ndarray):
+        return value
+    choices = ExpertChoices.model_validate(value)
+    try:
+        return read_experts(choices, length=choices.first + len(choices.data), where="experts")
+    except SegmentError as error:
+        raise ValueError(error.detail) from error
 
 
 def read_experts(choices: ExpertChoices, *, length: int, where: str) -> NDArray[np.uint16]:
@@ -66,3 +77,11 @@ def join_experts(
         here_LW = joined_LW[first : first + len(experts_LW)]
         here_LW[:] = experts_LW[: len(here_LW)]
     return joined_LW.ravel()
+
+
+# [L, W], which crosses from one process to another as `ExpertChoices` of all L tokens.
+ExpertColumns = Annotated[
+    NDArray[np.uint16],
+    PlainSerializer(lambda experts_LW: write_experts(experts_LW, 0)),
+    PlainValidator(_read_whole),
+]

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
 from shared_schemas.trajectory import Sampling
+from trainer_backend.core.experts import ExpertColumns
 from trainer_backend.inference.stop_strings import StopStrings
 from trainer_backend.inference.versions import PolicyVersion
 
@@ -77,7 +75,7 @@ class Generation:
     """Prompt tokens whose keys and values were cached."""
     likeliest: tuple[tuple[tuple[int, float], ...], ...] = ()
     """Per token, as `Extras.likeliest` requests."""
-    experts: NDArray[np.uint16] | None = None
+    experts: ExpertColumns | None = None
     """[L, W] the experts of all tokens of the prompt and the continuation but for the last one, where the
     engine records them (`models.routers`)."""
 

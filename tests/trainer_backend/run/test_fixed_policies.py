@@ -209,7 +209,7 @@ async def test_an_update_has_the_memory_of_their_caches_too(
     found = FixedPolicies([replace(policy, engine=engine, policy=ServedPolicy(engine, learner.tokenizer))])
     async with server.serving(learner, found) as actor:
         await engine.generate([1, 2, 3], Sampling(max_tokens=2), request_id="r")
-        memory = engine._worker.batch._cache.memory
+        memory = engine._worker.batch.cache.memory
         assert memory.slabs
         await actor.release()
         assert not memory.slabs
