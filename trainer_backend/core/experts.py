@@ -82,6 +82,6 @@ def join_experts(
 # [L, W], which crosses from one process to another as `ExpertChoices` of all L tokens.
 ExpertColumns = Annotated[
     NDArray[np.uint16],
+    PlainValidator(_read_whole),  # first, or it takes the serializer out
     PlainSerializer(lambda experts_LW: write_experts(experts_LW, 0)),
-    PlainValidator(_read_whole),
 ]
