@@ -17,7 +17,7 @@ from service_kit.console import begin_command
 from service_kit.errors import PortTaken, SettingsError
 from service_kit.release import version
 from service_kit.settings import make_signature, options_given, read_settings
-from shared_schemas.base import visible
+from shared_schemas.plain_text import visible
 from task_app.settings import Settings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

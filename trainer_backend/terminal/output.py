@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Self, TextIO, cast
+from typing import TYPE_CHECKING, Annotated, Any, Self, TextIO, cast
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -15,8 +15,10 @@ from rich.segment import Segment
 from rich.text import Text
 from typer.core import TyperGroup
 
-from shared_schemas.base import visible
-from trainer_backend.job.load import LoadedJob
+from shared_schemas.plain_text import visible
+
+if TYPE_CHECKING:
+    from trainer_backend.job.load import LoadedJob
 
 
 class TextConsole(Console):
@@ -138,7 +140,7 @@ def tell(console: Console, line: str) -> None:
     console.print(Text(line), soft_wrap=True)
 
 
-def warn(console: Console, loaded: LoadedJob) -> None:
+def warn(console: Console, loaded: "LoadedJob") -> None:
     for warning in loaded.warnings:
         console.print(Text.assemble(("warning:", "yellow"), f" {warning}"), soft_wrap=True)
 

@@ -8,8 +8,8 @@ from jsonschema.exceptions import SchemaError, best_match
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-from shared_schemas.json_text import encodable
 from shared_schemas.messages import FunctionSpec, ToolSpec
+from shared_schemas.plain_text import encodable
 from task_app.environments.foreign.peer import ForeignFailed
 from task_app.errors import clipped
 from task_app.protocols import ToolRequest
