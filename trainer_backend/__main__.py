@@ -17,7 +17,6 @@ from rich.text import Text
 
 from service_kit.console import begin_command
 from service_kit.errors import ServiceError
-from service_kit.release import modules_of_extra, version
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.rundir.checkpoint_paths import run_of
 from trainer_backend.rundir.files import write_errors
@@ -58,6 +57,8 @@ def _list_estimators() -> list[str]:
 
 def _say_version(is_asked: bool) -> None:
     if is_asked:
+        from service_kit.release import version
+
         print(f"turnwise {version()}")
         raise typer.Exit
 
@@ -476,6 +477,8 @@ def main() -> None:
         _err.print(Text.assemble(("error:", "red"), f" {error}"), soft_wrap=True)
         raise SystemExit(2 if error.status < 500 else 1) from error
     except ModuleNotFoundError as error:
+        from service_kit.release import modules_of_extra
+
         package = (error.name or "").partition(".")[0]
         if package not in modules_of_extra("trainer"):
             raise

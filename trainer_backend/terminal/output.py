@@ -159,3 +159,9 @@ Overrides = Annotated[
         help="table.key=value, the value in TOML; {} removes a key or a table; may be repeated",
     ),
 ]
+# The commands of `trainer_commands`, whose module help does without.
+TRAINER_COMMANDS = {
+    "trainer": "Serve jobs over HTTP, with the dashboard: each job in a process of its own; Ctrl-C ends it.",
+    "backup": "Write a trainer service's jobs and all run directories to a tar file, also while it runs.",
+    "restore": "Put what `turnwise backup` wrote into an empty data directory, while the service is stopped.",
+}
