@@ -223,7 +223,7 @@ def test_a_command_loads_the_heavy_modules_of_its_work_alone(command: str, tmp_p
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TYPER_USE_RICH": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", f"{code}program.main()", *words],
+        [sys.executable, "-c", code, *words],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
