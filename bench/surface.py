@@ -35,6 +35,7 @@ from trainer_backend.__main__ import main as turnwise_main
 from trainer_backend.errors import JobError
 from trainer_backend.job.load import dump_job, load_job, parse_job
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.terminal.trainer_commands import commands as trainer_commands
 
 PACKAGES = ("service_kit", "shared_schemas", "task_app", "trainer_backend", "turnwise")
 FORMS = {
@@ -74,7 +75,11 @@ def read_surface(jobs: Path | None) -> dict[str, Any]:
         "toml": job_tables(),
         "boards": boards(),
         "plugins": task_app_plugins(),
-        "commands": {"turnwise": command(turnwise_command), "task-app": command(task_app_command)},
+        "commands": {
+            "turnwise": command(turnwise_command),
+            "task-app": command(task_app_command),
+            "trainer": command(trainer_commands),
+        },
         "errors": errors(),
         **strings(),
         "documented_metrics": documented_metrics(),

@@ -17,7 +17,7 @@ from types import TracebackType
 import structlog
 
 from service_kit.errors import ServiceError
-from shared_schemas.json_text import encodable
+from shared_schemas.plain_text import encodable
 
 log = structlog.get_logger("service_kit")
 

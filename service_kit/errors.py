@@ -6,10 +6,12 @@ The errors of the task app (`task_app.errors`) and of the trainer (`trainer_back
 from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from shared_schemas.json_text import encodable
-from shared_schemas.problem import Problem
+from shared_schemas.plain_text import encodable
+
+if TYPE_CHECKING:
+    from shared_schemas.problem import Problem
 
 
 class ServiceError(Exception):
@@ -94,8 +96,10 @@ class ServiceError(Exception):
                 error.__traceback__ = None
                 errors += error.__cause__, error.__context__
 
-    def problem(self) -> Problem:
+    def problem(self) -> "Problem":
         """The error as the body of a reply."""
+        from shared_schemas.problem import Problem  # pydantic, which a command's errors do without
+
         return Problem(
             title=self.title or HTTPStatus(self.status).phrase,
             status=self.status,

@@ -12,7 +12,7 @@ import structlog
 from structlog.typing import Processor
 
 from service_kit.settings import LogSettings, read_settings
-from shared_schemas.base import visible
+from shared_schemas.plain_text import visible
 
 _RENDERERS: dict[str, list[Processor]] = {
     "text": [

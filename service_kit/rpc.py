@@ -37,7 +37,8 @@ from service_kit.keys import Keys
 from service_kit.problems import install_problem_handlers
 from service_kit.replies import Lines, ReplyTooLarge, redirect_target
 from shared_schemas.base import FIRST_ERROR_ONLY, Body
-from shared_schemas.json_text import encodable, read_typed
+from shared_schemas.json_text import read_typed
+from shared_schemas.plain_text import encodable
 from shared_schemas.problem import Problem
 
 log = structlog.get_logger("calls")

@@ -1,7 +1,6 @@
 """The base classes of all wire data, and helpers for error messages."""
 
 import math
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar
@@ -9,8 +8,6 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model
 from pydantic_core import CoreSchema
 
-# C0 without tab and line feed, DEL, C1, and characters that change the direction of writing.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _LISTS = frozenset({"list", "tuple", "set", "frozenset"})
 # Keys of a schema whose values are no schemas.
 _NO_SCHEMA = frozenset({"default", "metadata", "serialization"})
@@ -141,14 +138,6 @@ def say_needed(item: Mapping[str, Any], name: str, needed: str) -> str:
 def is_one_of(value: Any, allowed: Iterable[Any]) -> bool:
     """Whether JSON has the value among these: Python takes true for 1 and false for 0, JSON does not."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
-
-
-def visible(text: str) -> str:
-    """The text with every control character as an escape (`\\x1b`), except tabs and line breaks.
-
-    Shown text can then not move a terminal's cursor, set its title or reverse its lines.
-    """
-    return _CONTROL.sub(lambda one: one[0].encode("unicode_escape").decode(), text)
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from pydantic_core import PydanticSerializationError, from_json, to_json, to_jsonable_python
 
 from shared_schemas.base import shown
-from shared_schemas.plain_text import decode_text, without_mark
+from shared_schemas.plain_text import decode_text, encodable, without_mark
 
 Value = TypeVar("Value")
 
@@ -108,11 +108,6 @@ def read_quotation(text: bytes) -> Any:
             with suppress(ValueError, RecursionError):
                 return _read(json.dumps(encodable_json(json.loads(text))), keeps_nul=True)
         raise
-
-
-def encodable(text: str) -> str:
-    """The text with `?` for lone surrogates, which JSON can write and UTF-8 cannot."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def encodable_json(value: Any) -> Any:

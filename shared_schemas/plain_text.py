@@ -5,8 +5,11 @@ the mark never counts as a character of the text, and another encoding is named 
 """
 
 import json
+import re
 from pathlib import Path
 
+# C0 without tab and line feed, DEL, C1, and characters that change the direction of writing.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _MARK = "\N{ZERO WIDTH NO-BREAK SPACE}".encode()
 
 
@@ -39,3 +42,16 @@ def decode_text(data: bytes) -> str:
 def without_mark(data: bytes) -> bytes:
     """The bytes without a byte order mark of UTF-8 at their start."""
     return data.removeprefix(_MARK)
+
+
+def encodable(text: str) -> str:
+    """The text with `?` for lone surrogates, which JSON can write and UTF-8 cannot."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
+def visible(text: str) -> str:
+    """The text with every control character as an escape (`\\x1b`), except tabs and line breaks.
+
+    Shown text can then not move a terminal's cursor, set its title or reverse its lines.
+    """
+    return _CONTROL.sub(lambda one: one[0].encode("unicode_escape").decode(), text)

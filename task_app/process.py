@@ -26,10 +26,6 @@ from task_app.settings import Settings
 
 log = structlog.get_logger("task_app")
 
-# New objects between two collections of garbage. The steps of an episode stay until it is sent, and Python's
-# 700 would look through them again and again: a tenth of the CPU time of a scripted decision.
-_OBJECTS_A_COLLECTION = 10_000
-
 
 def run(settings: Settings) -> int:
     """Serve until a stop signal, and return the exit code.
@@ -55,7 +51,6 @@ def run(settings: Settings) -> int:
         log.warning("no_key_configured", hint=f"{told} until {TASK_APP_KEY} is set")
     log.info("starting", address=listener.url)
     gc.freeze()  # what is imported stays, and is never looked through again
-    gc.set_threshold(_OBJECTS_A_COLLECTION)
     server = server_of(app, ready=lambda: announce(listener.url))
     server.run_on(listener, exit_with_parent=settings.exit_with_parent)
     log.info("stopped", address=listener.url)

@@ -1,6 +1,8 @@
-"""The `turnwise` command. Each command is thin; only commands that need torch import it."""
+"""The `turnwise` command. Each command is thin, and imports the modules of its work when it runs.
 
-import asyncio
+So help, and a command that needs little, start fast; `tests/house/test_imports.py` lists what each may load.
+"""
+
 import atexit
 import gc
 import sys
@@ -15,17 +17,9 @@ from rich.text import Text
 
 from service_kit.console import begin_command
 from service_kit.errors import ServiceError
-from service_kit.release import modules_of_extra, version
 from trainer_backend.core.presets import PRESETS
-from trainer_backend.core.truth import noise_of
-from trainer_backend.job.environments import describe_environments
-from trainer_backend.job.load import load_job
-from trainer_backend.plugins import ESTIMATORS
 from trainer_backend.rundir.checkpoint_paths import run_of
 from trainer_backend.rundir.files import write_errors
-from trainer_backend.rundir.layout import open_run
-from trainer_backend.rundir.new_job import load_new_job
-from trainer_backend.rundir.truth_file import truth_of
 from trainer_backend.terminal import jobs_commands, service_commands
 from trainer_backend.terminal.output import (
     JOB_HELP,
@@ -55,8 +49,16 @@ class DType(StrEnum):
     float16 = "float16"
 
 
+def _list_estimators() -> list[str]:
+    from trainer_backend.plugins import ESTIMATORS
+
+    return list(ESTIMATORS)
+
+
 def _say_version(is_asked: bool) -> None:
     if is_asked:
+        from service_kit.release import version
+
         print(f"turnwise {version()}")
         raise typer.Exit
 
@@ -137,6 +139,7 @@ def check(
 
     A job's own task app is started for a moment, and tries environment, policies and their configs.
     """
+    from trainer_backend.rundir.new_job import load_new_job
     from trainer_backend.terminal.check_command import (
         card_bytes,
         lines_before_a_run,
@@ -161,6 +164,8 @@ def check(
 @app.command()
 def info() -> None:
     """Print the names that rollout.env_name may have here, and how modules of other libraries are named."""
+    from trainer_backend.job.environments import describe_environments
+
     print("\n".join(describe_environments()))
 
 
@@ -201,6 +206,7 @@ def new_environment(
 def write_run_report(run: Annotated[Path, typer.Argument(help="a run directory")]) -> None:
     """Write RUN/report/report.html, the run's page as one file."""
     from trainer_backend.pages.report import write_report
+    from trainer_backend.rundir.layout import open_run
 
     print(write_report(open_run(run)))
 
@@ -227,9 +233,7 @@ def recredit(
     run: Annotated[Path, typer.Argument(help="a run directory")],
     advantage: Annotated[
         list[str] | None,
-        typer.Option(
-            help="an estimator; may be repeated; absent: all", autocompletion=lambda: list(ESTIMATORS)
-        ),
+        typer.Option(help="an estimator; may be repeated; absent: all", autocompletion=_list_estimators),
     ] = None,
     iteration: Annotated[
         list[int] | None, typer.Option(help="a stored iteration; may be repeated; absent: all")
@@ -246,6 +250,7 @@ def recredit(
 ) -> None:
     """Credit stored rollouts again, by every estimator and any reward mode (--set), without new rollouts."""
     from trainer_backend.credit.recredit import recredit_run
+    from trainer_backend.rundir.truth_file import truth_of
     from trainer_backend.terminal.progress import ConsoleReporter
 
     tables, folder = recredit_run(
@@ -282,8 +287,13 @@ def measure_the_truth(
 
     A repeated command goes on where it was stopped. `turnwise recredit RUN --truth` then scores estimators.
     """
+    import asyncio
+
+    from trainer_backend.core.truth import noise_of
     from trainer_backend.credit.truth_scores import noise_lines
     from trainer_backend.evaluation.truth import TruthOptions, measure_truth
+    from trainer_backend.rundir.layout import open_run
+    from trainer_backend.rundir.truth_file import truth_of
 
     opened = open_run(run)
     loaded = opened.job_with(overrides or ())
@@ -321,12 +331,13 @@ def inspect_rollout(
         str | None,
         typer.Option(
             help="credit by this estimator, which `turnwise recredit` wrote; absent: what was trained",
-            autocompletion=lambda: list(ESTIMATORS),
+            autocompletion=_list_estimators,
         ),
     ] = None,
 ) -> None:
     """Show one stored episode, decision by decision: observation, action, rewards and credit."""
     from trainer_backend.credit.inspect import episode_view, find_rollout
+    from trainer_backend.rundir.layout import open_run
 
     folders = [run] if run else sorted(path.parent for path in Path("runs").glob("*/run.json"))
     rollout_record, credits = find_rollout([open_run(folder) for folder in folders], rollout, advantage)
@@ -351,6 +362,7 @@ def export_rollouts(
     ] = "messages",
 ) -> None:
     """Write stored episodes as rows of messages for supervised training elsewhere, or as ATIF."""
+    from trainer_backend.rundir.layout import open_run
     from trainer_backend.terminal.export import DEFAULT_STAGES, Choice, export_run
 
     choice = Choice(tuple(stage or DEFAULT_STAGES), min_reward, tuple(achievement or ()), policy)
@@ -369,6 +381,7 @@ def import_episodes(
     overrides: Overrides = None,
 ) -> None:
     """Make a run of saved captures, for inspect, recredit, export and the dashboard; nothing is trained."""
+    from trainer_backend.job.load import load_job
     from trainer_backend.terminal.captures import import_captures, job_of_captures
 
     loaded = load_job(job, overrides or ()) if job else job_of_captures(run.name, overrides or ())
@@ -425,6 +438,8 @@ def evaluate_policy(
     overrides: Overrides = None,
 ) -> None:
     """Play the held-out worlds with a model or a scripted policy, and print the figures."""
+    import asyncio
+
     from trainer_backend.evaluation.play import evaluate, player_of_flags, what_to_evaluate
     from trainer_backend.evaluation.result import as_json
     from trainer_backend.terminal.evaluation_tables import tables
@@ -462,6 +477,8 @@ def main() -> None:
         _err.print(Text.assemble(("error:", "red"), f" {error}"), soft_wrap=True)
         raise SystemExit(2 if error.status < 500 else 1) from error
     except ModuleNotFoundError as error:
+        from service_kit.release import modules_of_extra
+
         package = (error.name or "").partition(".")[0]
         if package not in modules_of_extra("trainer"):
             raise

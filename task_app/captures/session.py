@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from pydantic_core import to_json
 
 from shared_schemas.chat import RESPONSE_FORMAT
-from shared_schemas.json_text import encodable
 from shared_schemas.messages import Message, ToolCall, ToolSpec
+from shared_schemas.plain_text import encodable
 from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import RolloutLimits
 from shared_schemas.trajectory import RewardPart, StepData, StopReason, Trajectory

@@ -8,8 +8,8 @@ from typing import Any
 from service_kit.output import Output
 from service_kit.process import Child, name_exit
 from service_kit.tasks import racing
-from shared_schemas.json_text import encodable
 from shared_schemas.messages import Message
+from shared_schemas.plain_text import encodable
 from shared_schemas.rollouts import MultiTurn, RolloutRequest
 from shared_schemas.trajectory import StepData, StopReason, Trajectory
 from task_app.captures.agents import GROUND_TRUTH, AgentEnvironment, start_agent

@@ -12,7 +12,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from shared_schemas.base import OpenReply
-from shared_schemas.json_text import encodable
+from shared_schemas.plain_text import encodable
 from shared_schemas.rollouts import Name
 from task_app.dialects.openenv_session import OpenEnvSession
 from task_app.dialects.openenv_wire import OpenEnvMeta, OpenEnvReset, OpenEnvTool, tools_json

@@ -14,7 +14,8 @@ import structlog
 from fastapi import APIRouter, WebSocket
 from starlette.websockets import WebSocketDisconnect, WebSocketState
 
-from shared_schemas.json_text import encodable, read_json
+from shared_schemas.json_text import read_json
+from shared_schemas.plain_text import encodable
 from task_app.complaints import validated
 from task_app.dialects.openenv_mcp import rpc
 from task_app.dialects.openenv_session import OpenEnvSession, ignored_keys

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from shared_schemas.json_text import encodable
 from shared_schemas.messages import FunctionCall, Message, ToolCall
+from shared_schemas.plain_text import encodable
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
 
 

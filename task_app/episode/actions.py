@@ -8,8 +8,9 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from shared_schemas.json_text import encodable, encodable_json, plain_json, plain_number
+from shared_schemas.json_text import encodable_json, plain_json, plain_number
 from shared_schemas.messages import FunctionCall, ToolCall
+from shared_schemas.plain_text import encodable
 from task_app.protocols import ToolRequest
 
 

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import structlog
 
-from shared_schemas.json_text import encodable
 from shared_schemas.messages import Message
+from shared_schemas.plain_text import encodable
 from shared_schemas.rollouts import MultiTurn
 from shared_schemas.trajectory import RewardPart, StepData, UserAnswer
 from task_app.environment_calls import list_tools

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from shared_schemas.json_text import encodable
 from shared_schemas.messages import FunctionCall, Message, ToolCall
+from shared_schemas.plain_text import encodable
 
 MSG_ID = "msg_id"
 INVOKING = "msg_id(invoking_assistant)"

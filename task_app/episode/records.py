@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared_schemas.base import finite as finite
-from shared_schemas.json_text import encodable, encodable_json
+from shared_schemas.json_text import encodable_json
+from shared_schemas.plain_text import encodable
 from shared_schemas.rewards import StepRewards
 from shared_schemas.trajectory import (
     ObservationData,

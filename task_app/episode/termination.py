@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shared_schemas.json_text import encodable
 from shared_schemas.patterns import LinearPattern
+from shared_schemas.plain_text import encodable
 from shared_schemas.rollouts import RolloutLimits
 from shared_schemas.trajectory import StopReason
 

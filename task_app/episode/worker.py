@@ -15,8 +15,9 @@ from typing import Any
 
 import structlog
 
-from shared_schemas.json_text import encodable, plain_number
+from shared_schemas.json_text import plain_number
 from shared_schemas.messages import Message
+from shared_schemas.plain_text import encodable
 from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import MultiTurn
 from shared_schemas.task_definition import TaskDefinitionModel

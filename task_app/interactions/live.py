@@ -13,8 +13,9 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import structlog
 
-from shared_schemas.json_text import encodable, encodable_json
+from shared_schemas.json_text import encodable_json
 from shared_schemas.messages import Message
+from shared_schemas.plain_text import encodable
 from task_app.errors import EpisodeFailed, InteractionFailed, boundary
 from task_app.plugins import InteractionEntry, PolicyContext
 from task_app.protocols import BaseInteraction

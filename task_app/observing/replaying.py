@@ -16,7 +16,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from service_kit.errors import RequestDeadline
-from shared_schemas.json_text import encodable
+from shared_schemas.plain_text import encodable
 from shared_schemas.replay import ReplayRequest, ReplayTurn
 from shared_schemas.rollouts import EnvSpec, Rollout
 from task_app.environment_calls import reset_environment, take_decision

@@ -11,13 +11,12 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError, UnknownType
-from referencing import Registry
-from referencing.exceptions import Unresolvable
+if TYPE_CHECKING:
+    from jsonschema import Draft202012Validator
+
 
 Schema = Any  # an object or a boolean, or what its author took for one
 
@@ -237,6 +236,9 @@ def _may_miss(schema: Schema) -> bool:
 
 def _fits(value: Any, schema: Schema) -> bool:
     """Whether the value is one of the schema; also where the schema is none to judge by."""
+    from jsonschema.exceptions import UnknownType
+    from referencing.exceptions import Unresolvable
+
     try:
         validator = _validator(json.dumps(schema))
         return validator is None or validator.is_valid(value)
@@ -245,8 +247,12 @@ def _fits(value: Any, schema: Schema) -> bool:
 
 
 @lru_cache(64)
-def _validator(schema: str) -> Draft202012Validator | None:
+def _validator(schema: str) -> "Draft202012Validator | None":
     """The validator of a schema, with no way to fetch others; None if the schema is none."""
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import SchemaError
+    from referencing import Registry
+
     document = json.loads(schema)
     try:
         Draft202012Validator.check_schema(document)

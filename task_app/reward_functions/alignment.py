@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from shared_schemas.evaluate_result import EvaluateResult, StepOutput
-from shared_schemas.json_text import encodable, encodable_json
+from shared_schemas.json_text import encodable_json
 from shared_schemas.messages import Message
+from shared_schemas.plain_text import encodable
 from shared_schemas.trajectory import RewardPart, StepData, Trajectory, UserReward
 from task_app.errors import RewardFunctionFailed, clipped
 

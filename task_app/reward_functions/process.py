@@ -12,7 +12,7 @@ from service_kit.process import PIPE, Child, name_exit, without_keys
 from service_kit.replies import ReplyInvalid, read_reply
 from shared_schemas.base import Body
 from shared_schemas.evaluate_result import EvaluateResult
-from shared_schemas.json_text import encodable
+from shared_schemas.plain_text import encodable
 from task_app.errors import RewardFunctionFailed, clipped
 from task_app.plugins import RewardPlugin
 from task_app.settings import Settings

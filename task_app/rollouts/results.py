@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import structlog
 
-from shared_schemas.json_text import encodable
+from shared_schemas.plain_text import encodable
 from shared_schemas.rollouts import (
     EnvSpec,
     Rollout,

@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from shared_schemas.base import suggest_to_policy
-from shared_schemas.json_text import encodable
 from shared_schemas.messages import ToolSpec
+from shared_schemas.plain_text import encodable
 from task_app.errors import clipped
 from task_app.protocols import Tool, ToolRequest
 from task_app.tools.function import ToolRefused

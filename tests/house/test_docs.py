@@ -24,6 +24,8 @@ from trainer_backend.jobs.settings import Settings
 from trainer_backend.learner.calls import LEARNER_KEY
 from trainer_backend.terminal.check_command import own_choices
 from trainer_backend.terminal.jobs_client import URL_VARIABLE
+from trainer_backend.terminal.output import TRAINER_COMMANDS
+from trainer_backend.terminal.trainer_commands import commands as trainer_commands
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -88,7 +90,8 @@ def turnwise_lines() -> list[str]:
 @pytest.mark.parametrize("line", turnwise_lines())
 def test_commands_of_the_docs_and_their_options_exist(line: str):
     words = shlex.split(line, comments=True)[1:]
-    command: Any = get_command(task_app if words[0] == "task-app" else app)
+    homes = {"task-app": task_app, **dict.fromkeys(TRAINER_COMMANDS, trainer_commands)}
+    command: Any = get_command(homes.get(words[0], app))
     words = words[words[0] == "task-app" :]  # whose own process reads the rest
     while hasattr(command, "commands"):  # typer's groups are of no class of the click that is installed
         command = command.commands[words.pop(0)]

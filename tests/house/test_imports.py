@@ -1,10 +1,14 @@
 """Who may import whom (DESIGN.md section 2). Read from the source, so that a lazy import counts too."""
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
+
+import pytest
 
 from tests.house.sources import ROOT, name_of, package_sources
 
@@ -185,6 +189,47 @@ def test_the_orchestrator_and_the_command_line_know_no_torch():
     # What a run imports later it imports for [cluster] without torch: `tests/contract/test_cluster.py`.
     code = "import sys, trainer_backend.start, trainer_backend.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+# What takes 30 ms or more to import, and which of it each command may load before it works. `nowhere` is no
+# run: the command ends after its imports.
+HEAVY = {
+    *("aiohttp", "alembic", "crafter", "fastapi", "httpx", "huggingface_hub", "jsonschema", "numpy", "peft"),
+    *("pyarrow", "pydantic", "sqlalchemy", "structlog", "tokenizers", "torch", "transformers", "uvicorn"),
+}
+LOADED = {
+    "turnwise --help": set[str](),
+    "turnwise --version": set[str](),
+    "turnwise jobs --help": set[str](),
+    "turnwise trainer --help": {"pydantic"},
+    "turnwise info": {"structlog"},
+    "turnwise inspect 1 --run nowhere": {"numpy", "pyarrow", "pydantic", "structlog"},
+    "turnwise export nowhere --to rows.jsonl": {"numpy", "pyarrow", "pydantic"},
+    "task-app --help": {"pydantic"},
+    # No port of ours: it ends when all is imported and the app is made.
+    "task-app --host 192.0.2.1": {
+        *("aiohttp", "crafter", "fastapi", "httpx", "numpy", "pydantic", "structlog", "uvicorn")
+    },
+}
+
+
+@pytest.mark.parametrize("command", LOADED)
+def test_a_command_loads_the_heavy_modules_of_its_work_alone(command: str, tmp_path: Path):
+    program, *words = command.split()
+    module = {"turnwise": "trainer_backend.__main__", "task-app": "task_app.__main__"}[program]
+    code = f"import atexit, sys, {module} as program\n"
+    code += (
+        "atexit.register(lambda: print(*{name.partition('.')[0] for name in sys.modules}))\nprogram.main()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TYPER_USE_RICH": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert HEAVY.intersection(done.stdout.splitlines()[-1].split()) == LOADED[command]
 
 
 def module_of(name: str) -> str:

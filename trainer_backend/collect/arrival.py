@@ -8,7 +8,7 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from service_kit.replies import ReplyInvalid, read_reply, show_found
-from shared_schemas.json_text import encodable
+from shared_schemas.plain_text import encodable
 from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutPage, RolloutRequest
 from shared_schemas.trajectory import StepData, Trajectory
 

@@ -10,6 +10,7 @@ import torch
 from shared_schemas.messages import Message
 from shared_schemas.trajectory import StepData, Trajectory, prompts
 from trainer_backend.core.aggregation import token_mean
+from trainer_backend.core.imitation import find_target, worth_imitating
 from trainer_backend.core.schedules import learning_rate
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.core.segments import CONTEXT, Segment
@@ -25,8 +26,6 @@ from trainer_backend.learner.sharding import clip_gradient
 _RISE = 0.03
 # Decisions that are rendered together: what a long episode's texts would hold at once is bounded.
 _RENDERED = 64
-# The key of an action that holds what a teacher would have done (task_app.policies.labelled).
-LABEL = "label"
 
 
 def demonstrations(
@@ -134,7 +133,7 @@ def _rendered(
     conversations = [[message.model_dump(exclude_none=True) for message in seen] for _, seen in imitated]
     said = [
         {"role": "assistant", "content": words} | ({"tool_calls": calls} if calls else {})
-        for calls, words in (_target(step) for step, _ in imitated)
+        for calls, words in (find_target(step) for step, _ in imitated)
     ]
     texts, answers = renderer.answer_texts(conversations, said, tools)
     targets = [answer for answer in answers if answer is not None]
@@ -151,26 +150,6 @@ def _segment(name: str, t: int, prompt: Sequence[int], target: Sequence[int]) ->
         raise JobTeachesNothing(f"{place(name, t + 1)}: an empty prompt or answer")
     span = (len(prompt), len(prompt) + len(target), t, CONTEXT, 1.0)
     return Segment.of(name, [*prompt, *target], [0.0] * len(target), [span])
-
-
-def worth_imitating(step: StepData) -> bool:
-    """Whether to imitate a decision: not if refused, an end without words, or marked `exploratory`.
-
-    With a label its mark counts, and that of the action, which is not imitated, does not. What stands in a
-    label was never executed, so the environment did not refuse it.
-    """
-    label = step.action_taken.get(LABEL)
-    refused = step.step_info.invalid_reason is not None and label is None
-    source = step.action_taken if label is None else label
-    return any(_target(step)) and not refused and not source.get("exploratory", False)
-
-
-def _target(step: StepData) -> tuple[list[dict[str, Any]], str]:
-    """The calls and words to imitate: those of the label, where another policy labelled the decision."""
-    label = step.action_taken.get(LABEL)
-    if label is not None:
-        return label["tool_calls"], label["content"] or ""
-    return [call.model_dump() for call in step.tool_calls], step.action_taken.get("content") or ""
 
 
 def prompt_texts(trajectories: Sequence[Trajectory]) -> list[str]:

@@ -6,13 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from trainer_backend.errors import JobError, RunDirectoryError
-from trainer_backend.job.code_files import with_files_of_now, with_known_files
-from trainer_backend.job.load import LoadedJob, dump_job, load_job
-from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir import lock, state
 from trainer_backend.rundir.checkpoint_paths import iteration_of, latest_checkpoint
 from trainer_backend.rundir.files import (
@@ -25,6 +22,12 @@ from trainer_backend.rundir.files import (
 )
 from trainer_backend.rundir.spool import SPOOL_ENDING, cut_ledger, stage_of, tidy_spools
 from trainer_backend.rundir.state import LOG_FILE
+
+# A job's schema takes a third of the start of a command that only reads what a run has stored; the methods
+# that read or write a job import it.
+if TYPE_CHECKING:
+    from trainer_backend.job.load import LoadedJob
+    from trainer_backend.job.schema import JobConfig
 
 # The kind of the row of a stage that ended the run. A resumed run plays the stage again, and drops it.
 _ENDED_RUN = "lost"
@@ -108,20 +111,26 @@ class RunDirectory:
         """Whether any rollout or checkpoint is stored."""
         return any(self.rollouts.glob("*")) or any(self.checkpoints.glob("*"))
 
-    def job(self) -> JobConfig:
+    def job(self) -> "JobConfig":
         """Read the resolved job of this run; no code that the job names runs, as a reader needs none."""
+        from trainer_backend.job.load import load_job
+
         return load_job(self.path / "job.toml", runs_plugins=False).config
 
-    def job_with(self, overrides: Sequence[str]) -> LoadedJob:
+    def job_with(self, overrides: Sequence[str]) -> "LoadedJob":
         """Read the job with some keys changed, to play on with all its code: a resume, the truth."""
+        from trainer_backend.job.code_files import with_known_files
+
         if (self.path / _IMPORTED).exists():
             raise RunDirectoryError(
                 f"{self.path} holds captures that were imported, and nothing that could be played on"
             )
         return with_known_files(self.job_of_stored(overrides))
 
-    def job_of_stored(self, overrides: Sequence[str]) -> LoadedJob:
+    def job_of_stored(self, overrides: Sequence[str]) -> "LoadedJob":
         """Read the same to credit stored rollouts, without a task app that has its files."""
+        from trainer_backend.job.load import load_job
+
         loaded, name = load_job(self.path / "job.toml", overrides), self.run_id.rpartition(".")[0]
         if loaded.config.job.name != name:
             raise JobError(
@@ -134,7 +143,9 @@ class RunDirectory:
         """Keep a resume from training over rollouts that no job of this run has collected."""
         replace_text(self.path / _IMPORTED, "")
 
-    def replace_job(self, job: JobConfig) -> None:
+    def replace_job(self, job: "JobConfig") -> None:
+        from trainer_backend.job.load import dump_job
+
         replace_text(self.path / "job.toml", dump_job(job))
 
     def append_metrics(self, row: dict[str, Any]) -> None:
@@ -207,11 +218,13 @@ class RunDirectory:
         return path in (self.metrics_file, *logs) and path.stat().st_size == 0
 
 
-def create_run(job: JobConfig, path: Path | None = None) -> RunDirectory:
+def create_run(job: "JobConfig", path: Path | None = None) -> RunDirectory:
     """Create a run directory: `path`, or runs_dir/name (name-2, name-3 ... if taken).
 
     A folder that a killed process left without run.json is no run; `path` may be such a folder.
     """
+    from trainer_backend.job.code_files import with_files_of_now
+
     job = with_files_of_now(job)  # a posted job may have waited since it was read
     if path is None:
         path = _free_folder(job.job.runs_dir / job.job.name)

@@ -156,27 +156,46 @@ def _read_errors(path: Path) -> Iterator[None]:
         raise RunDirectoryError(f"{path} cannot be read: {message}") from error
 
 
+# `pq.read_table` reads the same by pyarrow.dataset, whose import costs as much as that of pyarrow.
+
+
+def _read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
+    with pq.ParquetFile(path) as file:
+        return file.read(columns=list(columns))
+
+
+def _read_row(path: Path, rollout_id: str, columns: Sequence[str]) -> pa.Table:
+    """Read these columns of one rollout: a table of one row. Raises LookupError without it."""
+    with pq.ParquetFile(path) as file:
+        for group in range(file.num_row_groups):
+            ids = file.read_row_group(group, columns=["rollout_id"]).column("rollout_id").to_pylist()
+            if rollout_id in ids:
+                table = file.read_row_group(group, columns=list(columns))
+                return table.slice(ids.index(rollout_id), 1)
+    raise LookupError(f"it holds no rollout {rollout_id!r}")
+
+
 def read_rollouts(path: Path) -> list[Rollout]:
     """Read the rollouts of a file as they were collected, without the snapshots of branches.
 
     Those that have no credit, such as an evaluation's, are without the experts of their tokens too.
     """
     with _read_errors(path), while_a_batch_grows():
-        column = pq.read_table(path, columns=["rollout"]).column("rollout")
+        column = _read_columns(path, ["rollout"]).column("rollout")
         return [Rollout.model_validate_json(text) for text in column.to_pylist()]
 
 
 def read_rollout(path: Path, rollout_id: str) -> Rollout:
     """Read one rollout of a file, which must hold it."""
     with _read_errors(path):
-        table = pq.read_table(path, columns=["rollout"], filters=[("rollout_id", "=", rollout_id)])
+        table = _read_row(path, rollout_id, ["rollout"])
         return Rollout.model_validate_json(table.column("rollout")[0].as_py())
 
 
 def rollout_ids(path: Path) -> list[str]:
     """Return the ids of all rollouts of a file, failed ones too."""
     with _read_errors(path):
-        ids: list[str] = pq.read_table(path, columns=["rollout_id"]).column("rollout_id").to_pylist()
+        ids: list[str] = _read_columns(path, ["rollout_id"]).column("rollout_id").to_pylist()
         return ids
 
 
@@ -187,7 +206,7 @@ def read_decisions(path: Path, rollout_id: str) -> list[dict[str, Any]]:
     """
     with _read_errors(path):
         columns = [name for name in ("decisions", "estimator") if name in pq.read_schema(path).names]
-        table = pq.read_table(path, columns=columns, filters=[("rollout_id", "=", rollout_id)])
+        table = _read_row(path, rollout_id, columns)
         (row,) = table.to_pylist()
         return [{**decision, "estimator": row.get("estimator")} for decision in row["decisions"] or ()]
 
@@ -237,7 +256,7 @@ def read_token_scores(path: Path) -> dict[str, ScoredTokens]:
 def finished_rows(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
     """Return these columns of the finished episodes, one dict per episode."""
     with _read_errors(path):
-        table = pq.read_table(path, columns=[*columns, "status"])
+        table = _read_columns(path, [*columns, "status"])
         return [row for row in table.to_pylist() if row["status"] == "finished"]
 
 

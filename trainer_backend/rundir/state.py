@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from service_kit.errors import ServiceError
-from shared_schemas.json_text import encodable
+from shared_schemas.plain_text import encodable
 from trainer_backend.errors import TrainerError, UpdateStopped
 from trainer_backend.rundir.files import append_line, now, object_of, read_texts, replace_text
 from trainer_backend.rundir.lock import Holder, holder

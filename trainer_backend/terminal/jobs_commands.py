@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import PurePath
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,19 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer_backend.errors import JobError
-from trainer_backend.job.load import text_to_send
-from trainer_backend.store.rows import ENDED
-from trainer_backend.terminal.jobs_client import (
-    CreatedReply,
-    JobReply,
-    JobsClient,
-    JobsReply,
-    LogReply,
-    ResolvedReply,
-    ServiceUnreachable,
-    client_for,
-)
 from trainer_backend.terminal.output import JobPaths, Overrides, TextConsole, line_of, tell, write
+
+if TYPE_CHECKING:
+    from trainer_backend.terminal.jobs_client import JobsClient
 
 jobs = typer.Typer(no_args_is_help=True, help="Use a trainer service: submit, list, show, pause, cancel.")
 _out = TextConsole()
@@ -56,6 +47,9 @@ def submit(
     overrides: Overrides = None,
 ) -> None:
     """Submit a job. Paths in it refer to the service's machine."""
+    from trainer_backend.job.load import text_to_send
+    from trainer_backend.terminal.jobs_client import CreatedReply, ResolvedReply, client_for
+
     client = client_for(url)
     text, notes = text_to_send(job, overrides or ())
     headers = {"Content-Type": "application/toml"}
@@ -81,6 +75,8 @@ def list_jobs(
     as_json: Annotated[bool, typer.Option("--json", help="print the service's reply")] = False,
 ) -> None:
     """List the newest jobs, including runs of `turnwise train` that the service sees."""
+    from trainer_backend.terminal.jobs_client import JobsReply, client_for
+
     reply = client_for(url).get("/jobs", JobsReply, limit=limit, state=state or [])
     if as_json:
         print(json.dumps(reply))
@@ -113,6 +109,8 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="print the service's reply")] = False,
 ) -> None:
     """Show one job: its state, its progress, its run directory."""
+    from trainer_backend.terminal.jobs_client import JobReply, client_for
+
     client = client_for(url)
     if config:
         write(client.text(f"/jobs/{job}/config"))
@@ -141,6 +139,8 @@ def logs(
     tail: Annotated[int, typer.Option(min=1, max=10_000, help="number of last lines")] = 1000,
 ) -> None:
     """Print a job's log."""
+    from trainer_backend.terminal.jobs_client import LogReply, client_for
+
     client = client_for(url)
     if follow and part != "run":
         raise JobError(f"--follow prints what the run tells; of --part {part} leave it out")
@@ -176,6 +176,8 @@ def delete(
     files: Annotated[bool, typer.Option(help="delete its run directory too, with everything in it")] = False,
 ) -> None:
     """Forget a job that has ended."""
+    from trainer_backend.terminal.jobs_client import JobReply, client_for
+
     client = client_for(url)
     reply = client.get(f"/jobs/{job}", JobReply)
     client.delete(f"/jobs/{reply['id']}", files=files)
@@ -184,11 +186,13 @@ def delete(
 
 
 def _ask(job: str, verb: str, url: str | None) -> None:
+    from trainer_backend.terminal.jobs_client import JobReply, client_for
+
     reply = client_for(url).post(f"/jobs/{job}/{verb}", JobReply)
     tell(_out, f"{reply['id']}  {reply['state']}  {reply['name']}")
 
 
-def _follow(client: JobsClient, job: str) -> None:
+def _follow(client: "JobsClient", job: str) -> None:
     if follow(client, job, _out, _err) != "succeeded":
         raise typer.Exit(1)
 
@@ -205,9 +209,12 @@ _WAITS_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 60.0)
 
 
 def follow(
-    client: JobsClient, job: str, out: Console, err: Console, *, sleep: Callable[[float], None] = time.sleep
+    client: "JobsClient", job: str, out: Console, err: Console, *, sleep: Callable[[float], None] = time.sleep
 ) -> str:
     """Print events; return the job's final state, or `deleted`."""
+    from trainer_backend.store.rows import ENDED
+    from trainer_backend.terminal.jobs_client import ServiceUnreachable
+
     path, after, waits = f"/jobs/{job}/events", None, iter(_WAITS_S)
     detail = ""
     has_connected = False

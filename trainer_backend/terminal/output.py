@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Self, TextIO, cast
+from typing import TYPE_CHECKING, Annotated, Any, Self, TextIO, cast
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -15,8 +15,10 @@ from rich.segment import Segment
 from rich.text import Text
 from typer.core import TyperGroup
 
-from shared_schemas.base import visible
-from trainer_backend.job.load import LoadedJob
+from shared_schemas.plain_text import visible
+
+if TYPE_CHECKING:
+    from trainer_backend.job.load import LoadedJob
 
 
 class TextConsole(Console):
@@ -138,7 +140,7 @@ def tell(console: Console, line: str) -> None:
     console.print(Text(line), soft_wrap=True)
 
 
-def warn(console: Console, loaded: LoadedJob) -> None:
+def warn(console: Console, loaded: "LoadedJob") -> None:
     for warning in loaded.warnings:
         console.print(Text.assemble(("warning:", "yellow"), f" {warning}"), soft_wrap=True)
 
@@ -157,3 +159,9 @@ Overrides = Annotated[
         help="table.key=value, the value in TOML; {} removes a key or a table; may be repeated",
     ),
 ]
+# The commands of `trainer_commands`, whose module help does without.
+TRAINER_COMMANDS = {
+    "trainer": "Serve jobs over HTTP, with the dashboard: each job in a process of its own; Ctrl-C ends it.",
+    "backup": "Write a trainer service's jobs and all run directories to a tar file, also while it runs.",
+    "restore": "Put what `turnwise backup` wrote into an empty data directory, while the service is stopped.",
+}

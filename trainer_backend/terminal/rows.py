@@ -15,8 +15,8 @@ from typing import Any
 from shared_schemas.messages import Message
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import DecisionRewards, StepData, Trajectory, answer_of, prompts
+from trainer_backend.core.imitation import worth_imitating
 from trainer_backend.core.statistics import step_deltas
-from trainer_backend.learner.warmup import worth_imitating
 
 Row = dict[str, Any]
 

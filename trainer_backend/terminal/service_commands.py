@@ -1,35 +1,27 @@
-"""Commands of services: `serve`, `task-app` and `trainer` run until they are stopped; `backup`, `restore`."""
+"""Commands of services: `serve` here, and what `task_app.__main__` and `trainer_commands` declare."""
 
-import asyncio
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from service_kit.settings import make_signature, options_given, read_settings, typer_option
 from shared_schemas.chat import StructuredOutput
-from shared_schemas.urls import is_loopback
-from trainer_backend.errors import JobError
-from trainer_backend.jobs.settings import Settings, find_database
-from trainer_backend.terminal.output import Overrides, TextConsole, tell, warn
+from trainer_backend.terminal.output import TRAINER_COMMANDS, Overrides, TextConsole, tell, warn
 
 _out = TextConsole()
 _err = TextConsole(stderr=True)
 
+# Another command line reads the words, `--help` included: one whose settings need pydantic.
+_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
 
 def add_to(app: typer.Typer) -> None:
     app.command("serve")(serve_model)
-    app.command(
-        "task-app",
-        context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    )(task_app)
-    app.command("trainer")(trainer)
-    app.command("backup")(back_up_runs)
-    app.command("restore")(restore_runs)
+    app.command("task-app", context_settings=_PASSED_ON)(task_app)
+    for name, summary in TRAINER_COMMANDS.items():
+        app.command(name, help=summary, context_settings=_PASSED_ON)(run_trainer_command)
 
 
 def serve_model(
@@ -55,6 +47,9 @@ def serve_model(
 ) -> None:
     """Serve a model to any OpenAI client: chat completions with tools; Ctrl-C ends it."""
     tell(_out, f"turnwise serve {folder}")  # torch takes seconds
+    import asyncio
+
+    from shared_schemas.urls import is_loopback
     from trainer_backend.collect.endpoints import key_from
     from trainer_backend.terminal.serve import serve, what_to_serve
 
@@ -75,66 +70,7 @@ def task_app(context: typer.Context) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "task_app", *context.args])
 
 
-def trainer(context: typer.Context, **_options: Any) -> None:
-    """Serve jobs over HTTP, with the dashboard: each job in a process of its own; Ctrl-C ends it.
+def run_trainer_command(context: typer.Context) -> None:
+    from trainer_backend.terminal.trainer_commands import commands
 
-    TRAINER_API_KEY (or TRAINER_API_KEY_FILE) holds the key that callers must send. TASK_URL names the
-    task apps for jobs that name none; without it each job starts its own.
-    """
-    from trainer_backend.jobs.server import serve_trainer
-
-    serve_trainer(
-        read_settings(Settings, os.environ, **options_given(context)), lambda line: tell(_out, line)
-    )
-
-
-Archive = Annotated[Path | None, typer.Argument(help="a file; absent: standard output or input")]
-DataDirectory = Annotated[Path, typer_option(Settings, "data_dir")]
-DatabaseUrl = Annotated[str | None, typer_option(Settings, "database_url")]
-
-
-def back_up_runs(
-    archive: Archive = None, data_dir: DataDirectory = Path("runs"), database_url: DatabaseUrl = None
-) -> None:
-    """Write the jobs and all run directories of a trainer service to a tar file, also while it runs."""
-    from trainer_backend.jobs.backup import back_up
-
-    with _opened(archive, writes=True) as file:
-        jobs, runs = back_up(data_dir, database_url or find_database(data_dir), file)
-    tell(_err, f"backed up {data_dir}; jobs: {jobs}, run directories: {runs}")
-
-
-def restore_runs(
-    archive: Archive = None, data_dir: DataDirectory = Path("runs"), database_url: DatabaseUrl = None
-) -> None:
-    """Put what `turnwise backup` wrote into an empty data directory, while the service is stopped."""
-    from trainer_backend.jobs.backup import restore
-
-    with _opened(archive, writes=False) as file:
-        jobs, runs = restore(data_dir, database_url or find_database(data_dir), file)
-    tell(_err, f"restored jobs: {jobs}, run directories: {runs}; `turnwise trainer` resumes what was running")
-
-
-@contextmanager
-def _opened(archive: Path | None, *, writes: bool) -> Iterator[IO[bytes]]:
-    if archive is None:
-        yield sys.stdout.buffer if writes else sys.stdin.buffer
-        return
-    try:
-        file = archive.open("xb") if writes else archive.open("rb")
-    except FileExistsError as error:
-        raise JobError(f"{archive} is there already, and a backup replaces no file") from error
-    except OSError as error:
-        raise JobError(f"{archive} cannot be opened: {error.strerror}") from error
-    with file:
-        try:
-            if writes:
-                os.fchmod(file.fileno(), 0o600)  # its owner's alone, as run directories are
-            yield file
-        except BaseException:
-            if writes:
-                archive.unlink()  # a part of a backup is none
-            raise
-
-
-trainer.__signature__ = make_signature(Settings)  # type: ignore[attr-defined]
+    commands([str(context.info_name), *context.args], prog_name="turnwise")

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from shared_schemas.json_text import encodable
 from shared_schemas.messages import Message
+from shared_schemas.plain_text import encodable
 from shared_schemas.rewards import decision_rewards, event_terms
 from shared_schemas.trajectory import StepData, StopReason, exact_tokens, prompts, transcript
 from task_app.dialects.one_call.plan import LegacyPlan

@@ -9,8 +9,8 @@ from functools import cache
 from typing import Any
 
 from shared_schemas.base import suggest_to_policy
-from shared_schemas.json_text import encodable
 from shared_schemas.messages import FunctionSpec, ToolSpec
+from shared_schemas.plain_text import encodable
 from task_app.environments.crafter.rules import ACHIEVEMENTS, ACTIONS, RULES
 from task_app.protocols import PastDecision, ToolRequest
 

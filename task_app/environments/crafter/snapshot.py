@@ -12,7 +12,7 @@ from pydantic import Field
 from pydantic_core import to_json
 
 from shared_schemas.base import Body
-from shared_schemas.json_text import encodable
+from shared_schemas.plain_text import encodable
 from task_app.complaints import state_in
 from task_app.environments.crafter.engine import CrafterEngine
 from task_app.environments.crafter.grid import AREA, CHUNK_COUNT, DIRECTIONS, MATERIAL_COUNT

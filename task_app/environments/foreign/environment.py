@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from shared_schemas.json_text import encodable
 from shared_schemas.messages import Message, ToolSpec
+from shared_schemas.plain_text import encodable
 from task_app.environments.foreign.configs import SYSTEM, RemoteConfig
 from task_app.environments.foreign.peer import Call, ForeignFailed, Peer, Shown, SpokenPeer
 from task_app.environments.foreign.schemas import Tools

@@ -1,15 +1,13 @@
-"""Tool calls against the JSON Schemas of foreign tools."""
+"""Tool calls against the JSON Schemas of foreign tools.
+
+jsonschema is imported with the first tool: it takes a twentieth of the start of a task app.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError, best_match
-from referencing import Registry
-from referencing.exceptions import Unresolvable
-
-from shared_schemas.json_text import encodable
 from shared_schemas.messages import FunctionSpec, ToolSpec
+from shared_schemas.plain_text import encodable
 from task_app.environments.foreign.peer import ForeignFailed
 from task_app.errors import clipped
 from task_app.protocols import ToolRequest
@@ -21,6 +19,9 @@ def tool(name: str, description: str, parameters: Mapping[str, Any], *, of: str)
 
     A foreign server would drop a misspelt argument in silence, and the model would learn from the wrong call.
     """
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import SchemaError
+
     schema = {"type": "object", "properties": {}, "additionalProperties": False, **parameters}
     try:
         Draft202012Validator.check_schema(schema)
@@ -38,6 +39,9 @@ class Tools:
     """The tools of one environment, by name."""
 
     def __init__(self, specs: Sequence[ToolSpec], *, of: str) -> None:
+        from jsonschema import Draft202012Validator
+        from referencing import Registry
+
         self.specs = tuple(specs)
         # With no way to fetch: a `$ref` to another machine would otherwise be followed.
         self._validators = {
@@ -49,6 +53,9 @@ class Tools:
 
     def fault(self, call: ToolRequest) -> str | None:
         """Why the call cannot be carried out, in words for the model; None if it can."""
+        from jsonschema.exceptions import best_match
+        from referencing.exceptions import Unresolvable
+
         if fault := call_fault(call, self._validators):
             return encodable(fault)
         try:

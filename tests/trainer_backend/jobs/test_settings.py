@@ -11,8 +11,8 @@ from typer.main import get_command
 from service_kit.errors import SettingsError
 from service_kit.settings import find_variables, options_given, read_settings
 from shared_schemas.urls import is_loopback
-from trainer_backend.__main__ import app
 from trainer_backend.jobs.settings import Settings
+from trainer_backend.terminal.trainer_commands import commands
 
 
 def test_without_a_key_only_this_machine_is_listened_to():
@@ -44,7 +44,7 @@ def test_a_key_that_no_header_can_carry_is_refused_and_not_repeated(key):
 
 def typed(*words: str) -> Settings:
     """The settings by a command line and the environment."""
-    context = get_command(app).commands["trainer"].make_context("trainer", list(words))
+    context = get_command(commands).commands["trainer"].make_context("trainer", list(words))
     return read_settings(Settings, os.environ, **options_given(context))
 
 

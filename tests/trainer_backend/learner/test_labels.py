@@ -5,9 +5,10 @@ import pytest
 from shared_schemas.messages import FunctionCall, FunctionSpec, Message, ToolCall, ToolSpec
 from shared_schemas.trajectory import ObservationData, StepData, StepInfo, StopReason, Trajectory
 from tests.trainer_backend.learner.hand_made import tiny_tokenizer
+from trainer_backend.core.imitation import LABEL
 from trainer_backend.errors import NothingToLearnFrom
 from trainer_backend.inference.rendering import ChatRenderer
-from trainer_backend.learner.warmup import LABEL, demonstrations
+from trainer_backend.learner.warmup import demonstrations
 
 TOOL = ToolSpec(
     function=FunctionSpec(

@@ -16,7 +16,7 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from service_kit.logs import configure_logs
-from shared_schemas.base import visible
+from shared_schemas.plain_text import visible
 from task_app.__main__ import app as task_app
 from tests.conftest import tiny_job
 from tests.trainer_backend.dialogues import dialogue, finished
