@@ -100,7 +100,7 @@ def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None, *, criti
     width, heads = config.hidden_size, config.num_attention_heads
     count, in_layers = (
         sum(weight.numel() for weight in part.parameters())
-        for part in (model, model.get_decoder().layers)  # type: ignore[no-untyped-call]
+        for part in (model, model.model.layers)
     )
     targets, rank = ((), 0) if lora is None else (lora.target_modules, lora.rank)
     sizes = [(1, layer.in_features + layer.out_features) for layer in adapted_layers(model, targets).values()]
@@ -108,7 +108,7 @@ def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None, *, criti
     return ModelShape(
         parameters=count,
         ends=count - in_layers,
-        layers=len(model.get_decoder().layers),  # type: ignore[no-untyped-call]
+        layers=len(model.model.layers),
         width=width,
         mlp_width=_mlp_width(config),
         heads=heads,

@@ -66,7 +66,7 @@ def shard(model: PreTrainedModel, ranks: Ranks, table: LearnerTable, device: tor
     offload = OffloadPolicy()
     if table.fsdp_cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    for module in (*model.get_decoder().layers, model):  # type: ignore[no-untyped-call]
+    for module in (*model.model.layers, model):
         fully_shard(
             module,
             mesh=mesh,

@@ -36,7 +36,7 @@ def checkpoint_layers(model: PreTrainedModel, layers: bool | int = True) -> None
         ModelFolderError: this architecture cannot checkpoint its layers, or not some of them.
         JobError: the model has fewer layers.
     """
-    decoder = model.get_decoder().layers  # type: ignore[no-untyped-call]
+    decoder = model.model.layers
     count = count_checkpointed(layers, len(decoder))
     if not count:
         return

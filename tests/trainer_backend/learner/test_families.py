@@ -20,7 +20,6 @@ from trainer_backend.errors import JobError
 from trainer_backend.inference.weights import ServedWeights
 from trainer_backend.job.tables import ModelTable
 from trainer_backend.job.training_table import LoopKeys, LoraTable
-from trainer_backend.learner.adapter_folder import FOLDER, take_out
 from trainer_backend.learner.attention import GROUPS, PaddedRows
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.learner import LocalLearner, scorer_of
@@ -31,7 +30,7 @@ from trainer_backend.learner.scoring import Scorer
 from trainer_backend.learner.shapes import refuse_more_layers
 from trainer_backend.learner.stepping import checkpoint_layers, stepping
 from trainer_backend.learner.support import refuse_unsupported
-from trainer_backend.parts import CreditedEpisode
+from trainer_backend.parts import CreditedEpisode, Progress
 
 CPU = Placement(torch.device("cpu"))
 FAMILIES = tuple(KEYS) if os.environ.get("TURNWISE_TEST_FAMILIES") else EACH_KIND
@@ -212,7 +211,7 @@ EXPERTS = ("q_proj", "experts.gate_up_proj", "experts.down_proj")
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_adapters_of_experts_are_exact_in_scores_gradient_engine_checkpoint_and_resume(
+def test_adapters_of_experts_are_exact_in_scores_gradient_engine_and_checkpoint(
     tokenizer, family: str, tmp_path: Path
 ):
     keys = {"lora__rank": 2, "lora__target_modules": EXPERTS, "training__router_aux_coef": 0.0}
@@ -238,14 +237,28 @@ def test_adapters_of_experts_are_exact_in_scores_gradient_engine_checkpoint_and_
     for found, part in zip(scores, parts, strict=True):
         for model in (merged, served):
             torch.testing.assert_close(torch.from_numpy(found), alone(model, part), rtol=0, atol=1e-5)
-    resumed = learner_of_family(tokenizer, family, **keys)
-    resumed._adapter.restore(tmp_path / "1" / FOLDER)
-    assert all(torch.equal(weight, learner.weights()[name]) for name, weight in resumed.weights().items())
-    ends = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-    base = dict(tiny_model(family, vocab_size=300, **ends).named_parameters())
-    take_out(merged, tmp_path / "1" / FOLDER)
-    for name, weight in merged.named_parameters():
-        torch.testing.assert_close(weight, base[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_adapters_of_experts_resume_bit_for_bit_and_transformers_loads_them_with_peft(
+    tokenizer, family: str, tmp_path: Path
+):
+    keys = {"lora__rank": 2, "lora__target_modules": EXPERTS, "training__router_aux_coef": 0.0}
+    learner = learner_of_family(tokenizer, family, **keys)
+    for iteration in (0, 1):  # as after a warm-up, and after an update
+        with torch.no_grad():
+            for weight in learner.weights().values():
+                weight.add_(0.05 * torch.randn_like(weight))
+        if iteration == 0:
+            learner._adapter.begin()
+        learner.save(tmp_path / f"iteration_{iteration}", Progress(iteration, iteration, 0))
+    folder, part = tmp_path / "iteration_1", routed_episodes()[4].segments[0]
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    torch.testing.assert_close(alone(loaded, part), alone(learner.model, part), rtol=0, atol=1e-5)
+    config = replace(learner.config, model=ModelTable(path=tmp_path / "iteration_0"))
+    resumed, _ = LocalLearner.resumed(config, folder)
+    own = learner.model.state_dict()
+    assert all(torch.equal(weight, own[name]) for name, weight in resumed.model.state_dict().items())
 
 
 @pytest.mark.parametrize(

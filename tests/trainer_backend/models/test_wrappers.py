@@ -116,7 +116,8 @@ def test_servers_get_the_wrapper_s_names_and_the_engine_reads_them(kind: str, tm
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_have_the_names_of_the_wrapper_s_layers(kind: str, tmp_path: Path):
     wrapper = wrapper_folder(kind, tmp_path / "model")
-    learner = learner_in(tmp_path / "model", lora={"rank": 2, "target_modules": ["q_proj"]})
+    experts = ["experts.gate_up_proj", "experts.down_proj"] if kind in ("qwen3_5_moe", "llama4") else []
+    learner = learner_in(tmp_path / "model", lora={"rank": 2, "target_modules": ["q_proj", *experts]})
     learner.save(tmp_path / "iteration_0", Progress(iteration=0))
     step(learner)
     learner.save(tmp_path / "iteration_1", Progress(iteration=1))
