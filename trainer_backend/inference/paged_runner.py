@@ -82,7 +82,7 @@ class PagedRunner:
             by_kernel=self._by_kernel, tile_rows=self.tile_rows,
         )  # fmt: skip
         self._grouped: tuple[int, bytes] | None = None  # the cache's version and the rows of the groups
-        self._groups: list[Group] = []
+        self.last_groups: list[Group] = []  # of the step launched last
         self._pending: Step | None = None
 
     def prefill(self, requests: Sequence[Request], *, first_row: int) -> None:
@@ -144,8 +144,8 @@ class PagedRunner:
         if key != self._grouped:
             pairs = zip(rows.tolist(), positions.tolist(), strict=True)
             pages_B = [self.cache.full_pages(row, position) for row, position in pairs]
-            self._groups, self._grouped = groups_of(pages_B, tile_rows=self.tile_rows), key
-        return self._groups
+            self.last_groups, self._grouped = groups_of(pages_B, tile_rows=self.tile_rows), key
+        return self.last_groups
 
     def _likeliest(self, requests: Sequence[Request], options_BN: NDArray[np.float64]) -> Likeliest | None:
         """Rarely asked for, and waited for at once: the next step overwrites the logits.
