@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from bench.gpu_engine import agreement_in_float32, decode_figures
+from bench.gpu_engine import agreement_in_float32, decode_figures, shared_pages_figure
 from bench.gpu_iteration import iteration_figure
 from bench.gpu_learner import attention_figures, learner_figures, long_lora_figure
 from bench.gpu_report import Report, Task
@@ -41,7 +41,7 @@ from bench.gpu_setup import FULL, SHAPES, SMOKE, Plan
 from bench.model_flops import Peak, peak_of
 from trainer_backend.learner.device import Found, place
 
-KINDS = ("agreement", "attention", "learner", "lora", "decode", "iteration")
+KINDS = ("agreement", "attention", "learner", "lora", "decode", "shared", "iteration")
 
 
 def tasks_of(report: Report, shapes: Sequence[str], plan: Plan, device: str, peak: Peak) -> list[Task]:
@@ -59,6 +59,9 @@ def tasks_of(report: Report, shapes: Sequence[str], plan: Plan, device: str, pea
             ),
             Task("attention", name, 10.0, lambda name=name: attention_figures(report, name, plan, placement)),
         ]
+        if placement.device.type == "cuda":  # the kernels of pages
+            run = lambda name=name: shared_pages_figure(report, name, plan, placement)  # noqa: E731
+            tasks.append(Task("shared", name, 20.0, run))
     largest = shapes[-1]
     tasks.append(Task("lora", largest, 0.0, lambda: long_lora_figure(report, largest, plan, placement)))
     tasks.append(

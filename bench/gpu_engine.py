@@ -3,7 +3,7 @@
 import asyncio
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,6 +18,7 @@ from trainer_backend.errors import InferenceError
 from trainer_backend.inference.actor import Generation
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.keys import EngineKeys
+from trainer_backend.inference.paged_runner import PagedRunner
 from trainer_backend.learner.attention import BlockMask
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.loading import copy_to_serve
@@ -29,6 +30,8 @@ LEAST_SHARE = {("4b", 64, 1024): 0.6, ("0.6b", 16, 1024): 0.4}
 # Between the learner's log-probs and the engine's, in nats.
 MOST_RMS_LOW, MOST_FLOAT32 = 2e-2, 1e-4
 PREFILL_TOKENS = 16384
+# Rows, tokens that they share, tokens of each; and the most time of a step, of one that reads row by row.
+SHARED_CELL, MOST_SHARED = (64, 700, 1000), 0.7
 
 
 async def sampled(engine: LocalEngine, prompts: Sequence[Sequence[int]], new: int) -> list[Generation]:
@@ -97,9 +100,7 @@ def decode_figure(
     asyncio.run(sampled(engine, random_prompts(rows, len(prompts[0]), shape.vocabulary, seed=1), plan.new))
     cold, first = run(1), run(1)
     before = engine.counters.prompt_tokens_reused
-    # Calls of which one is longer by so many steps: what they begin and end with is in both.
-    short, long = ([run(1 + count * plan.new) for _ in range(plan.rounds)] for count in (1, 2))
-    step = (statistics.median(long) - statistics.median(short)) / plan.new
+    step = step_seconds(run, plan)
     reused = (engine.counters.prompt_tokens_reused - before) / (2 * plan.rounds * rows * len(prompts[0]))
     limit = decode_seconds(shape, peak, rows=rows, cached=context)
     least = LEAST_SHARE.get((name, rows, context))
@@ -121,6 +122,57 @@ def decode_figure(
         name,
         f"{rows:3d} rows of {context:5d}: {tokens / seconds:7.0f} tokens/s, {seconds:.3f} s, MFU {mfu:.1%}",
         rows=rows, context=context, tokens_per_s=tokens / seconds, mfu=mfu,
+    )  # fmt: skip
+
+
+def step_seconds(run: Callable[[int], float], plan: Plan) -> float:
+    """Of a decode step, where `run` samples so many tokens and returns the seconds it took.
+
+    By calls of which one is longer by so many steps: what they begin and end with is in both.
+    """
+    short, long = ([run(1 + count * plan.new) for _ in range(plan.rounds)] for count in (1, 2))
+    return (statistics.median(long) - statistics.median(short)) / plan.new
+
+
+def shared_pages_figure(report: Report, name: str, plan: Plan, placement: Placement) -> None:
+    """A decode step of rows that begin with the same pages, which are read once, and row by row."""
+    rows, shared, context = SHARED_CELL
+    config = config_of(name)
+    engine = LocalEngine(
+        copy_to_serve(model_of(config, placement.device), placement.held),
+        stop_ids=[],
+        keys=EngineKeys(max_running=rows, max_model_len=context + 2 * plan.new),
+        prefill_tokens=PREFILL_TOKENS,
+    )
+    trunk = random_prompts(1, shared, config.vocab_size)[0]
+    own = random_prompts(rows, context - shared - 3 * plan.new // 2, config.vocab_size)
+    prompts = [[*trunk, *ids] for ids in own]
+
+    def run(new: int) -> float:
+        return timed(lambda: asyncio.run(sampled(engine, prompts, new)), torch.device("cpu"))
+
+    engine.start()
+    try:
+        runner = engine._worker.batch._runner
+        assert isinstance(runner, PagedRunner), "the kernels do not run on this device"
+        asyncio.run(sampled(engine, [trunk], 1))  # from now on all rows find its pages
+        steps, grouped, tiles = [], [], runner.tile_rows
+        for tile_rows in (1, tiles, 1, tiles):  # in turns; tiles of one row make no group
+            runner.tile_rows = tile_rows
+            run(plan.new)  # captures the graphs
+            grouped.append(sum(len(group.rows) for group in runner.last_groups))
+            steps.append(step_seconds(run, plan))
+    finally:
+        engine.stop()
+    plain, once = min(steps[::2]), min(steps[1::2])
+    report.add(
+        "shared",
+        name,
+        f"{rows} rows with {shared} of {context} tokens shared: {1e3 * once:.2f} ms a step, read row by row "
+        f"{1e3 * plain:.2f} ms: x{once / plain:.2f} (at most x{MOST_SHARED}); rows in groups: {grouped}",
+        met=once <= MOST_SHARED * plain,
+        missed="TOO SLOW",
+        steps_s=steps, grouped=grouped, ratio=once / plain,
     )  # fmt: skip
 
 

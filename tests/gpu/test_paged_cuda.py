@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Iterator
 from copy import deepcopy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +12,16 @@ import torch
 from transformers import PreTrainedModel
 
 from shared_schemas.trajectory import Sampling
-from tests.trainer_backend.inference.test_paged_attention import PASSES, SHAPES, Case, by, by_definition
+from tests.trainer_backend.inference.test_paged_attention import (
+    PASSES,
+    SHAPES,
+    SHARING,
+    Case,
+    by,
+    by_definition,
+    sharing,
+    tiles_of,
+)
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.page_memory import RESERVE_BYTES, free_memory
@@ -49,6 +59,30 @@ def test_shapes_of_real_models_with_many_rows(sizes: dict[str, int]):
     store, attend = by("triton")
     case.store(store, 0)
     torch.testing.assert_close(case.attend(attend, 0).double(), case.expected(), rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", ATOL)
+@pytest.mark.parametrize("name", SHARING)
+def test_compiled_attention_of_shared_pages_is_that_of_each_row(name: str, dtype: torch.dtype):
+    case, groups = sharing(name, dtype=dtype, device=CUDA)
+    store, attend = by("triton")
+    case.store(store, 1)
+    tiles = tiles_of(case, groups, tile_rows=4)
+    shared, plain = case.attend(partial(attend, tiles=tiles), 1), case.attend(attend, 1)
+    torch.testing.assert_close(shared.double(), case.expected(), rtol=0, atol=ATOL[dtype])
+    torch.testing.assert_close(shared, plain, rtol=0, atol=ATOL[dtype])
+
+
+async def test_rows_that_share_pages_run_as_graphs_with_exact_logprobs(
+    engine: LocalEngine, model: PreTrainedModel
+):
+    shared = [i % 256 for i in range(100)]
+    asked = [([*shared, i], Sampling(max_tokens=20, seed=i)) for i in range(8)]
+    for _ in range(2):  # the second time, all find the prefix
+        results = await sampled(engine, asked)
+    for (ids, _), result in zip(asked, results, strict=True):
+        assert_logprobs(model, ids, result)
+    assert any(kind.shares for kind in engine._worker.batch._runner._static._captured)
 
 
 @pytest.mark.parametrize("dtype", ATOL)
@@ -121,7 +155,7 @@ async def test_steps_run_as_graphs_with_exact_logprobs_at_every_number_of_rows(
         for (ids, _), result in zip(asked, await sampled(engine, asked), strict=True):
             assert_logprobs(model, ids, result)
     captured = engine._worker.batch._runner._static._captured
-    assert {rows for rows, _ in captured} >= {1, 4, 24}
+    assert {kind.rows for kind in captured} >= {1, 4, 24}
 
 
 async def test_a_graph_samples_what_the_same_step_samples_without(

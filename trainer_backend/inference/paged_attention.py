@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from trainer_backend.inference.page_memory import PageMemory
+from trainer_backend.inference.page_tiles import Tiles
 from trainer_backend.inference.pages import PAGE
 
 log = structlog.get_logger(__name__)
@@ -33,7 +34,14 @@ def store(memory: PageMemory, layer: int, slots_T: Tensor, k_THD: Tensor, v_THD:
 
 
 def attend(
-    memory: PageMemory, layer: int, q_BHD: Tensor, table_BP: Tensor, lengths_B: Tensor, *, scale: float
+    memory: PageMemory,
+    layer: int,
+    q_BHD: Tensor,
+    table_BP: Tensor,
+    lengths_B: Tensor,
+    *,
+    scale: float,
+    tiles: Tiles | None = None,
 ) -> Tensor:
     """[B, H, D] attention of one query a row to the first tokens of its pages, in the type of the cache.
 
@@ -42,11 +50,12 @@ def attend(
             cache's heads, whose queries are adjacent.
         table_BP: int32, the pages of each row in order; what lies behind its length is not read.
         lengths_B: int32, tokens that each row sees; 0 for a row that fills a bucket up, whose result is 0.
+        tiles: rows whose shared pages are read once, by the kernels; torch reads them row by row.
     """
     if kernels_are_here(memory.device):
         from trainer_backend.inference import paged_kernel
 
-        return paged_kernel.attend(memory, layer, q_BHD, table_BP, lengths_B, scale)
+        return paged_kernel.attend(memory, layer, q_BHD, table_BP, lengths_B, scale, tiles)
     return attend_by_torch(memory, layer, q_BHD, table_BP, lengths_B, scale)
 
 
@@ -90,6 +99,14 @@ def attend_by_torch(
     )  # fmt: skip
     # Softmax over no key is NaN on some devices.
     return torch.where((lengths_B > 0)[:, None, None], out_BH1D[:, :, 0], 0.0)
+
+
+def tile_rows(memory: PageMemory, heads: int) -> int:
+    """Return of how many rows, with so many heads of queries, the kernels read shared pages at once."""
+    from trainer_backend.inference import paged_kernel
+
+    group = heads // memory.heads
+    return paged_kernel.block_rows(memory, group) // group
 
 
 def kernels_are_here(device: torch.device) -> bool:

@@ -24,6 +24,8 @@ class PagedCache:
         self._evict: Callable[[], bool] = lambda: False
         self.tables: NDArray[np.int32] = np.zeros((slots, pages_for(max_len)), dtype=np.int32)
         self._rows: list[list[int]] = [[] for _ in range(slots)]
+        self.version = 0
+        """Changes with the pages that rows begin with, and not as rows grow."""
         self.pool = PagePool(limit, grow=memory.grow, evict=lambda: self._evict(), copy=memory.copy)
 
     def holds(self, place: int | list[int], length: int) -> bool:
@@ -40,6 +42,7 @@ class PagedCache:
 
     def move_row(self, source: int, target: int, length: int) -> None:
         """Give a row another number; none has it."""
+        self.version += 1
         self._rows[target], self._rows[source] = self._rows[source], []
         self._note(target)
 
@@ -61,6 +64,7 @@ class PagedCache:
     def close_row(self, row: int) -> None:
         self.pool.drop(self._rows[row])
         self._rows[row] = []
+        self.version += 1
 
     def extend(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
         """Give rows pages for so many tokens each. If there is no room, some of them may have got theirs."""
@@ -70,6 +74,10 @@ class PagedCache:
                 if not self.pool.extend(pages, length):
                     self._refuse(length)
                 self._note(row)
+
+    def full_pages(self, row: int, length: int) -> list[int]:
+        """Return the pages of a row that so many tokens fill; none is written again."""
+        return self._rows[row][: length // PAGE]
 
     def release(self) -> None:
         """Give all memory back to the device; no row is open and no copy kept."""
@@ -88,6 +96,7 @@ class PagedCache:
             self._refuse(room)
         else:
             self._rows[row] = pages
+            self.version += 1
             self._note(row)
 
     def _note(self, row: int) -> None:

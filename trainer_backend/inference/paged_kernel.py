@@ -3,7 +3,9 @@
 Attention of a decode step (Flash-Decoding): the keys of a row are dealt out to splits, each of which keeps
 an online softmax in float32 for all query heads that share its keys; a second kernel joins the splits.
 Lengths and tables are read on the device, and nothing of a launch depends on them, so a CUDA graph can hold
-it. How a row is cut depends on its own length alone: its sums do not change with its neighbours.
+it. How a row is cut depends on its own length alone: its sums do not change with its neighbours. Where rows
+begin with the same pages (`page_tiles`), these are read once for a tile of rows, by splits of their own; what
+lies behind them is read row by row, and the same second kernel joins both.
 
 Pages lie in slabs (`page_memory`), whose addresses are read from the device too: slabs may be added or
 replaced under a captured graph. A slab is [2, layers, pages, PAGE, kv_heads, head_dim], keys first.
@@ -23,10 +25,13 @@ import triton.language as tl
 from torch import Tensor
 
 from trainer_backend.inference.page_memory import PageMemory
+from trainer_backend.inference.page_tiles import Tiles
 from trainer_backend.inference.pages import PAGE
 
 # Splits of the longest rows, and the fewest keys of a split: fewer do not pay for joining them.
 SPLITS, LEAST = 16, 256
+# Of pages that rows share: their programs have many queries, and are few.
+LEAST_SHARED = 64
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 LOG2_E = 1.4426950408889634
 # tl.dot takes no fewer rows.
@@ -51,36 +56,31 @@ def _share(length, SPLITS: tl.constexpr, LEAST: tl.constexpr, TILE: tl.constexpr
 
 
 @triton.jit
-def _attend_split(
-    q_ptr, bases_ptr, table_ptr, lengths_ptr, parts_ptr, weights_ptr,
-    q_row, q_head, table_row, keys, values, scale, DTYPE: tl.constexpr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    PAGE: tl.constexpr, SLAB: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+def _attend_keys(
+    q, last, start, end, bases_ptr, table_ptr, head, keys, values, scale, DTYPE: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, SLAB: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = tl.load(lengths_ptr + row)
-    share = _share(length, SPLITS, LEAST, TILE)
-    start = split * share
-    if start >= length:
-        return
-    end = tl.minimum(start + share, length)
-    g, d, n = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, TILE)
-    in_group, in_head = g < GROUP, d < DIM
-    q_places = row.to(tl.int64) * q_row + (head * GROUP + g[:, None]) * q_head + d[None, :]
-    q = tl.load(q_ptr + q_places, mask=in_group[:, None] & in_head[None, :], other=0.0).to(DTYPE)
+    """Online softmax of queries [ROWS, WIDTH] over the keys from `start` to `end` in the pages of a table.
+
+    A query sees keys up to its `last` position, and the one at `start`, so no maximum is of nothing. Returns
+    the maximum of the scores, and relative to it the sum of exponentials and the weighted sum of values.
+    """
+    d, n = tl.arange(0, WIDTH), tl.arange(0, TILE)
+    in_head = d < DIM
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
     for first in range(start, end, TILE):
         position = first + n
         is_key = position < end
-        page = tl.load(table_ptr + row.to(tl.int64) * table_row + position // PAGE, mask=is_key, other=0)
+        page = tl.load(table_ptr + position // PAGE, mask=is_key, other=0)
         starts = _page_starts(bases_ptr, page, SLAB, PAGE * HEADS * DIM, DTYPE)
         starts += (position % PAGE) * (HEADS * DIM) + head * DIM
         mask = is_key[:, None] & in_head[None, :]
         k = tl.load(starts[:, None] + keys + d[None, :], mask=mask, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(is_key[None, :], scores, float("-inf"))
+        scores = tl.where(position[None, :] <= last[:, None], scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 1))
         shrink = tl.exp2(best - higher)
         p = tl.exp2(scores - higher[:, None])
@@ -89,29 +89,102 @@ def _attend_split(
         sums = sums * shrink[:, None] + tl.dot(p.to(DTYPE), v, input_precision="ieee")
         total = total * shrink + tl.sum(p, 1)
         best = higher
-    places = ((row.to(tl.int64) * HEADS + head) * GROUP + g) * SPLITS + split
+    return best, total, sums
+
+
+@triton.jit
+def _attend_split(
+    q_ptr, bases_ptr, table_ptr, lengths_ptr, shared_ptr, parts_ptr, weights_ptr,
+    q_row, q_head, table_row, keys, values, scale, DTYPE: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, SLAB: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths_ptr + row)
+    begin = 0
+    if PARTS > SPLITS:
+        begin = tl.load(shared_ptr + row)
+    share = _share(length - begin, SPLITS, LEAST, TILE)
+    start = begin + split * share
+    if start >= length:
+        return
+    end = tl.minimum(start + share, length)
+    g, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    in_group, in_head = g < GROUP, d < DIM
+    q_places = row.to(tl.int64) * q_row + (head * GROUP + g[:, None]) * q_head + d[None, :]
+    q = tl.load(q_ptr + q_places, mask=in_group[:, None] & in_head[None, :], other=0.0).to(DTYPE)
+    best, total, sums = _attend_keys(
+        q, tl.zeros([ROWS], tl.int32) + (end - 1), start, end,
+        bases_ptr, table_ptr + row.to(tl.int64) * table_row, head, keys, values, scale, DTYPE,
+        HEADS, DIM, ROWS, WIDTH, PAGE, SLAB, TILE,
+    )  # fmt: skip
+    places = ((row.to(tl.int64) * HEADS + head) * GROUP + g) * PARTS + split
     tl.store(weights_ptr + places, best + tl.log2(total), mask=in_group)
     mask = in_group[:, None] & in_head[None, :]
     tl.store(parts_ptr + places[:, None] * DIM + d[None, :], sums / total[:, None], mask=mask)
 
 
 @triton.jit
+def _attend_shared(
+    q_ptr, bases_ptr, table_ptr, tiles_ptr, shared_ptr, parts_ptr, weights_ptr,
+    q_row, q_head, table_row, keys, values, scale, DTYPE: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, SLAB: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+    PARTS: tl.constexpr, MEMBERS: tl.constexpr,
+):  # fmt: skip
+    """A split of the pages that the rows of a tile share, for the queries of all of them."""
+    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    one = tl.load(tiles_ptr + tile * MEMBERS)
+    if one < 0:
+        return
+    length = tl.load(shared_ptr + one)
+    share = _share(length, SPLITS, LEAST, TILE)
+    start = split * share
+    if start >= length:
+        return
+    end = tl.minimum(start + share, length)
+    m, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    member, in_head = m // GROUP, d < DIM
+    row = tl.load(tiles_ptr + tile * MEMBERS + member, mask=member < MEMBERS, other=-1).to(tl.int64)
+    is_query, query_head = row >= 0, head * GROUP + m % GROUP
+    mask = is_query[:, None] & in_head[None, :]
+    q = tl.load(q_ptr + (row * q_row + query_head * q_head)[:, None] + d[None, :], mask=mask, other=0.0)
+    best, total, sums = _attend_keys(
+        q.to(DTYPE), tl.zeros([ROWS], tl.int32) + (end - 1), start, end,
+        bases_ptr, table_ptr + one.to(tl.int64) * table_row, head, keys, values, scale, DTYPE,
+        HEADS, DIM, ROWS, WIDTH, PAGE, SLAB, TILE,
+    )  # fmt: skip
+    # Behind the splits of the row's own keys.
+    places = (row * (HEADS * GROUP) + query_head) * PARTS + (PARTS - SPLITS) + split
+    tl.store(weights_ptr + places, best + tl.log2(total), mask=is_query)
+    tl.store(parts_ptr + places[:, None] * DIM + d[None, :], sums / total[:, None], mask=mask)
+
+
+@triton.jit
 def _join_splits(
-    parts_ptr, weights_ptr, lengths_ptr, out_ptr,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+    parts_ptr, weights_ptr, lengths_ptr, shared_ptr, out_ptr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    SPLITS: tl.constexpr, LEAST: tl.constexpr, LEAST_SHARED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths_ptr + row)
-    s, d = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
-    is_split = s < tl.cdiv(length, _share(length, SPLITS, LEAST, TILE))
+    s, d = tl.arange(0, PARTS), tl.arange(0, WIDTH)
+    if PARTS > SPLITS:
+        shared = tl.load(shared_ptr + row)
+        own = length - shared
+        is_split = s < tl.cdiv(own, _share(own, SPLITS, LEAST, TILE))
+        end = SPLITS + tl.cdiv(shared, _share(shared, SPLITS, LEAST_SHARED, TILE))
+        is_split |= (s >= SPLITS) & (s < end)
+    else:
+        is_split = s < tl.cdiv(length, _share(length, SPLITS, LEAST, TILE))
     in_head = d < DIM
     place = row.to(tl.int64) * HEADS + head
-    logs = tl.load(weights_ptr + place * SPLITS + s, mask=is_split, other=float("-inf"))
+    logs = tl.load(weights_ptr + place * PARTS + s, mask=is_split, other=float("-inf"))
     # A row without keys has no maximum.
     weights = tl.exp2(logs - tl.maximum(tl.max(logs, 0), -1e30))
     mask = is_split[:, None] & in_head[None, :]
-    parts = tl.load(parts_ptr + (place * SPLITS + s[:, None]) * DIM + d[None, :], mask=mask, other=0.0)
+    parts = tl.load(parts_ptr + (place * PARTS + s[:, None]) * DIM + d[None, :], mask=mask, other=0.0)
     # Such a row fills a bucket up, and attends to nothing: 0.
     joined = tl.sum(parts * weights[:, None], 0) / tl.maximum(tl.sum(weights, 0), 1e-30)
     tl.store(out_ptr + place * DIM + d, joined.to(out_ptr.dtype.element_ty), mask=in_head)
@@ -146,35 +219,17 @@ def _attend_block(
     block, head = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(blocks_ptr + block * 4), tl.load(blocks_ptr + block * 4 + 1)
     row, start = tl.load(blocks_ptr + block * 4 + 2), tl.load(blocks_ptr + block * 4 + 3)
-    m, d, n = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, TILE)
+    m, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     token, in_head = m // GROUP, d < DIM
     query_head = head * GROUP + m % GROUP
     mask = (token < count)[:, None] & in_head[None, :]
     place = (first + token).to(tl.int64)
     q = tl.load(q_ptr + (place * q_row + query_head * q_head)[:, None] + d[None, :], mask=mask, other=0.0)
-    q = q.to(DTYPE)
-    best = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, WIDTH], tl.float32)
-    end = start + count
-    for at in range(0, end, TILE):
-        position = at + n
-        is_key = position < end
-        page = tl.load(tables_ptr + row.to(tl.int64) * table_row + position // PAGE, mask=is_key, other=0)
-        starts = _page_starts(bases_ptr, page, SLAB, PAGE * HEADS * DIM, DTYPE)
-        starts += (position % PAGE) * (HEADS * DIM) + head * DIM
-        is_read = is_key[:, None] & in_head[None, :]
-        k = tl.load(starts[:, None] + keys + d[None, :], mask=is_read, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        # Every query sees the first key, so no maximum is of nothing.
-        scores = tl.where(position[None, :] <= (start + token)[:, None], scores, float("-inf"))
-        higher = tl.maximum(best, tl.max(scores, 1))
-        shrink = tl.exp2(best - higher)
-        p = tl.exp2(scores - higher[:, None])
-        v = tl.load(starts[:, None] + values + d[None, :], mask=is_read, other=0.0)
-        sums = sums * shrink[:, None] + tl.dot(p.to(DTYPE), v, input_precision="ieee")
-        total = total * shrink + tl.sum(p, 1)
-        best = higher
+    _, total, sums = _attend_keys(
+        q.to(DTYPE), start + token, 0, start + count,
+        bases_ptr, tables_ptr + row.to(tl.int64) * table_row, head, keys, values, scale, DTYPE,
+        HEADS, DIM, ROWS, WIDTH, PAGE, SLAB, TILE,
+    )  # fmt: skip
     out = (sums / total[:, None]).to(DTYPE)
     places = (place * (HEADS * GROUP) + query_head) * DIM
     tl.store(out_ptr + places[:, None] + d[None, :], out, mask=mask)
@@ -194,26 +249,44 @@ def store(memory: PageMemory, layer: int, slots_T: Tensor, k_THD: Tensor, v_THD:
 
 
 def attend(
-    memory: PageMemory, layer: int, q_BHD: Tensor, table_BP: Tensor, lengths_B: Tensor, scale: float
+    memory: PageMemory,
+    layer: int,
+    q_BHD: Tensor,
+    table_BP: Tensor,
+    lengths_B: Tensor,
+    scale: float,
+    tiles: Tiles | None = None,
 ) -> Tensor:
-    """As `paged_attention.attend`. Scratch memory: [B, H, SPLITS, D] float32."""
+    """As `paged_attention.attend`. Scratch memory: [B, H, SPLITS, D] float32, with tiles twice that."""
     rows, heads, dim = q_BHD.shape
-    keys, values = memory.offsets(layer)
     group, width, tile = heads // memory.heads, triton.next_power_of_2(dim), _tile(memory)
-    parts = q_BHD.new_empty((rows, heads, SPLITS, dim), dtype=torch.float32)
-    weights = q_BHD.new_empty((rows, heads, SPLITS), dtype=torch.float32)
+    count = SPLITS if tiles is None else 2 * SPLITS
+    parts = q_BHD.new_empty((rows, heads, count, dim), dtype=torch.float32)
+    weights = q_BHD.new_empty((rows, heads, count), dtype=torch.float32)
     out_BHD = q_BHD.new_empty((rows, heads, dim), dtype=memory.dtype)
+    shared_B = lengths_B if tiles is None else tiles.shared_B  # without tiles it is not read
+    tensors = (parts, weights)
+    numbers = (q_BHD.stride(0), q_BHD.stride(1), table_BP.stride(0), *memory.offsets(layer), scale * LOG2_E)
+    form = {
+        "DTYPE": TYPES[memory.dtype], "HEADS": memory.heads, "GROUP": group, "DIM": dim,
+        "WIDTH": max(_LEAST_ROWS, width), "PAGE": PAGE, "SLAB": memory.slab_pages, "TILE": tile,
+        "SPLITS": SPLITS, "PARTS": count,
+    }  # fmt: skip
+    if tiles is not None:
+        _attend_shared[(len(tiles.rows_NM), memory.heads, SPLITS)](
+            q_BHD, memory.bases_S, table_BP, tiles.rows_NM, shared_B, *tensors, *numbers, **form,
+            ROWS=block_rows(memory, group), LEAST=LEAST_SHARED, MEMBERS=tiles.rows_NM.shape[1],
+            num_warps=4, num_stages=_STAGES,
+        )  # fmt: skip
     _attend_split[(rows, memory.heads, SPLITS)](
-        q_BHD, memory.bases_S, table_BP, lengths_B, parts, weights,
-        q_BHD.stride(0), q_BHD.stride(1), table_BP.stride(0), keys, values, scale * LOG2_E,
-        DTYPE=TYPES[memory.dtype], HEADS=memory.heads, GROUP=group, DIM=dim,
-        ROWS=max(_LEAST_ROWS, triton.next_power_of_2(group)), WIDTH=max(_LEAST_ROWS, width),
-        PAGE=PAGE, SLAB=memory.slab_pages, TILE=tile, SPLITS=SPLITS, LEAST=LEAST,
+        q_BHD, memory.bases_S, table_BP, lengths_B, shared_B, *tensors, *numbers, **form,
+        ROWS=max(_LEAST_ROWS, triton.next_power_of_2(group)), LEAST=LEAST,
         num_warps=2, num_stages=_STAGES + 1,
     )  # fmt: skip
     _join_splits[(rows, heads)](
-        parts, weights, lengths_B, out_BHD,
-        HEADS=heads, DIM=dim, WIDTH=width, TILE=tile, SPLITS=SPLITS, LEAST=LEAST, num_warps=1,
+        parts, weights, lengths_B, shared_B, out_BHD,
+        HEADS=heads, DIM=dim, WIDTH=width, TILE=tile, SPLITS=SPLITS, LEAST=LEAST,
+        LEAST_SHARED=LEAST_SHARED, PARTS=count, num_warps=count // SPLITS,
     )  # fmt: skip
     return out_BHD
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from trainer_backend.inference.page_memory import PageMemory
+from trainer_backend.inference.page_tiles import Tiles
 from trainer_backend.inference.paged_attention import attend, gather, store
 from trainer_backend.inference.pages import PAGE
 
@@ -16,16 +17,25 @@ Counts = NDArray[np.int64]
 class DecodeAttention:
     """One token a row, read on the device: its keys and values go to `slots_B` (int64)."""
 
-    def __init__(self, memory: PageMemory, slots_B: Tensor, table_BP: Tensor, lengths_B: Tensor) -> None:
+    def __init__(
+        self,
+        memory: PageMemory,
+        slots_B: Tensor,
+        table_BP: Tensor,
+        lengths_B: Tensor,
+        tiles: Tiles | None = None,
+    ) -> None:
         self._memory, self._slots_B = memory, slots_B
-        self._table_BP, self._lengths_B = table_BP, lengths_B
+        self._table_BP, self._lengths_B, self._tiles = table_BP, lengths_B, tiles
 
     def write(self, layer: int, keys_TKD: Tensor, values_TKD: Tensor) -> None:
         store(self._memory, layer, self._slots_B, keys_TKD, values_TKD)
 
     def attend(self, layer: int, queries_THD: Tensor) -> Tensor:
         scale = self._memory.dim**-0.5
-        return attend(self._memory, layer, queries_THD, self._table_BP, self._lengths_B, scale=scale)
+        return attend(
+            self._memory, layer, queries_THD, self._table_BP, self._lengths_B, scale=scale, tiles=self._tiles
+        )
 
 
 class PrefillAttention:

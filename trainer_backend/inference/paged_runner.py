@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from trainer_backend.inference.decoder import Decoder
 from trainer_backend.inference.page_memory import PageMemory, page_bytes, whole_slabs
-from trainer_backend.inference.paged_attention import kernels_are_here
+from trainer_backend.inference.page_tiles import Group, groups_of
+from trainer_backend.inference.paged_attention import kernels_are_here, tile_rows
 from trainer_backend.inference.paged_cache import PagedCache
 from trainer_backend.inference.paged_pass import PrefillAttention
 from trainer_backend.inference.pages import pages_for
@@ -75,10 +76,13 @@ class PagedRunner:
         )  # fmt: skip
         self.cache = PagedCache(memory, slots=slots, max_len=max_len, limit=limit)
         self._heads, self._memory = heads.queries, memory
+        self.tile_rows = tile_rows(memory, heads.queries) if self._by_kernel else 1
         self._static = StaticStep(
             self._decoder, memory, slots=slots, pages=pages_for(max_len), graphs=device.type == "cuda",
-            by_kernel=self._by_kernel,
+            by_kernel=self._by_kernel, tile_rows=self.tile_rows,
         )  # fmt: skip
+        self._grouped: tuple[int, bytes] | None = None  # the cache's version and the rows of the groups
+        self.last_groups: list[Group] = []  # of the step launched last
         self._pending: Step | None = None
 
     def prefill(self, requests: Sequence[Request], *, first_row: int) -> None:
@@ -125,11 +129,23 @@ class PagedRunner:
         floats = (uniforms_B[:, None], columns.processed[rows][:, None], options_BN)
         floats_BN = np.concatenate(floats, axis=1, dtype=np.float64)
         tables_BP = self.cache.tables[rows]
-        launched = self._static.launch(ints_B4, floats_BN, tables_BP, truncates=bool(truncated_B.any()))
+        launched = self._static.launch(
+            ints_B4, floats_BN, tables_BP, truncates=bool(truncated_B.any()),
+            groups=self._groups_of(rows, positions),
+        )  # fmt: skip
         columns.sources[rows] = np.arange(len(rows))
         columns.advance(rows)
         of_rows = [requests[row] for row in rows]
         return Step(of_rows, launched, truncated_B, self._likeliest(of_rows, options_BN))
+
+    def _groups_of(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Group]:
+        """Those of the step's rows that share pages; found when the running rows change."""
+        key = self.cache.version, rows.tobytes()
+        if key != self._grouped:
+            pairs = zip(rows.tolist(), positions.tolist(), strict=True)
+            pages_B = [self.cache.full_pages(row, position) for row, position in pairs]
+            self.last_groups, self._grouped = groups_of(pages_B, tile_rows=self.tile_rows), key
+        return self.last_groups
 
     def _likeliest(self, requests: Sequence[Request], options_BN: NDArray[np.float64]) -> Likeliest | None:
         """Rarely asked for, and waited for at once: the next step overwrites the logits.

@@ -16,6 +16,7 @@ from trainer_backend.inference.paged_runner import BY_DEVICE, PagedRunner, PageL
 from trainer_backend.inference.request import Request, read_rests
 from trainer_backend.inference.row_attention import RowAttentions
 from trainer_backend.models.kinds import why_not_by_position
+from trainer_backend.models.part_attention import why_no_parts
 from trainer_backend.models.routers import Routers
 
 log = structlog.get_logger(__name__)
@@ -68,6 +69,9 @@ class DecoderRunner:
         self._decoder = Decoder(model, max_len=max_len)
         self._device = model.device
         shares = self._device.type == "cpu" and model.dtype == torch.float32
+        if shares and (reason := why_no_parts()) is not None:
+            shares = False
+            log.warning("engine_shares_no_trunks", reason=reason)
         self.cache = SlotCache(slots=slots, max_len=max_len, dtype=model.dtype, shares=shares)
         heads = self._decoder.heads
         self._attentions = RowAttentions(

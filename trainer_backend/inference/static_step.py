@@ -3,12 +3,14 @@
 A step is launched, and read later: the next one may be launched before, since a row's token goes from step
 to step on the device. So the device does not wait for the host. Rows are filled up to a bucket; rows that
 fill up store nothing, see no key, and sample what nobody reads. A graph for each bucket and each kind of
-sampling is captured when it is first needed. Where one cannot be captured the log says why, and the
-same step runs without it, as on a CPU; for want of memory, until it is tried again.
+sampling, with and without shared pages (`page_tiles`), is captured when it is first needed. Where one cannot
+be captured the log says why, and the same step runs without it, as on a CPU; for want of memory, until it is
+tried again.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import structlog
@@ -18,7 +20,9 @@ from torch import Tensor
 
 from trainer_backend.inference.decoder import Decoder
 from trainer_backend.inference.page_memory import PageMemory
+from trainer_backend.inference.page_tiles import Group, Tiles, fill_tiles, most_tiles
 from trainer_backend.inference.paged_pass import DecodeAttention
+from trainer_backend.inference.pages import PAGE
 from trainer_backend.inference.sampler import OPTIONS, PLAIN_OPTIONS, RowSettings, sample
 from trainer_backend.models.folder import is_out_of_memory
 
@@ -36,6 +40,14 @@ PATIENCE = 256
 def buckets(slots: int) -> list[int]:
     """Return the numbers of rows that steps are made for: 1, 2, 4, 8, then every 8, and the most."""
     return sorted({bucket for bucket in (1, 2, 4, *range(_STEP, slots, _STEP)) if bucket < slots} | {slots})
+
+
+class _Kind(NamedTuple):
+    """What a graph is captured for: the bucket, whether rows truncate, and whether any share pages."""
+
+    rows: int
+    truncates: bool
+    shares: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +68,11 @@ class Launched:
 class _Buffers:
     """One set of host buffers: pinned for a GPU, so that copies run beside the host's work."""
 
-    def __init__(self, slots: int, pages: int, *, pinned: bool) -> None:
+    def __init__(self, slots: int, pages: int, tile_rows: int, *, pinned: bool) -> None:
         self.ints = torch.zeros((slots, 4), dtype=torch.int64, pin_memory=pinned)
         self.floats = torch.zeros((slots, _FLOATS), dtype=torch.float64, pin_memory=pinned)
         self.tables = torch.zeros((slots, pages), dtype=torch.int32, pin_memory=pinned)
+        self.tiles = _tiles(slots, tile_rows, torch.device("cpu"), pinned=pinned)
         self.out = torch.zeros((slots, 3), dtype=torch.float64, pin_memory=pinned)
 
     def fill(self, ints_B4: Ints, floats_BN: Floats, tables_BP: NDArray[np.int32], bucket: int) -> None:
@@ -69,15 +82,31 @@ class _Buffers:
         floats[count:bucket] = (0.0, 0.0, *PLAIN_OPTIONS)
 
 
+def _tiles(slots: int, tile_rows: int, device: torch.device, *, pinned: bool = False) -> Tiles:
+    rows_NM, shared_B = (
+        torch.zeros(shape, dtype=torch.int32, device=device, pin_memory=pinned)
+        for shape in ((most_tiles(slots), tile_rows), (slots,))
+    )
+    return Tiles(rows_NM, shared_B)
+
+
 class StaticStep:
-    """Steps of up to `slots` rows of at most `pages`. Belongs to the engine thread.
+    """Steps of up to `slots` rows of at most `pages`, in tiles of `tile_rows`. Belongs to the engine thread.
 
     `graphs` says whether to capture graphs, which takes a CUDA device; `by_kernel` whether to sample by
     Triton's kernels (`kernels_are_here`), where nothing is truncated.
     """
 
     def __init__(
-        self, decoder: Decoder, memory: PageMemory, *, slots: int, pages: int, graphs: bool, by_kernel: bool
+        self,
+        decoder: Decoder,
+        memory: PageMemory,
+        *,
+        slots: int,
+        pages: int,
+        graphs: bool,
+        by_kernel: bool,
+        tile_rows: int = 1,
     ) -> None:
         device = memory.device
         self._by_kernel = by_kernel
@@ -87,21 +116,28 @@ class StaticStep:
         self._buckets = buckets(slots)
         on_gpu = device.type == "cuda"
         # Two sets: one is filled while the copies from the other may still run.
-        self._hosts = [_Buffers(slots, pages, pinned=on_gpu) for _ in range(2)]
+        self._hosts = [_Buffers(slots, pages, tile_rows, pinned=on_gpu) for _ in range(2)]
         self._events = [torch.cuda.Event() if on_gpu else None for _ in range(2)]  # type: ignore[no-untyped-call]
         self._turn = 0
         self._ints_SN = torch.zeros((slots, 4), dtype=torch.int64, device=device)
         self._floats_SN = torch.zeros((slots, _FLOATS), dtype=torch.float64, device=device)
         self._tables_SP = torch.zeros((slots, pages), dtype=torch.int32, device=device)
+        self._tiles = _tiles(slots, tile_rows, device)
         self._tokens_S = torch.zeros(slots, dtype=torch.int64, device=device)
         self._out_SN = torch.zeros((slots, 3), dtype=torch.float64, device=device)
-        self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._captured: dict[_Kind, torch.cuda.CUDAGraph] = {}
         self._without = 0  # steps that are to run before a capture is tried again
         self._logits_SV: Tensor | None = None  # of the step launched last, from the first one on
         self._pool: Any = None  # of the graphs, which share it
 
     def launch(
-        self, ints_B4: Ints, floats_BN: Floats, tables_BP: NDArray[np.int32], *, truncates: bool
+        self,
+        ints_B4: Ints,
+        floats_BN: Floats,
+        tables_BP: NDArray[np.int32],
+        *,
+        truncates: bool,
+        groups: Sequence[Group] = (),
     ) -> Launched:
         """Begin a step; at most two may be unread.
 
@@ -111,6 +147,7 @@ class StaticStep:
             floats_BN: a number in [0, 1) to draw by; whether log-probs are processed; the OPTIONS.
             tables_BP: pages.
             truncates: whether any row does.
+            groups: of rows whose shared pages are to be read once.
         """
         bucket = self.bucket_of(len(ints_B4))
         host, event = self._hosts[self._turn], self._events[self._turn]
@@ -121,7 +158,11 @@ class StaticStep:
             (self._tables_SP, host.tables),
         ):
             device[:bucket].copy_(source[:bucket], non_blocking=True)
-        self._run(bucket, truncates)
+        if groups:
+            fill_tiles(groups, *(tensor.numpy() for tensor in host.tiles), page=PAGE)
+            for tensor, filled in zip(self._tiles, host.tiles, strict=True):
+                tensor.copy_(filled, non_blocking=True)
+        self._run(_Kind(bucket, truncates, bool(groups)))
         host.out[:bucket].copy_(self._out_SN[:bucket], non_blocking=True)
         if event is not None:
             event.record()
@@ -140,23 +181,26 @@ class StaticStep:
                 return bucket
         raise ValueError(f"a step has at most {self._buckets[-1]} rows, got {rows}")
 
-    def _run(self, bucket: int, truncates: bool) -> None:
-        key = bucket, truncates
+    def _run(self, kind: _Kind) -> None:
         self._without = max(0, self._without - 1)
-        if key not in self._captured and truncates in self._graphs and not self._without:
-            self._try_to_capture(bucket, truncates)
-        if key in self._captured:
-            self._captured[key].replay()
+        if kind not in self._captured and kind.truncates in self._graphs and not self._without:
+            self._try_to_capture(kind)
+        if kind in self._captured:
+            self._captured[kind].replay()
         else:
-            self._compute(bucket, truncates)
+            self._compute(kind)
 
-    def _compute(self, bucket: int, truncates: bool) -> None:
+    def _compute(self, kind: _Kind) -> None:
+        bucket, truncates = kind.rows, kind.truncates
         ids, sources, positions, slots = self._ints_SN[:bucket].unbind(1)
         floats = self._floats_SN[:bucket]
         uniforms_B = floats[:, 0].contiguous()
         fed_B = torch.where(sources >= 0, self._tokens_S[sources.clamp(min=0)], ids)
+        tiles = None
+        if kind.shares:
+            tiles = Tiles(self._tiles.rows_NM[: most_tiles(bucket)], self._tiles.shared_B[:bucket])
         attention = DecodeAttention(
-            self._memory, slots.contiguous(), self._tables_SP[:bucket], (positions + 1).int()
+            self._memory, slots.contiguous(), self._tables_SP[:bucket], (positions + 1).int(), tiles
         )
         logits_BV = self._decoder.logits(fed_B, positions.clamp(min=0), attention)
         settings = RowSettings.of(floats[:, 2:], floats[:, 1] > 0.0 if truncates else None)
@@ -183,7 +227,7 @@ class StaticStep:
             self._logits_SV = logits_BV.new_empty((self._buckets[-1], logits_BV.shape[1]))
         self._logits_SV[: len(logits_BV)] = logits_BV
 
-    def _try_to_capture(self, bucket: int, truncates: bool) -> None:
+    def _try_to_capture(self, kind: _Kind) -> None:
         """Capture a step; where it cannot be, the log says why.
 
         Without memory for it, it is tried again later. For any other reason it is not: no step of its kind is
@@ -191,27 +235,27 @@ class StaticStep:
         """
         tokens_S = self._tokens_S.clone()
         try:
-            self._captured[bucket, truncates] = self._capture(bucket, truncates, tokens_S)
+            self._captured[kind] = self._capture(kind, tokens_S)
         except RuntimeError as error:
             self._tokens_S.copy_(tokens_S)
             reason = str(error).partition("\n")[0]
-            log.warning("engine_runs_without_graph", rows=bucket, truncates=truncates, reason=reason)
+            log.warning("engine_runs_without_graph", reason=reason, **kind._asdict())
             if is_out_of_memory(error):
                 self._without = PATIENCE
             else:
-                self._graphs.discard(truncates)
+                self._graphs.discard(kind.truncates)
 
-    def _capture(self, bucket: int, truncates: bool, tokens_S: Tensor) -> torch.cuda.CUDAGraph:
+    def _capture(self, kind: _Kind, tokens_S: Tensor) -> torch.cuda.CUDAGraph:
         """Run a step once, since what is compiled at first use must be before the capture, and capture it.
 
         The run would feed its own tokens to the replay: so they are put back. Keys and values are stored a
         second time, the same.
         """
-        self._compute(bucket, truncates)
+        self._compute(kind)
         self._tokens_S.copy_(tokens_S)
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as a learner's, go on allocating memory.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._compute(bucket, truncates)
+            self._compute(kind)
         self._pool = self._pool or graph.pool()
         return graph

@@ -45,6 +45,7 @@ from trainer_backend.learner.joined import (
 )
 from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.models.kinds import largest
+from trainer_backend.models.part_attention import why_no_parts
 
 # How transformers knows our attention function.
 ONE_ROW = "turnwise_one_row"
@@ -136,8 +137,11 @@ class ByLength:
     """One row of all tokens, as `OneRow`; see `learner.by_length`, and of tries `learner.joined`."""
 
     implementation: str = ONE_ROW
-    takes_tries: ClassVar[bool] = True
     rows_are_joined: ClassVar[bool] = True
+
+    @property
+    def takes_tries(self) -> bool:
+        return why_no_parts() is None
 
     def arranged(self, packed: Packed, device: torch.device, dtype: torch.dtype) -> Arranged:
         row, bounds = one_row(packed)

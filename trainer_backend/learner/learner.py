@@ -32,6 +32,7 @@ from trainer_backend.inference.served_policy import PolicyFacts
 from trainer_backend.learner.adapter_folder import FOLDER, read_adapter, refuse_adapters, take_out
 from trainer_backend.learner.attention import (
     SHARE_FROM,
+    ByLength,
     PackedAttention,
     PaddedRows,
     attention_for,
@@ -67,6 +68,7 @@ from trainer_backend.learner.warmup import demonstrations, prompt_texts, tool_wo
 from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.models.folder import embedding_rows
 from trainer_backend.models.kinds import logit_map, own_attention
+from trainer_backend.models.part_attention import why_no_parts
 from trainer_backend.parts import CreditedEpisode, Hardware, Progress, WeightPart
 from trainer_backend.rundir.checkpoint_paths import CRITIC_FILE, STARTED_FROM, TRAINING_FOLDER
 from trainer_backend.rundir.digests import digest_of
@@ -120,6 +122,8 @@ class LocalLearner:
         drops = config.lora is not None and config.lora.dropout > 0
         is_apart = not training.share_prefixes or drops or (experts is not None and experts.coefficient > 0)
         shares = not is_apart and scorer.attention.takes_tries
+        if not is_apart and not shares and isinstance(scorer.attention, ByLength):
+            log.warning("learner_shares_no_prefixes", reason=why_no_parts())
         self.scorer = replace(scorer, experts=experts, share_from=SHARE_FROM if shares else None)
         log.info("learner_computes_by", **self.scorer.told())
         self._reference = None if started_from is None else self._started(started_from)

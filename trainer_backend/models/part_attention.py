@@ -18,8 +18,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_FORWARD_NAME = "_scaled_dot_product_flash_attention_for_cpu"
+_BACKWARD_NAME = f"{_FORWARD_NAME}_backward"
+# None in a torch that has no operator of this name.
+_FORWARD: Any = getattr(torch.ops.aten, _FORWARD_NAME, None)
+_BACKWARD: Any = getattr(torch.ops.aten, _BACKWARD_NAME, None)
 # Up to so many keys plain products are faster on a CPU than torch's kernel, which works in blocks.
 _SHORT = 128
+
+
+@cache
+def why_no_parts() -> str | None:
+    """Why this torch cannot attend in parts on a CPU, whose operators are private; None where it can."""
+    forward = "query key value dropout_p is_causal attn_mask scale"
+    backward = "grad_out query key value out logsumexp dropout_p is_causal attn_mask scale"
+    for name, operator, wanted in (
+        (_FORWARD_NAME, _FORWARD, forward),
+        (_BACKWARD_NAME, _BACKWARD, backward),
+    ):
+        known = [] if operator is None else [argument.name for argument in operator.default._schema.arguments]
+        if known != wanted.split():
+            return f"torch {torch.__version__} has no {name}({', '.join(wanted.split())})"
+    return None
 
 
 def join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -97,10 +117,6 @@ def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, causal: bool, scale: fl
         later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1)
         return scores.masked_fill_(later, float("-inf"))
     return scores
-
-
-_FORWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @cache

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from trainer_backend.inference.page_memory import (
     slab_pages,
     whole_slabs,
 )
+from trainer_backend.inference.page_tiles import Group, Tiles, fill_tiles, groups_of, most_tiles
 from trainer_backend.inference.paged_pass import PrefillAttention
 from trainer_backend.inference.paged_runner import PageLimits
 from trainer_backend.inference.pages import PAGE, pages_for
@@ -137,6 +139,78 @@ def test_each_row_attends_to_its_own_keys_alone(name: str, way: str):
         case.store(paged_attention.store_by_torch, layer)  # interpreted, a store takes 10 ms a token
         found = case.attend(attend, layer)
         torch.testing.assert_close(found.double(), case.expected(), rtol=1e-5, atol=1e-6)
+
+
+# Lengths of rows; those that begin with the same pages, and how many of them.
+SHARING: dict[str, tuple[list[int], list[Group], dict[str, int]]] = {
+    "a tile and a half, a row without, and one without keys": (
+        [65, 70, 200, 96, 97, 364, 40, 0], [Group([0, 1, 2, 3, 4, 5], 2)], {"kv_heads": 1, "dim": 24},
+    ),
+    "two groups that lie apart, one of more pages than splits of the least size": (
+        [1100, 70, 1090, 71, 1089, 90, 33, 1200, 66], [Group([0, 2, 4, 7], 34), Group([1, 3, 5, 8], 2)],
+        {"heads": 2, "kv_heads": 1},
+    ),
+    "two groups of heads": ([129, 130, 131, 160], [Group([0, 1, 2, 3], 4)], {}),
+}  # fmt: skip
+
+
+def sharing(name: str, **more: Any) -> tuple[Case, list[Group]]:
+    """A case whose groups begin with the same pages, and their keys and values."""
+    lengths, groups, sizes = SHARING[name]
+    case = Case(lengths, **sizes, **more)
+    for (first, *others), pages in groups:
+        for row in others:
+            case.table_BP[row, :pages] = case.table_BP[first, :pages]
+            for tokens in (case.keys, case.values):
+                tokens[row][: pages * PAGE] = tokens[first][: pages * PAGE]
+    return case, groups
+
+
+def tiles_of(case: Case, groups: Sequence[Group], tile_rows: int) -> Tiles:
+    rows_NM = np.empty((most_tiles(len(case.lengths)), tile_rows), dtype=np.int32)
+    shared_B = np.empty(len(case.lengths), dtype=np.int32)
+    fill_tiles(groups, rows_NM, shared_B, page=PAGE)
+    return Tiles(*(torch.from_numpy(numbers).to(case.device) for numbers in (rows_NM, shared_B)))
+
+
+@WITH_TRITON
+@pytest.mark.parametrize("name", SHARING)
+def test_shared_pages_read_once_for_a_tile_are_those_of_each_row(name: str):
+    case, groups = sharing(name)
+    case.store(paged_attention.store_by_torch, 1)
+    attend = by("triton").attend
+    tiles = tiles_of(case, groups, tile_rows=4)
+    plain = case.attend(attend, 1)
+    # The pages of all but a tile's first row are not read: a wrong one in their place does not matter.
+    for group in groups:
+        for row in set(group.rows) - set(tiles.rows_NM[:, 0].tolist()):
+            case.table_BP[row, : group.pages] = 10**6
+    found = case.attend(partial(attend, tiles=tiles), 1)
+    torch.testing.assert_close(found.double(), case.expected(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_are_grouped_where_most_reads_are_saved():
+    def grouped(*pages: list[int], tile_rows: int = 16) -> list[Group]:
+        return groups_of(pages, tile_rows=tile_rows)
+
+    assert grouped(*[[7, 8, row] for row in range(3)], [7, 8]) == [Group([0, 1, 2, 3], 2)]
+    assert grouped(*[[7, 8, row] for row in range(3)], [9]) == [], "three rows do not pay"
+    assert grouped(*[[7, row] for row in range(4)]) == [], "nor does a page"
+    assert grouped(*[[7, 8]] * 4, tile_rows=3) == [], "nor do tiles of few rows"
+    # all have 2 pages alike, half of them 3 more: 7 * 2 = 14 reads less, or 3 * 5 = 15
+    rows = [[1, 2, row + 10] if row % 2 else [1, 2, 3, 4, 5, row + 10] for row in range(8)]
+    assert grouped(*rows) == [Group([0, 2, 4, 6], 5), Group([1, 3, 5, 7], 2)]
+    # in tiles of 4, 100 rows with 3 pages alike save 75 * 3; their quarters with 1 more save 4 * 18 * 4
+    siblings = [[1, 2, 3, row % 4 + 10, row + 50] for row in range(100)]
+    assert [group.pages for group in grouped(*siblings, tile_rows=4)] == [4] * 4
+
+
+def test_groups_fill_tiles_of_a_fixed_number():
+    rows_NM, shared_B = np.empty((most_tiles(11), 4), np.int32), np.empty(11, np.int32)
+    fill_tiles([Group([0, 2, 3, 5, 8], 2), Group([1, 4, 6, 7], 3)], rows_NM, shared_B, page=32)
+    assert rows_NM.tolist() == [[0, 2, 3, 5], [8, -1, -1, -1], [1, 4, 6, 7], [-1] * 4, [-1] * 4]
+    assert shared_B.tolist() == [64, 96, 64, 64, 96, 64, 96, 96, 64, 0, 0]
 
 
 # Interpreted, a product of bfloat16 is wrong whatever the kernel; tests/gpu has it compiled.

@@ -54,11 +54,13 @@ from tests.trainer_backend.inference.test_processed_logprobs import (  # noqa: F
     test_the_engine_counts_the_mass_that_truncation_lost_and_of_no_other_token,
 )
 from trainer_backend.errors import EngineOutOfMemory
+from trainer_backend.inference import paged_runner
 from trainer_backend.inference.actor import NO_EXTRAS, Extras
 from trainer_backend.inference.batch import RunningBatch
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.inbox import Inbox
 from trainer_backend.inference.page_memory import page_bytes
+from trainer_backend.inference.page_tiles import Group
 from trainer_backend.inference.paged_runner import PageLimits
 from trainer_backend.inference.pages import PAGE, pages_for
 from trainer_backend.inference.request import Request
@@ -195,18 +197,44 @@ async def test_where_no_graph_can_be_captured_the_log_says_it_once_and_steps_go_
     assert all("CUDA" in line["reason"] for line in lines)
 
 
+async def test_a_step_is_told_which_rows_share_pages_and_groups_are_found_when_rows_change(
+    model: PreTrainedModel, monkeypatch
+):
+    turns, launched, searches = Turns(model, kept=8), [], []
+    runner = turns.batch._runner
+    runner.tile_rows = 16  # as where there are kernels
+    launch, search = runner._static.launch, paged_runner.groups_of
+    runner._static.launch = lambda *given, groups, **more: launched.append(groups) or launch(*given, **more)
+    monkeypatch.setattr(
+        paged_runner, "groups_of", lambda *given, **more: searches.append(1) or search(*given, **more)
+    )
+    shared = list(range(100))  # 3 full pages
+    requests = [turns.submit([*shared, 100], tokens=20)]
+    await turns.turn(2)
+    requests += [turns.submit([*shared, n], tokens=12) for n in range(101, 104)]
+    await turns.turn(3)
+    assert launched[0] == [] and launched[-1] == [Group([0, 1, 2, 3], 3)]
+    before = len(searches)
+    await turns.turn(5)
+    assert launched[-1] == launched[-6] and len(searches) == before
+    await turns.turn(12)
+    assert launched[-1] == [], "one row is left"
+    asked = [(one.prompt_ids, one.sampling) for one in requests]
+    assert_equal_to_naive(model, asked, [one.future.result() for one in requests])
+
+
 class FullDevice(StaticStep):
     """A step for whose first captures there is no memory; then graphs are steps without one."""
 
     full = 2
 
-    def _capture(self, bucket: int, truncates: bool, tokens_S: Tensor) -> Any:
-        self._compute(bucket, truncates)  # the tokens that it leaves are the wrong ones
+    def _capture(self, kind: Any, tokens_S: Tensor) -> Any:
+        self._compute(kind)  # the tokens that it leaves are the wrong ones
         if self.full:
             self.full -= 1
             raise torch.OutOfMemoryError("CUDA out of memory")
         self._tokens_S.copy_(tokens_S)
-        return SimpleNamespace(replay=lambda: self._compute(bucket, truncates))
+        return SimpleNamespace(replay=lambda: self._compute(kind))
 
 
 async def test_a_graph_for_which_there_was_no_memory_is_captured_later(
@@ -260,11 +288,15 @@ def test_steps_are_made_for_few_numbers_of_rows():
 class Turns:
     """An engine without a thread, turn by turn."""
 
-    def __init__(self, model: PreTrainedModel, *, max_len: int = 128, pages: int | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, max_len: int = 128, pages: int | None = None, kept: int = 0
+    ) -> None:
         most_bytes = None if pages is None else pages * page_of(model)
         self.inbox = Inbox(max_waiting=100)
         self.inbox.open()
-        self.batch = RunningBatch(model, slots=8, max_len=max_len, pages=PageLimits(True, most_bytes))
+        self.batch = RunningBatch(
+            model, slots=8, max_len=max_len, kept_prefixes=kept, pages=PageLimits(True, most_bytes)
+        )
         self.worker = EngineWorker(
             self.batch, self.inbox, stop_ids=frozenset(), prefill_tokens=2048, version=0
         )
@@ -272,7 +304,7 @@ class Turns:
     def submit(self, ids: list[int], *, tokens: int, extras: Extras = NO_EXTRAS) -> Request:
         loop = asyncio.get_running_loop()
         sampling = Sampling(max_tokens=tokens, seed=1)
-        request = Request(str(ids[:2]), ids, sampling, loop, loop.create_future(), extras)
+        request = Request(str([*ids[:2], ids[-1]]), ids, sampling, loop, loop.create_future(), extras)
         self.inbox.submit(request)
         return request
 

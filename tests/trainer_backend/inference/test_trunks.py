@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from transformers import PreTrainedTokenizerFast
 
 from shared_schemas.trajectory import Sampling
 from trainer_backend.inference.batch import RunningBatch, first_of_siblings
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.request import Request
-from trainer_backend.models import build_preset
+from trainer_backend.learner.attention import ByLength
+from trainer_backend.models import build_preset, part_attention
 
 
 class Side:
@@ -110,3 +112,19 @@ def test_a_deterministic_engine_shares_nothing(tokenizer: PreTrainedTokenizerFas
     side = Side(tokenizer, shares=True, kept=keys.prefix_slots)
     side.join([[*prompt_of(140, seed=0), n] for n in range(4)], seed=0)
     assert side.batch.cache.trunks == {} and keys.slots == 1
+
+
+@pytest.mark.parametrize("operator", [None, torch.ops.aten.mm])
+def test_a_torch_without_the_private_operators_shares_nothing_and_says_so(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch, operator: Any
+):
+    monkeypatch.setattr(part_attention, "_BACKWARD", operator)
+    part_attention.why_no_parts.cache_clear()
+    try:
+        with capture_logs() as lines:
+            batch = RunningBatch(build_preset("tiny-0.3m", tokenizer, seed=1), slots=6, max_len=512)
+        assert not batch.cache.shares and not ByLength().takes_tries
+    finally:
+        part_attention.why_no_parts.cache_clear()
+    assert [line["event"] for line in lines] == ["engine_shares_no_trunks"]
+    assert "_flash_attention_for_cpu_backward(grad_out, query" in lines[0]["reason"]
