@@ -34,6 +34,7 @@ from transformers.utils import logging
 from bench import kit
 from bench.shared_prefix import FULL_TEXT, model_of, played_segments
 from shared_schemas.trajectory import Sampling
+from trainer_backend.inference.cache import SlotCache
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.worker import EngineCounters
@@ -71,7 +72,9 @@ def with_engine(
     **keys: int,
 ) -> EngineCounters:  # fmt: skip
     engine = LocalEngine(model, stop_ids=[], keys=EngineKeys(max_model_len=2048, **keys))
-    engine._worker.batch.cache.shares = shares
+    cache = engine._worker.batch.cache
+    if isinstance(cache, SlotCache):
+        cache.shares = shares
     engine.start()
     asyncio.run(run(engine))
     engine.stop()
