@@ -99,8 +99,7 @@ def model_shape(
 def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None, *, critic: str | None) -> ModelShape:
     width, heads = config.hidden_size, config.num_attention_heads
     count, in_layers = (
-        sum(weight.numel() for weight in part.parameters())
-        for part in (model, model.model.layers)
+        sum(weight.numel() for weight in part.parameters()) for part in (model, model.model.layers)
     )
     targets, rank = ((), 0) if lora is None else (lora.target_modules, lora.rank)
     sizes = [(1, layer.in_features + layer.out_features) for layer in adapted_layers(model, targets).values()]
