@@ -74,7 +74,7 @@ class Request:
     def note_experts(self, experts_LW: NDArray[np.uint16] | None) -> None:
         """Add those of the next tokens; None: they are not recorded."""
         if experts_LW is not None:
-            self.experts.append(experts_LW)
+            self.experts.append(experts_LW.copy())  # a view would keep those of all rows of the pass
 
     def take(self, token: int, logprob: float) -> None:
         """Record the token that a step sampled, after feeding the one before it."""

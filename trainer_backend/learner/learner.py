@@ -57,7 +57,7 @@ from trainer_backend.learner.operators import operators_for
 from trainer_backend.learner.optimizer import adamw_of
 from trainer_backend.learner.own_critic import OwnCritic
 from trainer_backend.learner.ranks import ALONE, Ranks
-from trainer_backend.learner.scoring import Scorer, read_pieces, refuse_unknown_ids, score_by
+from trainer_backend.learner.scoring import Scorer, read_pieces, refuse_unknown, score_by
 from trainer_backend.learner.sharding import gathered_copy, shard
 from trainer_backend.learner.shares import sample_of
 from trainer_backend.learner.stepping import checkpoint_layers, memory_watched
@@ -272,7 +272,7 @@ class LocalLearner:
             if (head := self._head) is None:
                 values = self._own_critic().values(segments)
             else:  # the pass gives the log-probs too, which are kept
-                refuse_unknown_ids(segments, embedding_rows(self.model))
+                refuse_unknown(segments, self.model)
                 values, logprobs = read_pieces(
                     segments,
                     self.scorer.states,
@@ -304,7 +304,7 @@ class LocalLearner:
         if not episodes:
             return {}
         segments = [segment for parts in episodes.values() for segment in parts]
-        refuse_unknown_ids(segments, embedding_rows(self.model))
+        refuse_unknown(segments, self.model)
         return _by_episode(episodes, score_by(policy, segments, self.config.training, self.scorer))
 
     def update(

@@ -30,11 +30,10 @@ from trainer_backend.job.tables import LearnerTable
 from trainer_backend.job.training_table import TrainingTable
 from trainer_backend.learner.optimizer import adamw_of, named_state, restored
 from trainer_backend.learner.ranks import Ranks
-from trainer_backend.learner.scoring import Scorer, cut_pieces, read_pieces, refuse_unknown_ids
+from trainer_backend.learner.scoring import Scorer, cut_pieces, read_pieces, refuse_unknown
 from trainer_backend.learner.sharding import clip_gradient, gathered_copy, sent_to, shard
 from trainer_backend.learner.stepping import Scored, checkpoint_layers, in_steps, stepping
 from trainer_backend.learner.value_head import ValueHead
-from trainer_backend.models.folder import embedding_rows
 from trainer_backend.parts import CreditedEpisode
 from trainer_backend.rundir.checkpoint_paths import CRITIC_FILE, TRAINING_FOLDER
 
@@ -64,7 +63,7 @@ class OwnCritic:
         """For each segment, [N] V of its sampled tokens in reward units, 0 where none is read; SegmentError:
         a token that the model has no embedding of.
         """
-        refuse_unknown_ids(segments, embedding_rows(self._scorer.model))
+        refuse_unknown(segments, self._scorer.model)
         (values,) = read_pieces(
             segments,
             self._scorer.hidden,

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trainer_backend.core.collate import Packed, by_segment, cut_packed, pack_segments
+from trainer_backend.core.experts import UNKNOWN
 from trainer_backend.core.logprobs import PLAIN, LogitMap, chunked_logprobs
 from trainer_backend.core.segments import Segment
 from trainer_backend.core.tries import Tries
@@ -24,7 +25,7 @@ from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.learner.sharding import through
 from trainer_backend.models.folder import embedding_rows
 from trainer_backend.models.precision import tokens_for
-from trainer_backend.models.routers import replaying
+from trainer_backend.models.routers import count_experts, replaying
 
 Piece = TypeVar("Piece")
 
@@ -206,7 +207,7 @@ class Scorer:
 
     def score(self, segments: Sequence[Segment], keys: LoopKeys) -> list[NDArray[Any]]:
         """For each segment, the log-prob of each of its sampled tokens (nats), without gradient."""
-        refuse_unknown_ids(segments, embedding_rows(self.model))
+        refuse_unknown(segments, self.model)
         return score_by(self.logprobs, segments, keys, self)
 
     def tries(self, segments: Sequence[Segment]) -> Tries | None:
@@ -265,6 +266,16 @@ def score_by(
     return read_pieces(segments, policy, lambda logprobs_N: (logprobs_N,), keys, scorer)[0]
 
 
+def refuse_unknown(segments: Sequence[Segment], model: PreTrainedModel) -> None:
+    """Refuse tokens and experts that a model has not: the server of another one may send them.
+
+    Raises:
+        SegmentError: a segment has such ones; `rollout_ids` names the rollouts.
+    """
+    refuse_unknown_ids(segments, embedding_rows(model))
+    refuse_unknown_experts(segments, count_experts(model))
+
+
 def refuse_unknown_ids(segments: Sequence[Segment], rows: int) -> None:
     """A model with `rows` ids has none beyond them: somebody else's server may, long after it was probed."""
     unknown = [
@@ -280,6 +291,23 @@ def refuse_unknown_ids(segments: Sequence[Segment], rows: int) -> None:
         f"token id {segment.token_ids[index]}, and the actor knows the ids 0 to {rows - 1}",
         where=place(segment.rollout_id, turn, index),
         hint="Who sampled it has another vocabulary than the actor.",
+    )
+    error.rollout_ids = tuple(dict.fromkeys(segment.rollout_id for segment in unknown))
+    raise error
+
+
+def refuse_unknown_experts(segments: Sequence[Segment], count: int) -> None:
+    """A layer with `count` experts has none beyond them."""
+    unknown = [
+        segment for segment in segments if ((segment.experts >= count) & (segment.experts != UNKNOWN)).any()
+    ]
+    if not unknown:
+        return
+    error = SegmentError(
+        f"its tokens name experts up to {unknown[0].experts[unknown[0].experts != UNKNOWN].max()}, and a "
+        f"layer of the actor has {count}",
+        where=place(unknown[0].rollout_id),
+        hint="Who sampled it has other experts than the actor.",
     )
     error.rollout_ids = tuple(dict.fromkeys(segment.rollout_id for segment in unknown))
     raise error

@@ -29,11 +29,10 @@ from trainer_backend.learner.experts import Routing
 from trainer_backend.learner.fit import less_memory
 from trainer_backend.learner.policy_terms import DRIFT, PolicyTerms, StepSums
 from trainer_backend.learner.ranks import Ranks
-from trainer_backend.learner.scoring import Scorer, refuse_unknown_ids, score_by
+from trainer_backend.learner.scoring import Scorer, refuse_unknown, score_by
 from trainer_backend.learner.sharding import clip_gradient
 from trainer_backend.learner.stepping import Scored, in_steps, memory_watched, stepping, together
 from trainer_backend.learner.value_head import ValueHead
-from trainer_backend.models.folder import embedding_rows
 from trainer_backend.parts import CreditedEpisode
 from trainer_backend.plugins import aggregation, schedule
 
@@ -176,7 +175,7 @@ class PolicyUpdate:
         """
         segments = [segment for episode in episodes for segment in episode.segments]
         # Before anything scores them: a lookup of an unknown id says neither whose it is nor where.
-        refuse_unknown_ids(segments, embedding_rows(self._scorer.model))
+        refuse_unknown(segments, self._scorer.model)
         policies = [episode.policy for episode in episodes for _ in episode.segments]
         reference: Sequence[Row | None] = [None] * len(segments)
         if self._reference is not None:

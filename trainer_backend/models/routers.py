@@ -158,6 +158,12 @@ def replaying(model: PreTrainedModel, experts_BLW: Tensor | None) -> Iterator[No
 
     def prescribe(number: int, own_Tk: Tensor) -> Tensor:
         told_Tk = by_router[number].to(own_Tk.dtype)
+        if told_Tk.shape != own_Tk.shape:
+            raise ModelFolderError(
+                f"{told_Tk.shape[1]} experts a layer are recorded for each token, and the model's routers "
+                f"choose {own_Tk.shape[1]}: another model sampled the tokens",
+                where="model",
+            )
         return torch.where(told_Tk >= 0, told_Tk, own_Tk)
 
     token = _replay.set(lambda: routers.choosing(prescribe))

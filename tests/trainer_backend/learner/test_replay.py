@@ -21,7 +21,7 @@ from tests.trainer_backend.learner.hand_made import tiny_tokenizer
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.core.experts import UNKNOWN
 from trainer_backend.core.segments import Segment, segments_of
-from trainer_backend.errors import ModelFolderError
+from trainer_backend.errors import ModelFolderError, SegmentError
 from trainer_backend.inference.actor import Generation
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.keys import EngineKeys
@@ -29,9 +29,10 @@ from trainer_backend.learner.attention import SHARE_FROM
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.learner import scorer_of
 from trainer_backend.learner.loading import copy_to_serve
+from trainer_backend.learner.scoring import refuse_unknown
 from trainer_backend.learner.stepping import checkpoint_layers, stepping
 from trainer_backend.learner.support import refuse_unsupported
-from trainer_backend.models.routers import Routers, recorded_routers, replaying
+from trainer_backend.models.routers import Routers, count_experts, recorded_routers, replaying
 
 # Of softmax and topk; of topk and softmax, in padded rows; of groups of experts with a correction.
 FEW = ("qwen3_moe", "gpt_oss", "deepseek_v3")
@@ -206,3 +207,19 @@ def test_where_experts_cannot_be_recorded_the_key_is_an_error_and_by_default_the
         assert recorded_routers(model, wanted=None) is None
     (line,) = logs
     assert line["event"] == "engine_records_no_experts" and says in line["reason"]
+
+
+def test_experts_that_the_model_has_not_are_refused():
+    model, ids = tiny_model("qwen3_moe"), list(range(3, 7))
+    count, routers = count_experts(model), len(Routers(model))
+    known = np.full((5, routers * 2), count - 1, np.uint16)
+    refuse_unknown(
+        [segment_of(ids, Generation((8, 9), (0.0, 0.0), "length", ((0, 0),), experts=known))], model
+    )
+    known[1, 0] = count
+    part = segment_of(ids, Generation((8, 9), (0.0, 0.0), "length", ((0, 0),), experts=known))
+    with pytest.raises(SegmentError, match=f"experts up to {count}, and a layer of the actor has {count}"):
+        refuse_unknown([part], model)
+    one_each = torch.zeros((1, 4, routers), dtype=torch.int64)
+    with pytest.raises(ModelFolderError, match="1 experts a layer are recorded"), replaying(model, one_each):
+        model(input_ids=torch.tensor([ids]))
