@@ -18,7 +18,7 @@ from trainer_backend.models.folder import config_alone, folder_config
 from trainer_backend.models.kinds import STATES, largest, layer_kinds, own_attention, why_not_by_position
 from trainer_backend.models.presets import preset_config
 from trainer_backend.models.sources import model_folder
-from trainer_backend.models.text_part import empty_model
+from trainer_backend.models.text_part import decoder_layers, empty_model
 
 FLOAT32, BFLOAT16 = 4, 2
 
@@ -99,7 +99,7 @@ def model_shape(
 def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None, *, critic: str | None) -> ModelShape:
     width, heads = config.hidden_size, config.num_attention_heads
     count, in_layers = (
-        sum(weight.numel() for weight in part.parameters()) for part in (model, model.model.layers)
+        sum(weight.numel() for weight in part.parameters()) for part in (model, decoder_layers(model))
     )
     targets, rank = ((), 0) if lora is None else (lora.target_modules, lora.rank)
     sizes = [(1, layer.in_features + layer.out_features) for layer in adapted_layers(model, targets).values()]
@@ -107,7 +107,7 @@ def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None, *, criti
     return ModelShape(
         parameters=count,
         ends=count - in_layers,
-        layers=len(model.model.layers),
+        layers=len(decoder_layers(model)),
         width=width,
         mlp_width=_mlp_width(config),
         heads=heads,

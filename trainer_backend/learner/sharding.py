@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from trainer_backend.errors import JobError
 from trainer_backend.job.tables import LearnerTable
 from trainer_backend.learner.ranks import Ranks
-from trainer_backend.models.text_part import empty_model
+from trainer_backend.models.text_part import decoder_layers, empty_model
 
 Result = TypeVar("Result")
 _RUN = "turnwise_run"
@@ -66,7 +66,7 @@ def shard(model: PreTrainedModel, ranks: Ranks, table: LearnerTable, device: tor
     offload = OffloadPolicy()
     if table.fsdp_cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    for module in (*model.model.layers, model):
+    for module in (*decoder_layers(model), model):
         fully_shard(
             module,
             mesh=mesh,

@@ -20,6 +20,7 @@ from trainer_backend.learner.lora import adapter_dropouts
 from trainer_backend.learner.shapes import count_checkpointed
 from trainer_backend.models.folder import is_out_of_memory
 from trainer_backend.models.routers import again
+from trainer_backend.models.text_part import decoder_layers
 
 # What transformers calls the switch of a module that checkpoints itself.
 _SWITCH = "gradient_checkpointing"
@@ -36,7 +37,7 @@ def checkpoint_layers(model: PreTrainedModel, layers: bool | int = True) -> None
         ModelFolderError: this architecture cannot checkpoint its layers, or not some of them.
         JobError: the model has fewer layers.
     """
-    decoder = model.model.layers
+    decoder = list(decoder_layers(model))
     count = count_checkpointed(layers, len(decoder))
     if not count:
         return

@@ -36,6 +36,13 @@ def causal_class(config: Any) -> type[PreTrainedModel]:
     return own
 
 
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The layers of the decoder of texts; Llama 4 names itself as its decoder."""
+    decoder = model.get_decoder()  # type: ignore[no-untyped-call]
+    layers: nn.ModuleList = (model.model if decoder is model else decoder).layers
+    return layers
+
+
 def empty_model(config: Any) -> PreTrainedModel:
     """The causal language model of a config, without memory."""
     with torch.device("meta"):
