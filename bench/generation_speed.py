@@ -7,7 +7,7 @@
 3. A batch: 32 prompts of 150 tokens, 64 new tokens each. `model.generate_batch` (continuous batching) as it
    comes makes a cache as large as the memory. With a cache of the right size it is shown beside.
 4. Decisions of Crafter's full text, played by the demo's job with that text: prompts of 580 to 700 tokens,
-   of which all share 461, 8 new ones, 16 and 64 callers. The engine whose rows share these beside the same
+   of which all share 461, 8 new ones, 16 and 64 callers. The engine whose rows share these against the same
    engine whose rows hold a copy each. --full-text: this alone.
 
 Beside the engine stands the same engine where `transformers` makes its forward passes, as it does for models

@@ -230,8 +230,8 @@ def main() -> int:
     results, met = {}, True
     for case in cases(options):
         with tempfile.TemporaryDirectory() as folder:
-            beside = folder if has_trl and case.name == "full text" else None
-            found = compared(case, 2 if options.quick else options.rounds, beside)
+            peer = folder if has_trl and case.name == "full text" else None
+            found = compared(case, 2 if options.quick else options.rounds, peer)
         is_met = found.cpu >= case.limit and found.logprobs <= LOGPROBS and found.gradient <= GRADIENT
         met &= is_met
         results[f"{case.name}, {case.shape}"] = asdict(found) | {"cpu": found.cpu}

@@ -1,4 +1,4 @@
-"""The memory that a job needs on this machine, or on a GPU that is planned for, beside what is free there.
+"""The memory that a job needs on this machine, or on a GPU that is planned for, and what is free there.
 
 Where a job names no `training.micro_batch_tokens`, the plan chooses them: the more, the fewer passes over the
 weights. The choice is a function of job and device alone, so a resumed run makes it again.
@@ -119,7 +119,7 @@ def model_configs(
 
 
 def vocabulary_beside(config: LearnerConfig, others: Sequence[Any]) -> int:
-    """Of a preset: beside a fixed policy it has the tokenizer of the first of them."""
+    """Of a preset: with a fixed policy it has the tokenizer of the first of them."""
     return int(others[0].get_text_config().vocab_size) if others else config.model.vocab_size
 
 
@@ -332,7 +332,7 @@ def _beside_what_is_free(
 ) -> MemoryPlan:
     main = main_memory()
     free = main if placement.device.type == "cpu" else device_memory(placement)
-    if placement.card is not None:  # and how much main memory is beside it is not known
+    if placement.card is not None:  # and how much main memory that machine has is not known
         main = sum(needs.host.values())
     return MemoryPlan(placement, needs, free, main, ranks, notes)
 
