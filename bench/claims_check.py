@@ -31,13 +31,7 @@ PAGES = (README, FIGURES, STUDIES, TRUTH, DOCUMENTS, MIXTURE)
 MARK = "(no data committed)"
 # Rows of README: the row of docs/figures.md that they repeat, and the numbers that both hold.
 REPEATED = (
-    (
-        "whole games of Crafter on two CPU cores", "**Whole games of Crafter by `tiny-0.3m`**",
-        ("58.9", "56.8", "58.1"),
-    ),
-    ("the same without a teacher", "**Whole games of Crafter without a teacher**", ("1.5 %", "17.4")),
     ("log-probs of sampled tokens, recomputed", "**Log-probs of sampled tokens**", ("2.5e-5", "4.5e-5")),
-    ("Crafter engine against stock Crafter", "**Crafter engine against stock**", ("x50",)),
     (
         "ten actions over HTTP", "**HTTP**: 10 actions in one request",
         ("x20.5 on a quiet machine", "x15 to x27 beside other work"),
