@@ -8,6 +8,7 @@ the policy's. OUT.json has the differences by case.
 """
 
 import json
+import math
 import os
 import random
 import shutil
@@ -16,17 +17,22 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from tests import tiny_families
 from trainer_backend import learner_parts
 from trainer_backend.core.critic import CriticTargets
-from trainer_backend.core.segments import Segment
+from trainer_backend.core.experts import UNKNOWN
+from trainer_backend.core.segments import NO_EXPERTS, Segment
 from trainer_backend.job.load import parse_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import LearnerTable
@@ -42,6 +48,7 @@ from trainer_backend.learner.sharding import shard, whole
 from trainer_backend.learner.shares import write_weights
 from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.models.folder import load_model_folder, save_model_folder, weights_of
+from trainer_backend.models.routers import Routers, count_experts
 from trainer_backend.parts import CreditedEpisode, Progress
 
 GRADIENTS: dict[str, dict[str, Any]] = {
@@ -63,6 +70,8 @@ TRAINING = {
     "iterations": 4, "update_passes": 3, "batch_decisions": 30, "row_tokens": 160, "micro_batch_tokens": 320,
     "mismatch_limit": 1e9, "learning_rate_schedule": "cosine", "threads": 1,
 }  # fmt: skip
+Make = Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerFast]]
+SHORT = {"inference": {"max_model_len": 256}}
 NEAR = 0.15  # nats, between the policy and its proximal log-probs
 
 
@@ -91,8 +100,12 @@ def tiny_model() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     return build_preset("tiny-0.8m", tokenizer, seed=3), tokenizer
 
 
-def learner_of(config: LearnerConfig, ranks: Ranks) -> LocalLearner:
-    return LocalLearner(config, *tiny_model(), ranks=ranks)
+def model_of(family: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    return tiny_families.tiny_model(family, vocab_size=300), tiny_model()[1]
+
+
+def learner_of(config: LearnerConfig, ranks: Ranks, make: Make = tiny_model) -> LocalLearner:
+    return LocalLearner(config, *make(), ranks=ranks)
 
 
 def episodes(seed: int = 0, count: int = 37) -> list[CreditedEpisode]:
@@ -114,9 +127,11 @@ def _segment(rng: random.Random, name: str, t: int) -> Segment:
     return Segment.of(name, ids, [-rng.uniform(3, 7) for _ in range(answer)], [(prompt, len(ids), t, 0, 1.0)])
 
 
-def gradient(config: LearnerConfig, ranks: Ranks) -> tuple[Tensor, dict[str, float]]:
+def gradient(
+    config: LearnerConfig, ranks: Ranks, given: list[CreditedEpisode], make: Make = tiny_model
+) -> tuple[Tensor, dict[str, float]]:
     """A step's gradient as one vector in float64, and the step's metrics."""
-    learner, given = learner_of(config, ranks), episodes()
+    learner = learner_of(config, ranks, make)
     if config.value_level is None:
         given = [replace(episode, critic=None) for episode in given]
     else:
@@ -134,11 +149,13 @@ def gradient(config: LearnerConfig, ranks: Ranks) -> tuple[Tensor, dict[str, flo
     return torch.cat([whole(weight.grad).flatten().double() for weight in trained]), metrics
 
 
-def judge_gradient(tables: dict[str, Any], ranks: Ranks) -> dict[str, float]:
-    config = config_of(of_ranks(ranks, tables))
-    (own, metrics), alone = gradient(config, ranks), None
+def judge_gradient(
+    tables: dict[str, Any], ranks: Ranks, given: list[CreditedEpisode] | None = None, make: Make = tiny_model
+) -> dict[str, float]:
+    config, given = config_of(of_ranks(ranks, tables)), given or episodes()
+    own, metrics = gradient(config, ranks, given, make)
     if ranks.is_first:
-        alone, expected = gradient(config, ALONE)
+        alone, expected = gradient(config, ALONE, given, make)
         return {
             "gradient": float((own - alone).norm() / alone.norm()),
             "metrics": max(abs(metrics[name] - value) for name, value in expected.items()),
@@ -284,8 +301,49 @@ def judge_low_precision(ranks: Ranks) -> dict[str, float]:
     keys = LoopKeys(row_tokens=160, micro_batch_tokens=320)
     scored = scorer_of(held, placement, ranks=ranks).score(segments, keys)
     expected = scorer_of(alone, placement).score(segments, keys)
-    pairs = zip(scored, expected, strict=True)
-    return {"low": max(float(abs(found - was).max()) for found, was in pairs)}
+    return {"low": _apart(scored, expected)}
+
+
+def judge_experts(ranks: Ranks) -> dict[str, float]:
+    """Tokens go to the experts that their segments name, in packed rows and in padded ones.
+
+    Every token but the last ones is sent one expert further than its router would. `moved` is the least by
+    which that changes the log-probs of a family.
+    """
+    found: dict[str, float] = {"gradient": 0.0, "metrics": 0.0, "logprobs": 0.0, "moved": math.inf}
+    for family in ("qwen3_moe", "gpt_oss"):
+        make, tables = partial(model_of, family), {"training": {"gradient_checkpointing": 2}, **SHORT}
+        given = [_sent_further(episode, make()[0]) for episode in episodes(count=9)]
+        case = judge_gradient(tables, ranks, given, make)
+        segments = [part for episode in given for part in episode.segments]
+        config = config_of(of_ranks(ranks, tables))
+        scored = learner_of(config, ranks, make).scorer.score(segments, config.training)
+        if not ranks.is_first:
+            continue
+        scorer = learner_of(config, ALONE, make).scorer
+        expected = scorer.score(segments, config.training)
+        free = scorer.score([replace(part, experts=NO_EXPERTS) for part in segments], config.training)
+        found["gradient"] = max(found["gradient"], case["gradient"])
+        found["metrics"] = max(found["metrics"], case["metrics"])
+        found["logprobs"] = max(found["logprobs"], _apart(scored, expected))
+        found["moved"] = min(found["moved"], _apart(free, expected))
+    return found
+
+
+def _sent_further(episode: CreditedEpisode, model: PreTrainedModel) -> CreditedEpisode:
+    routers, count, parts = Routers(model), count_experts(model), []
+    for part in episode.segments:
+        ids_1L = torch.from_numpy(part.token_ids.astype(np.int64))[None]
+        with torch.no_grad(), routers.recording() as chosen:
+            model(input_ids=ids_1L, use_cache=False)
+        experts_LW = (routers.columns(chosen, rows=1)[0] + 1) % count
+        experts_LW[-1] = UNKNOWN
+        parts.append(replace(part, experts=experts_LW.astype(np.uint16).ravel()))
+    return replace(episode, segments=parts)
+
+
+def _apart(some: Sequence[NDArray[Any]], others: Sequence[NDArray[Any]]) -> float:
+    return max(float(abs(a - b).max()) for a, b in zip(some, others, strict=True))
 
 
 OTHERS: dict[str, Callable[[Ranks], dict[str, float]]] = {
@@ -295,6 +353,7 @@ OTHERS: dict[str, Callable[[Ranks], dict[str, float]]] = {
     "resume": judge_resume,
     "publish": judge_publish,
     "low precision": judge_low_precision,
+    "experts": judge_experts,
 }
 
 

@@ -37,7 +37,7 @@ from trainer_backend.processes.learner_process import LearnerConnection, remote_
 
 LIMITS = {
     "gradient": 1e-6, "metrics": 1e-9, "cosines": 1e-6, "cosines_of_copies": 1e-6, "update": 1e-5,
-    "weights": 1e-6, "low": 0.0,
+    "weights": 1e-6, "low": 0.0, "logprobs": 1e-5,
 }  # fmt: skip
 REPEATS, TIMEOUT_S = 3, 5.0
 RESULTS = kit.ROOT / "bench/results/ranks.json"
@@ -83,12 +83,14 @@ class Group:
             self.process.kill()
 
 
-def judged(count: int) -> dict[str, dict[str, float]]:
-    """Differences between `count` ranks and one, by case."""
+def judged(count: int, *cases: str) -> dict[str, dict[str, float]]:
+    """Differences between `count` ranks and one, by case; without names, of all of them."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         command = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}")
-        subprocess.run([*command, "-m", "bench.rank_judge", str(out)], check=True, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            [*command, "-m", "bench.rank_judge", str(out), *cases], check=True, stderr=subprocess.DEVNULL
+        )
         found: dict[str, dict[str, float]] = json.loads(out.read_text(encoding="utf-8"))
     return found
 

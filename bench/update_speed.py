@@ -26,6 +26,8 @@ from trainer_backend.job.load import load_job
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.rundir.layout import open_run
 
+TOOK = "took"  # begins a line with seconds
+
 
 def update_of(run: Path) -> Callable[[], dict[str, float]]:
     """The update of a played iteration: each call makes it anew, on a learner of its own."""
@@ -49,7 +51,7 @@ def work(run: Path) -> None:
     update = update_of(run)
     for _ in sys.stdin:
         metrics = update()
-        print(metrics["cpu_s"], metrics["clock_s"], metrics["optim/steps"], flush=True)
+        print(TOOK, metrics["cpu_s"], metrics["clock_s"], metrics["optim/steps"], flush=True)
 
 
 @contextmanager
@@ -69,7 +71,8 @@ def timed(tree: Path, run: Path, variables: Mapping[str, str]) -> Iterator[Calla
     def once() -> tuple[float, float]:
         assert process.stdin is not None and process.stdout is not None, "both are pipes"
         print(file=process.stdin, flush=True)
-        cpu_s, clock_s, *_ = map(float, process.stdout.readline().split())
+        line = next(line for line in process.stdout if line.startswith(TOOK))  # among those of the log
+        cpu_s, clock_s, *_ = map(float, line.split()[1:])
         return cpu_s, clock_s
 
     try:

@@ -23,17 +23,24 @@ class Conformance:
 
     Args:
         ids: makes something that lives, of every kind that a request may name.
-        key: of the service.
+        key: of the service; `open_paths` need none.
     """
 
     def __init__(
-        self, client: TestClient, document: dict[str, Any], *, ids: Callable[[], Ids], key: str
+        self,
+        client: TestClient,
+        document: dict[str, Any],
+        *,
+        ids: Callable[[], Ids],
+        key: str,
+        open_paths: Collection[str],
     ) -> None:
         import schemathesis
 
         self._client = client
         self._ids = ids
         self._key = key
+        self._open_paths = open_paths
         schema = schemathesis.openapi.from_dict(document)
         self._operations = [one.ok() for one in schema.get_all_operations()]
         assert len(self._operations) > 15
@@ -98,14 +105,14 @@ class Conformance:
         is_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
         case.validate_response(answer, checks=declared[:-1] if is_stream else declared)
 
-    def refuse_without_key(self, *, open_paths: Collection[str]) -> None:
-        """Without the key, or with another one, nothing is told but that; `open_paths` need none."""
+    def refuse_without_key(self) -> None:
+        """Without the key, or with another one, nothing is told but that."""
         ids = self._ids()
         wrong = ({}, {"X-API-Key": self._key + "x"}, {"Authorization": "Bearer nobody"})
         for operation in self._operations:
             method, path = operation.method.upper(), operation.path.format_map(_Named(ids))
             answers = [self._client.request(method, path, headers=headers, content="{}") for headers in wrong]
-            if path in open_paths:
+            if path in self._open_paths:
                 assert {answer.status_code for answer in answers} == {200}, operation.label
             elif "/v1/" in path:
                 told = {(one.status_code, "error" in one.json()) for one in answers}
@@ -114,6 +121,19 @@ class Conformance:
                 problems = [Problem.model_validate_json(answer.content) for answer in answers]
                 told = {(one.status, one.code) for one in problems}
                 assert told == {(401, "unauthorised")}, operation.label
+
+
+class ConformanceTests:
+    """The tests of a service, whose module has the fixture `conformance`."""
+
+    def test_what_the_document_allows_is_answered_by_it(self, conformance: Conformance):
+        conformance.send_valid()
+
+    def test_what_the_document_forbids_is_refused_by_it(self, conformance: Conformance):
+        conformance.send_invalid()
+
+    def test_without_a_key_nothing_is_told_but_that(self, conformance: Conformance):
+        conformance.refuse_without_key()
 
 
 class _Named(dict[str, Any]):

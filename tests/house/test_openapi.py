@@ -1,6 +1,7 @@
 """What /openapi.json of both services promises to generated clients; docs/http.md tells how to make one."""
 
 import pytest
+from openapi_spec_validator import validate
 
 from tests.task_app import counting
 from tests.trainer_backend.jobs import served
@@ -11,6 +12,10 @@ DOCUMENTS = {"task app": counting.openapi, "trainer": served.openapi}
 @pytest.fixture(params=DOCUMENTS)
 def document(request):
     return DOCUMENTS[request.param]()
+
+
+def test_it_is_an_openapi_document(document):
+    validate(document.document)
 
 
 def test_every_reply_has_a_type(document):

@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 from task_app.app import OPEN_PATHS, create_app
 from task_app.plugins import InteractionEntry
 from task_app.settings import Settings
-from tests.conformance import Conformance
+from tests.conformance import Conformance, ConformanceTests
 from tests.task_app.counting import KEY, boards, rollout
 from tests.task_app.interactions.users import Noted
 
@@ -24,7 +24,7 @@ def conformance() -> Iterator[Conformance]:
         Settings(api_keys=(KEY,), max_wait_s=0.0), boards=replace(boards(), interactions={"noted": noted})
     )
     with TestClient(app, raise_server_exceptions=False) as client:
-        yield Conformance(client, app.openapi(), ids=lambda: living(client), key=KEY)
+        yield Conformance(client, app.openapi(), ids=lambda: living(client), key=KEY, open_paths=OPEN_PATHS)
 
 
 def living(client: TestClient) -> dict[str, Any]:
@@ -46,13 +46,5 @@ def living(client: TestClient) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_what_the_document_allows_is_answered_by_it(conformance: Conformance):
-    conformance.send_valid()
-
-
-def test_what_the_document_forbids_is_refused_by_it(conformance: Conformance):
-    conformance.send_invalid()
-
-
-def test_without_a_key_nothing_is_told_but_that(conformance: Conformance):
-    conformance.refuse_without_key(open_paths=OPEN_PATHS)
+class TestOfTheTaskApp(ConformanceTests):
+    """The three tests with `conformance`."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers import __version__ as transformers_version
 
-from trainer_backend.inference.trunks import BLOCK, Trunk, Trunks, pays
+from trainer_backend.inference.trunks import BLOCK, Trunk, Trunks, most_rows, pays
 
 FIRST_CAPACITY = 128
 # What the models of `transformers` call a cache that they are given. 5.24 renamed it, in all of them.
@@ -93,7 +93,7 @@ class SlotCache(Cache):
         super().__init__(layers=[])
         self.shares = shares
         self.trunks: dict[int, Trunk] = {}
-        self._known = Trunks()
+        self._known = Trunks(most_rows(slots) * max_len)
         self.slots, self.dtype = slots, dtype
         self.max_len = max_len
         self.capacity = min(FIRST_CAPACITY, max_len)
@@ -199,7 +199,7 @@ class SlotCache(Cache):
         """
         trunk, held = self._known.find(ids), self._held(source)
         length = len(ids) // BLOCK * BLOCK
-        if pays(length, trunk):
+        if pays(length, trunk) and self._known.has_room(length):
             parts = _parts(held, 0, length)
             trunk = Trunk(ids[:length], tuple(torch.cat(list(tensors), dim=1) for tensors in parts))
             self._known.add(trunk)

@@ -2,7 +2,8 @@
 
 Rows that begin alike should find the same trunk, though they part at slightly different tokens: so trunks end
 with a block, and one is preferred to others that are longer by less than its own length. A trunk lives as
-long as a row, or a copy of one, refers to it.
+long as a row, or a copy of one, refers to it. All that live have a bounded number of tokens; beyond it rows
+hold theirs themselves.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,14 @@ from torch import Tensor
 BLOCK = 32
 # A longer one that is made, or preferred, is longer by this factor: its rows leave the group of the other.
 _LONGER = 2
+
+
+def most_rows(slots: int) -> int:
+    """How many longest rows all trunks of an engine with so many slots may have the tokens of.
+
+    A group of eight siblings takes an eighth of its rows; of a single slot nothing is shared.
+    """
+    return (slots + 2) // 4
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -33,18 +42,25 @@ class Trunk:
 
 
 class Trunks:
-    """The trunks that new rows may refer to."""
+    """The trunks that new rows may refer to, of at most so many tokens together with those that live on."""
 
-    def __init__(self) -> None:
-        self._live: WeakSet[Trunk] = WeakSet()
+    def __init__(self, most_tokens: int) -> None:
+        self._most_tokens = most_tokens
+        self._known: WeakSet[Trunk] = WeakSet()
+        self._living: WeakSet[Trunk] = WeakSet()
+
+    def has_room(self, length: int) -> bool:
+        """Whether one more trunk of this length may be made."""
+        return sum(map(len, self._living)) + length <= self._most_tokens
 
     def add(self, trunk: Trunk) -> None:
-        self._live.add(trunk)
+        self._known.add(trunk)
+        self._living.add(trunk)
 
     def find(self, ids: Sequence[int]) -> Trunk | None:
         """Return the trunk that a row which begins with `ids` should refer to."""
         best: Trunk | None = None
-        for trunk in sorted(self._live, key=len):
+        for trunk in sorted(self._known, key=len):
             if pays(len(trunk), best) and ids[: len(trunk)] == trunk.ids:
                 best = trunk
         return best
@@ -52,11 +68,11 @@ class Trunks:
     def discard(self, trunk: Trunk | None) -> None:
         """Let no new row refer to a trunk."""
         if trunk is not None:
-            self._live.discard(trunk)
+            self._known.discard(trunk)
 
     def clear(self) -> None:
         """Let no new row refer to any of them: what they hold was computed with old weights."""
-        self._live.clear()
+        self._known.clear()
 
 
 def pays(length: int, known: Trunk | None) -> bool:

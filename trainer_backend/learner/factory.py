@@ -20,6 +20,7 @@ from trainer_backend.learner.memory_plan import (
     MemoryPlan,
     memory_plan,
     model_configs,
+    note_choice,
     refuse_too_large,
     set_micro_batches,
 )
@@ -45,7 +46,10 @@ class LocalFactory:
         return checked_folders(self._fixed, self._config.model, checkpoint) if self._fixed else {}
 
     def plan_memory(self, checkpoint: Path | None, fixed: Sequence[Path]) -> str:
-        """Plan it, refuse what cannot fit, and keep the plan's micro-batches for the learner."""
+        """Plan it, refuse what cannot fit, and keep the plan's micro-batches for the learner.
+
+        All ranks compute as many tokens at a time as the fullest of them has room for.
+        """
 
         def plan_of_this_rank() -> MemoryPlan:
             plan = memory_plan(self._config, checkpoint, fixed=fixed, ranks=self._ranks)
@@ -60,6 +64,8 @@ class LocalFactory:
         plan = self._ranks.together(plan_of_this_rank)
         tokens = min(self._ranks.of_every_rank(plan.micro_batch_tokens))
         self._config = set_micro_batches(self._config, tokens)
+        if tokens < plan.micro_batch_tokens:
+            plan = note_choice(memory_plan(self._config, checkpoint, fixed=fixed, ranks=self._ranks))
         return plan.report()
 
     def fresh(self, prompts: Sequence[Trajectory], tokenizer_of: Path | None) -> LocalLearner:

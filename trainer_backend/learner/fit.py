@@ -266,7 +266,8 @@ def with_settings(config: LearnerConfig, settings: Settings) -> LearnerConfig:
 
 def _is_set(config: LearnerConfig, key: str, value: Any) -> bool:
     table, _, name = key.partition(".")
-    return table in _TABLES and getattr(getattr(config, _TABLES[table]), name, None) == value
+    now = getattr(getattr(config, _TABLES[table]), name, None) if table in _TABLES else None
+    return now == value and type(now) is type(value)  # one layer (1) is not all of them (True)
 
 
 def write_setting(key: str, value: Any) -> str:

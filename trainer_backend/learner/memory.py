@@ -4,9 +4,10 @@ How far it can be relied on: what is counted in weights is exact. `cache` is at 
 rows, one for each request that may run, are all as wide as the longest of them, so one sequence as long as
 allowed fills it but for the kept prefixes. In pages, as on CUDA, a row is as long as its own request, and the
 memory is given back while the learner works, unless iterations are collected ahead. `activations` are those
-of a full micro-batch, what autograd keeps for layers like Llama's and Qwen3's: within 10 % of what was
-counted on both, in float32 under a mask and in bfloat16 over one row; other architectures may be a third
-away. What the allocator and the libraries themselves need is the flat OVERHEAD of a GPU.
+of a full micro-batch, what autograd keeps and what a backward pass has in work: within 12 % of the peaks that
+were measured of layers like Llama's and Qwen3's, in float32 under a mask and in bfloat16 over one row; of
+other architectures within 26 %, in float32. What the allocator and the libraries themselves need is the flat
+OVERHEAD of a GPU.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 from trainer_backend.core.logprobs import BYTES_PER_LOGIT
 from trainer_backend.inference.keys import EngineKeys
+from trainer_backend.inference.trunks import most_rows
 from trainer_backend.job.tables import LearnerTable
 from trainer_backend.learner.by_length import SHORTEST_SHARE
 from trainer_backend.learner.shapes import BFLOAT16, FLOAT32, ModelShape
@@ -37,11 +39,13 @@ class EngineUse:
     keys: its bounds. In pages `cache_gib` is the most of its cache, but for one row.
     low: whether products, and copies that nobody trains, are bfloat16; otherwise float32.
     paged: whether caches are in pages (where there are kernels): requests wait where not all of them fit.
+    trunks: whether our decoder keeps what several rows begin with outside of them (`inference.trunks`).
     """
 
     keys: EngineKeys
     low: bool
     paged: bool = False
+    trunks: bool = False
 
     @property
     def held(self) -> int:
@@ -113,7 +117,7 @@ def memory_needs(
     if not is_gpu:  # the ranks of a node have one memory
         learner = {kind: use.ranks.nproc_per_node * size for kind, size in learner.items()}
     device = learner | {
-        "engine": use.engines * (shape.frozen_bytes(use.held) + shape.adapters * use.held),
+        "engine": use.engines * engine(shape, use),
         "cache": use.engines * cache(shape, use),
         "sampling": use.engines * sampling(shape, use) + sum(sampling(other, use) for other in fixed),
         "fixed": sum(other.frozen_bytes(use.held) for other in fixed),
@@ -216,17 +220,26 @@ def serving_needs(shape: ModelShape, use: EngineUse, *, is_gpu: bool) -> MemoryN
 
 
 def cached_row(shape: ModelShape, use: EngineUse) -> int:
-    """Keys and values of one longest request."""
-    return use.keys.max_model_len * shape.cached_numbers * use.held
+    """Keys, values and states of one longest request."""
+    states = shape.states * shape.state_numbers * FLOAT32
+    return use.keys.max_model_len * shape.cached_numbers * use.held + states
 
 
 def cache(shape: ModelShape, use: EngineUse) -> int:
-    """Keys and values of an engine at its fullest."""
+    """Keys and values of an engine at its fullest, and of what rows of our decoder share outside of it."""
     row = cached_row(shape, use)
-    fullest = (use.keys.slots + use.keys.prefix_slots) * row
+    shared = most_rows(use.keys.slots) if use.trunks and shape.own_pass else 0
+    kept = use.keys.prefix_slots * (2 if shape.states else 1)  # and as many amid prompts
+    fullest = (use.keys.slots + kept + shared) * row
     if not use.paged or use.keys.cache_bytes is None:
         return fullest
     return min(fullest, max(use.keys.cache_bytes, row))
+
+
+def engine(shape: ModelShape, use: EngineUse) -> int:
+    """A copy of the model, and the sums of a layer's experts and adapters while it computes."""
+    sums = shape.adapted_experts // shape.layers
+    return shape.frozen_bytes(use.held) + (shape.adapters + sums) * use.held
 
 
 def sampling(shape: ModelShape, use: EngineUse) -> int:
@@ -273,22 +286,44 @@ def _passing(shape: ModelShape, use: EngineUse) -> int:
 
 def activations(shape: ModelShape, use: MemoryUse) -> int:
     """Bytes that autograd keeps of one micro-batch, and that the backward pass of one layer needs."""
-    layer, states = _layer_bytes_a_token(shape, use), shape.states * shape.state_bytes
+    parts = _bytes_a_token(shape, use)
     tokens = use.micro_batch_tokens
     if shape.apart:  # at the most padding that a group has
         tokens = int(tokens / SHORTEST_SHARE)
-    if shape.eager:  # scores before and after their softmax, of a segment as long as a row
-        layer += 2 * FLOAT32 * shape.heads * use.row_tokens
     whole = shape.layers - use.checkpointed  # layers that keep all of it
-    kept = use.checkpointed * FLOAT32 * shape.width + whole * layer + states * whole // shape.layers
-    # A layer more: the one whose gradients are being computed, or that is computed again.
-    total = tokens * (kept + layer + (shape.state_bytes if shape.states else 0))
+    again = 1 if use.checkpointed else 0
+    largest = parts.of_largest_layer(shape)
+    kept = whole * parts.of_all_layers(shape) // shape.layers + largest * _GRADIENTS // 10
+    inputs = use.checkpointed * FLOAT32 * shape.width
+    total = tokens * (inputs + max(kept, again * largest * _AGAIN // 10))
     if use.low and not shape.adapters:  # autocast keeps the weights that it has rounded
         total += BFLOAT16 * shape.parameters * max(whole, 1) // shape.layers
+    total += FLOAT32 * shape.adapted_experts * (max(whole, again) + 1) // shape.layers  # and their gradient
     return total + (tokens * use.row_tokens * (FLOAT32 + 1) if use.masked else 0)
 
 
-def _layer_bytes_a_token(shape: ModelShape, use: MemoryUse) -> int:
+# What a backward pass has in work, in tenths of a layer: gradients, while what was kept is freed; and all of
+# one that is computed again, with them. When the first is computed again, layers that kept all are done.
+_GRADIENTS, _AGAIN = 3, 14
+
+
+class _Parts(NamedTuple):
+    """Bytes that autograd keeps of a token in the parts of a layer."""
+
+    norms: int
+    mlp: int
+    attention: int
+
+    def of_all_layers(self, shape: ModelShape) -> int:
+        mixed = shape.attending * self.attention + shape.states * shape.state_bytes
+        return shape.layers * self.norms + (shape.mlps or shape.layers) * self.mlp + mixed
+
+    def of_largest_layer(self, shape: ModelShape) -> int:
+        mixed = max(self.attention, shape.state_bytes if shape.states else 0)
+        return self.norms + (max(self.mlp, mixed) if shape.mlps else self.mlp + mixed)
+
+
+def _bytes_a_token(shape: ModelShape, use: MemoryUse) -> _Parts:
     """Two norms and their inputs, queries to outputs of attention, and the four tensors of the MLP.
 
     Of the last layer that is for tokens that are read; all of them may be.
@@ -297,15 +332,21 @@ def _layer_bytes_a_token(shape: ModelShape, use: MemoryUse) -> int:
     if use.fused and not shape.adapters:
         # Two sums in float32. In bfloat16 their norms; queries and keys, each before and after they are
         # rotated; values, and the outputs of attention; gate, up, and their product.
-        return 12 * shape.width + 6 * shape.mlp_width + 6 * queries + 6 * keys
-    if use.low:
+        by_width, by_mlp, by_query, by_key = 12, 6, 6, 6
+    elif use.low:
+        by_width, by_mlp = 26, 8
         by_query, by_key = (12, 10) if shape.head_norms else (6, 4)
-        return 26 * shape.width + 8 * shape.mlp_width + by_query * queries + by_key * keys
-    if not use.masked and shape.own_pass:  # whose norms and rotations keep less
+    elif not use.masked and shape.own_pass:  # whose norms and rotations keep less
+        by_width, by_mlp = 16, 16
         by_query, by_key = (16, 12) if shape.head_norms else (12, 8)
-        return 16 * shape.width + 16 * shape.mlp_width + by_query * queries + by_key * keys
-    by_query, by_key = (24, 8) if shape.head_norms else (16, 0)
-    return 24 * shape.width + 16 * shape.mlp_width + by_query * queries + by_key * keys
+    else:
+        by_width, by_mlp = 24, 16
+        by_query, by_key = (24, 8) if shape.head_norms else (16, 0)
+    attention = by_query * queries + by_key * keys
+    if shape.eager:  # scores before and after their softmax, of a segment as long as a row
+        attention += 2 * FLOAT32 * shape.heads * use.row_tokens
+    norms = int(by_width * shape.width * shape.norms / 2)
+    return _Parts(norms, by_mlp * shape.mlp_width, attention)
 
 
 def logits(shape: ModelShape, use: MemoryUse) -> int:

@@ -152,7 +152,7 @@ def plan_on(placement: Placement, config: LearnerConfig, models: Models, ranks: 
         plan = _plan_as_set(placement, set_micro_batches(config, tokens), models, ranks)
         if plan.need + _reserve(plan, models.own) <= device_size(placement):
             break
-    return plan if placement.device.type == "cpu" and tokens == MICRO_BATCH_TOKENS else _with_choice(plan)
+    return plan if placement.device.type == "cpu" and tokens == MICRO_BATCH_TOKENS else note_choice(plan)
 
 
 def set_micro_batches(config: LearnerConfig, tokens: int) -> LearnerConfig:
@@ -182,7 +182,8 @@ def _reserve(plan: MemoryPlan, shape: ModelShape) -> float:
     return _SPARE * device_size(plan.placement) + unsure * plan.needs.device.get("activations", 0)
 
 
-def _with_choice(plan: MemoryPlan) -> MemoryPlan:
+def note_choice(plan: MemoryPlan) -> MemoryPlan:
+    """The plan with a note of its micro-batches, which the job left open."""
     size = device_size(plan.placement)
     fits = f"{abs(size - plan.need) / 2**30:.1f} GiB {'spare' if plan.need <= size else 'too little'}"
     note = f"micro-batches of {plan.micro_batch_tokens} tokens are chosen: {size / 2**30:.1f} GiB, {fits}"
@@ -321,8 +322,10 @@ def serving_plan(table: ModelTable, keys: EngineKeys, folder: Path) -> MemoryPla
     """Plan the memory of serving the model of a folder, without training it; its weights are not read."""
     placement = place(table.device)
     shape = model_shape(folder_config(folder), None)
-    use = EngineUse(keys=keys, low=placement.low is not None, paged=kernels_are_here(placement.device))
-    needs = serving_needs(shape, use, is_gpu=placement.device.type != "cpu")
+    is_gpu = placement.device.type != "cpu"
+    paged = kernels_are_here(placement.device)
+    use = EngineUse(keys=keys, low=placement.low is not None, paged=paged, trunks=not is_gpu)
+    needs = serving_needs(shape, use, is_gpu=is_gpu)
     notes = (*placement.notes(), *slower_sampling(why_no_kernels(placement.device)))
     return _beside_what_is_free(needs, placement, notes)
 
@@ -347,6 +350,7 @@ def memory_use(config: LearnerConfig, placement: Placement, shape: ModelShape) -
         keys=inference,
         low=placement.low is not None,
         paged=has_kernels,
+        trunks=placement.device.type == "cpu",
         masked=masked,
         fused=shape.has_kernels and not masked and has_kernels and placement.low is not None,
         row_tokens=row,

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from trainer_backend.core.presets import PRESETS
@@ -15,7 +16,14 @@ from trainer_backend.learner.lora import adapted_experts, adapted_layers
 from trainer_backend.learner.operators import gates_are_known
 from trainer_backend.learner.packed_decoder import is_known
 from trainer_backend.models.folder import config_alone, folder_config
-from trainer_backend.models.kinds import STATES, largest, layer_kinds, own_attention, why_not_by_position
+from trainer_backend.models.kinds import (
+    STATELESS,
+    STATES,
+    largest,
+    layer_kinds,
+    own_attention,
+    why_not_by_position,
+)
 from trainer_backend.models.presets import preset_config
 from trainer_backend.models.sources import model_folder
 from trainer_backend.models.text_part import decoder_layers, empty_model
@@ -29,6 +37,7 @@ class ModelShape:
 
     parameters: all weights, tied ones once.
     adapters: weights of the adapters; 0 without [lora].
+    adapted_experts: weights of experts that have adapters: a layer computes with the sums of both.
     critic: weights of a critic's head, and of its own layers where it has some; 0 without one.
     head_norms: whether queries and keys are normed head by head, as in Qwen3.
     vectors: weights of norms and biases, which are float32 everywhere; `parameters` counts them too.
@@ -38,7 +47,10 @@ class ModelShape:
     apart: why each segment needs a row of its own; empty: rows are packed (`models.kinds`).
     eager: whether its scores of attention are kept, [heads, length, length].
     states: the layers that have a state in place of keys and values.
-    state_bytes: what autograd keeps of a token in such a layer, by torch's operators.
+    state_bytes: what autograd keeps of a token in such a layer, by torch's operators, without norms and MLP.
+    state_numbers: what an engine keeps of a row in such a layer, whatever its length.
+    mlps: layers that are an MLP alone, in models whose other layers have none.
+    norms: norms of a layer over its whole width; Gemma's have four.
     """
 
     parameters: int
@@ -50,6 +62,7 @@ class ModelShape:
     head_dim: int
     vocabulary: int
     adapters: int = 0
+    adapted_experts: int = 0
     critic: int = 0
     head_norms: bool = False
     vectors: int = 0
@@ -60,6 +73,14 @@ class ModelShape:
     eager: bool = False
     states: int = 0
     state_bytes: int = 0
+    state_numbers: int = 0
+    mlps: int = 0
+    norms: float = 2.0
+
+    @property
+    def attending(self) -> int:
+        """Layers with attention; where nothing is known of a state, it is counted as attention."""
+        return self.layers - self.mlps - (self.states if self.state_bytes else 0)
 
     @property
     def layer(self) -> int:
@@ -69,7 +90,7 @@ class ModelShape:
     @property
     def cached_numbers(self) -> int:
         """Of the keys and values of a token."""
-        return 2 * self.layers * self.kv_heads * self.head_dim
+        return 2 * (self.layers - self.mlps - self.states) * self.kv_heads * self.head_dim
 
     def frozen_bytes(self, matrices: int) -> int:
         """Bytes of a copy without adapters and value head, with `matrices` bytes a number in a matrix."""
@@ -103,7 +124,9 @@ def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None, *, criti
     )
     targets, rank = ((), 0) if lora is None else (lora.target_modules, lora.rank)
     sizes = [(1, layer.in_features + layer.out_features) for layer in adapted_layers(model, targets).values()]
-    sizes += [(len(one), sum(one.shape[1:])) for one in adapted_experts(model, targets).values()]
+    experts = adapted_experts(model, targets).values()
+    sizes += [(len(one), sum(one.shape[1:])) for one in experts]
+    kinds = layer_kinds(config)
     return ModelShape(
         parameters=count,
         ends=count - in_layers,
@@ -115,14 +138,27 @@ def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None, *, criti
         head_dim=head_dim_of(config),
         vocabulary=config.vocab_size,
         adapters=sum(rank * count * size for count, size in sizes),
+        adapted_experts=sum(one.numel() for one in experts),
         critic=0 if critic is None else width + 1 + count * (critic == "own"),
         vectors=sum(weight.numel() for weight in model.parameters() if weight.dim() == 1),
         head_norms=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
         has_kernels=is_known(model) and gates_are_known(model.config),
         own_pass=is_known(model),
-        states=sum(kind in STATES for kind in layer_kinds(config)),
+        states=sum(kind in STATES for kind in kinds),
         state_bytes=_state_bytes(config),
+        state_numbers=_state_numbers(config),
+        mlps=sum(kind in STATELESS for kind in kinds),
+        norms=_count_norms(decoder_layers(model), width),
     )
+
+
+def _count_norms(layers: nn.ModuleList, width: int) -> float:
+    norms = (
+        weight
+        for name, weight in layers.named_parameters()
+        if "norm" in name and weight.dim() == 1 and len(weight) == width
+    )
+    return sum(1 for _ in norms) / len(layers)
 
 
 def _mlp_width(config: Any) -> int:
@@ -150,17 +186,32 @@ def _state_bytes(config: Any) -> int:
         keys, values = config.linear_key_head_dim, config.linear_value_head_dim
         by_key = 29 * config.linear_num_key_heads * keys
         return int(heads * (42 * keys + 55 * values + 19 * 64) + by_key)
-    for names in _STATE_SPACES:
-        heads, size, state, chunk, groups = (int(getattr(config, name, None) or 0) for name in names)
-        if heads:
-            return heads * (57 * size + 37 * state + 12 * chunk) + 24 * groups * state
-    return 0
+    heads, size, state, groups, _, chunk = _state_space(config)
+    return heads * (57 * size + 37 * state + 12 * chunk) + 24 * groups * state
 
 
-# What configs call the heads, their width, the state of each number, the tokens of a chunk, and the groups.
+def _state_numbers(config: Any) -> int:
+    """The state of a row in a layer, and the last inputs of its convolution."""
+    if heads := getattr(config, "linear_num_value_heads", None):
+        keys, values = config.linear_key_head_dim, config.linear_value_head_dim
+        mixed = 2 * config.linear_num_key_heads * keys + heads * values
+        return int(heads * keys * values + mixed * config.linear_conv_kernel_dim)
+    heads, size, state, groups, kernel, _ = _state_space(config)
+    convolved: int = config.hidden_size * int(getattr(config, "conv_L_cache", None) or 0)
+    return heads * size * state + (heads * size + 2 * groups * state) * kernel + convolved
+
+
+def _state_space(config: Any) -> tuple[int, ...]:
+    """Sizes by the first names that the config has; zeros where it has no state spaces."""
+    sizes = (tuple(int(getattr(config, name, None) or 0) for name in names) for names in _STATE_SPACES)
+    return next((each for each in sizes if each[0]), (0,) * len(_STATE_SPACES[0]))
+
+
+# What configs call the heads, their width, the state of each number, the groups, the convolution's width,
+# and the tokens of a chunk.
 _STATE_SPACES = (
-    ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "chunk_size", "n_groups"),
-    ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_chunk_size", "mamba_n_groups"),
+    ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "chunk_size"),
+    (*(f"mamba_{name}" for name in ("n_heads", "d_head", "d_state", "n_groups", "d_conv", "chunk_size")),),
 )
 
 

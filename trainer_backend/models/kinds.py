@@ -16,7 +16,7 @@ from trainer_backend.errors import ModelFolderError
 # What configs call layers that attend to every position before.
 _FULL = frozenset({"full_attention", "attention"})
 # ... and layers without attention or state, which configs list among the others.
-_STATELESS = frozenset({"moe", "mlp", "dense", "sparse"})
+STATELESS = frozenset({"moe", "mlp", "dense", "sparse"})
 # ... and those with a state in place of keys and values.
 STATES = frozenset({"linear_attention", "conv", "mamba", "mamba2", "hybrid"})
 # Where `logits_scaling` is a factor; Granite and its kin divide by it.
@@ -63,7 +63,7 @@ def why_layers_not_full(config: Any, *, longest: int) -> str | None:
         kinds.discard("sliding_attention")
     if (getattr(config, "attention_chunk_size", None) or 0) >= longest:
         kinds.discard("chunked_attention")
-    others = sorted(kinds - _FULL - _STATELESS)
+    others = sorted(kinds - _FULL - STATELESS)
     if not others:
         return None
     of_width = f" of {window} tokens" if "sliding_attention" in kinds and window else ""

@@ -56,14 +56,18 @@ class Routers:
         return len(self._modules)
 
     @contextmanager
-    def choosing(self, choose: Choose) -> Iterator[None]:
-        """Inside, tokens go to the experts that `choose` says."""
+    def choosing(self, choose: Choose, *, alone: bool = False) -> Iterator[None]:
+        """Inside, tokens go to the experts that `choose` says.
+
+        It is told what an outer choice has made of the router's own; `alone`: what the router has.
+        """
         hooks = []
         try:
             for number, router in enumerate(self._modules):
-                mode = _Choice(self._experts, partial(choose, number))
+                mode = _Choice(self._experts, partial(choose, number), alone=alone)
                 hooks.append(router.register_forward_pre_hook(mode.begin))
-                hooks.append(router.register_forward_hook(mode.end, always_call=True))
+                # The inner one, which begins last, ends first.
+                hooks.append(router.register_forward_hook(mode.end, prepend=True, always_call=True))
             yield
         finally:
             for hook in hooks:
@@ -128,8 +132,8 @@ def recorded_routers(model: PreTrainedModel, *, wanted: bool | None) -> Routers 
     return routers
 
 
-# What is replayed at present. A layer that is computed again in the backward pass, behind the end of the
-# replay, takes it with it (`again`).
+# What is replayed at present. A layer that is computed again in the backward pass takes it with it (`again`),
+# behind the end of the replay, and inside this one or another.
 _replay: ContextVar[Callable[[], AbstractContextManager[None]] | None] = ContextVar("_replay", default=None)
 
 
@@ -166,7 +170,7 @@ def replaying(model: PreTrainedModel, experts_BLW: Tensor | None) -> Iterator[No
             )
         return torch.where(told_Tk >= 0, told_Tk, own_Tk)
 
-    token = _replay.set(lambda: routers.choosing(prescribe))
+    token = _replay.set(lambda: routers.choosing(prescribe, alone=True))
     try:
         with routers.choosing(prescribe):
             yield
@@ -183,9 +187,13 @@ def again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]
 class _Choice(TorchFunctionMode):
     """While a router computes, its choice of experts is what `choose` says."""
 
-    def __init__(self, experts: int, choose: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, experts: int, choose: Callable[[Tensor], Tensor], *, alone: bool) -> None:
         super().__init__()
         self._experts, self._choose = experts, choose
+        # With outer choices a layer that is computed again would keep more tensors than at first.
+        self._unseen: Callable[[], AbstractContextManager[None]] = (
+            torch._C.DisableTorchFunction if alone else nullcontext
+        )
 
     def begin(self, *_: Any) -> None:
         self.__enter__()  # type: ignore[no-untyped-call]
@@ -194,9 +202,10 @@ class _Choice(TorchFunctionMode):
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
         if func not in _TOPK or args[0].dim() != 2 or args[0].shape[1] != self._experts:
-            return found  # not the last choice: of groups of experts
+            return func(*args, **(kwargs or {}))  # not the last choice: of groups of experts
+        with self._unseen():
+            found = func(*args, **(kwargs or {}))
         chosen_Tk = self._choose(found.indices)
         if chosen_Tk is found.indices:
             return found

@@ -12,6 +12,7 @@ from shared_schemas.trajectory import Sampling
 from trainer_backend.inference.batch import RunningBatch, first_of_siblings
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.request import Request
+from trainer_backend.inference.trunks import most_rows
 from trainer_backend.learner.attention import ByLength
 from trainer_backend.models import build_preset, part_attention
 
@@ -105,6 +106,28 @@ def test_siblings_refer_to_one_trunk_and_the_first_of_them_too(tokenizer: PreTra
     trunks = side.batch.cache.trunks
     assert sorted(trunks) == [0, 1, 2, 3] and len(set(trunks.values())) == 1
     assert len(trunks[0]) == 128, "whole blocks of the 140 tokens"
+
+
+@torch.inference_mode()
+def test_all_trunks_have_as_many_tokens_as_the_memory_plan_counts_and_other_rows_hold_theirs(
+    tokenizer: PreTrainedTokenizerFast,
+):
+    sides = [Side(tokenizer, shares=shares) for shares in (False, True)]
+    shared = sides[1]
+    # Of 6 slots two rows of 512 tokens: two trunks of 384 fit, three do not.
+    assert most_rows(6) == 2
+    for side in sides:
+        side.join([[*prompt_of(400, seed=n // 2), n] for n in range(6)], seed=0)
+    trunks = shared.batch.cache.trunks
+    assert [len(trunk) for trunk in set(trunks.values())] == [384, 384] and len(trunks) == 4
+    (tokens, logprobs), (same, alike) = (side.step() for side in sides)
+    assert same == tokens and alike == pytest.approx(logprobs, abs=1e-5)
+    # One that no new row may refer to lives on in its rows, and counts until they end.
+    shared.batch.cache.forget_trunks()
+    known = shared.batch.cache._known
+    assert not known.has_room(384) and known.has_room(256)
+    trunks.clear()
+    assert known.has_room(1024) and not known.has_room(1025)
 
 
 def test_a_deterministic_engine_shares_nothing(tokenizer: PreTrainedTokenizerFast):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from starlette.testclient import TestClient
 
-from tests.conformance import Conformance
+from tests.conformance import Conformance, ConformanceTests
 from tests.trainer_backend.jobs.served import acted, checks, openapi, settings_for
 from trainer_backend.jobs.app import OPEN_PATHS, create_app
 from trainer_backend.jobs.server import open_service
@@ -20,8 +20,13 @@ def conformance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Conformanc
         open_service(settings, checks(), command=acted) as service,
         TestClient(create_app(service), raise_server_exceptions=False) as client,
     ):
-        document = openapi().document
-        yield Conformance(client, document, ids=lambda: {"job_id": end_job(client)}, key=KEY)
+        yield Conformance(
+            client,
+            openapi().document,
+            ids=lambda: {"job_id": end_job(client)},
+            key=KEY,
+            open_paths=OPEN_PATHS,
+        )
 
 
 def end_job(client: TestClient) -> str:
@@ -33,13 +38,5 @@ def end_job(client: TestClient) -> str:
     return str(found)
 
 
-def test_what_the_document_allows_is_answered_by_it(conformance: Conformance):
-    conformance.send_valid()
-
-
-def test_what_the_document_forbids_is_refused_by_it(conformance: Conformance):
-    conformance.send_invalid()
-
-
-def test_without_a_key_nothing_is_told_but_that(conformance: Conformance):
-    conformance.refuse_without_key(open_paths=OPEN_PATHS)
+class TestOfTheTrainer(ConformanceTests):
+    """The three tests with `conformance`."""

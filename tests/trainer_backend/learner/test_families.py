@@ -102,7 +102,7 @@ def test_log_probs_and_gradient_are_those_of_each_segment_alone(family: str):
 def test_so_many_layers_are_computed_again_and_the_gradient_stays(family: str):
     """Of rows in the learner's own pass, and of padded ones in the models' own layers."""
     found = {}
-    for checkpointed in (False, 0, 2, 4, True):
+    for checkpointed in (False, 0, 1, 2, True):
         torch.manual_seed(0)
         model, calls = tiny_model(family, num_hidden_layers=4), [0] * 4
         scorer = scorer_of(model, CPU, 8, why_apart=refuse_unsupported(model, longest=100))

@@ -10,10 +10,11 @@ from transformers import LlamaConfig
 from tests.conftest import tiny_job
 from trainer_backend import learner_parts
 from trainer_backend.errors import JobError
+from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.device import place_on_card
 from trainer_backend.learner.fit import GIB, Search, propose, with_settings
 from trainer_backend.learner.memory_plan import Models
-from trainer_backend.learner.shapes import ModelShape
+from trainer_backend.learner.shapes import ModelShape, count_checkpointed
 from trainer_backend.terminal.check_command import card_bytes, lines_before_a_run
 
 # 1 GiB of weights; a token's keys and values are 10 * 8 * 128 * 2 numbers of 2 bytes.
@@ -100,6 +101,20 @@ def test_as_few_layers_are_checkpointed_as_make_a_job_fit():
         7.4: {}, 7.0: {CHECKPOINTING: 2}, 6.6: {CHECKPOINTING: 5}, 6.2: {CHECKPOINTING: True}
     }  # fmt: skip
     assert "training.gradient_checkpointing = 5 " in str(proposals[6.6])
+
+
+def test_one_layer_is_not_all_of_them_though_1_equals_true():
+    job = tiny_job(training__gradient_checkpointing=1)
+    again = JobConfig.model_validate_json(job.model_dump_json())
+    for wish in (job.training.gradient_checkpointing, again.training.gradient_checkpointing):
+        assert type(wish) is int and count_checkpointed(wish, 10) == 1
+    assert count_checkpointed(True, 10) == 10 and count_checkpointed(False, 10) == 0
+    # Where one is set and all are needed, the proposal says so.
+    tables = {**SAMPLES_HERE, "inference__cache_gib": 0.4, "training__micro_batch_tokens": 1024}
+    proposals = (
+        propose(search_of(size, **tables, **{CHECKPOINTING.replace(".", "__"): 1})) for size in (7.4, 6.2)
+    )
+    assert [dict(each.settings) for each in proposals] == [{}, {CHECKPOINTING: True}]
 
 
 def test_what_ranks_alone_read_is_proposed_with_more_ranks_alone():

@@ -25,8 +25,8 @@ def with_keys(use: MemoryUse, **changes: Any) -> MemoryUse:
 
 def test_float32_on_a_cpu_by_hand():
     needs = memory_needs(SHAPE, CPU, is_gpu=False)
-    # a layer keeps 24 * 4 + 16 * 8 + 16 * 4 = 288 bytes a token; three of them and one more, 10 tokens
-    activations = 10 * 4 * 288 + 10 * 5 * 5  # and a row of the mask a token: 4 bytes and a boolean a key
+    # a layer keeps 24 * 4 + 16 * 8 + 16 * 4 = 288 bytes a token; three, and three tenths of one in work
+    activations = 10 * (3 * 288 + 86) + 10 * 5 * 5  # and of the mask a token: 4 bytes and a boolean a key
     assert needs.device == {
         "weights": 4000,
         "gradients": 4000,
@@ -73,7 +73,7 @@ def test_bfloat16_on_a_gpu_by_hand():
     assert needs.device["engine"] == 2000
     assert needs.device["cache"] == 7 * 11 * 12 * 2
     # 26 * 4 + 8 * 8 + 6 * 4 + 4 * 2 = 200 a token and layer; autocast keeps its copy of the weights
-    assert needs.device["activations"] == 10 * 4 * 200 + 2000
+    assert needs.device["activations"] == 10 * (3 * 200 + 60) + 2000
     assert needs.device["logits"] == 6 * 10 * 12 + 10 * 4 * (4 + 2)
     assert needs.device["overhead"] == OVERHEAD
 
@@ -81,9 +81,9 @@ def test_bfloat16_on_a_gpu_by_hand():
 def test_layers_by_kernels_keep_less_unless_adapters_are_trained():
     use = replace(CPU, low=True, masked=False, fused=True)
     # 12 * 4 + 6 * 8 + 6 * 4 + 6 * 2 = 132 a token and layer
-    assert memory_needs(SHAPE, use, is_gpu=True).device["activations"] == 10 * 4 * 132 + 2000
+    assert memory_needs(SHAPE, use, is_gpu=True).device["activations"] == 10 * (3 * 132 + 39) + 2000
     adapted = replace(SHAPE, adapters=50)
-    assert memory_needs(adapted, use, is_gpu=True).device["activations"] == 10 * 4 * 200
+    assert memory_needs(adapted, use, is_gpu=True).device["activations"] == 10 * (3 * 200 + 60)
 
 
 def test_each_engine_has_weights_and_a_cache_and_each_process_an_overhead():
@@ -121,17 +121,54 @@ def test_norms_and_biases_are_float32_in_every_copy():
     assert memory_needs(shape, CPU, is_gpu=False).device["engine"] == 4000, "float32 as all else"
 
 
+def activations_with(use: MemoryUse = CPU, **changes: Any) -> int:
+    """Of all layers alike, but for the mask."""
+    return memory_needs(replace(SHAPE, **changes), use, is_gpu=False).device["activations"] - 10 * 5 * 5
+
+
 def test_head_norms_keep_queries_and_keys_three_times():
-    plain, normed = (
-        memory_needs(replace(SHAPE, head_norms=norms), CPU, is_gpu=False).device["activations"]
-        for norms in (False, True)
-    )
-    assert normed - plain == 10 * 4 * (8 * 4 + 8 * 2)
+    layer = 288 + 8 * 4 + 8 * 2
+    assert activations_with(head_norms=True) == 10 * (3 * layer + layer * 3 // 10)
+
+
+def test_layers_with_a_state_have_it_in_place_of_attention_and_some_are_an_mlp_alone():
+    # norms keep 96, the MLP 128, attention 64 bytes a token: two layers with a state of 200
+    assert activations_with(states=2, state_bytes=200) == 10 * (3 * 224 + 2 * 200 + 64 + 424 * 3 // 10)
+    # of convolutions nothing is known: they are counted as attention
+    assert activations_with(states=2) == activations_with()
+    # a mixer, a state and an MLP, each with one norm
+    parts = 3 * 48 + 64 + 200 + 128
+    assert activations_with(states=1, state_bytes=200, mlps=1, norms=1) == 10 * (parts + 248 * 3 // 10)
+
+
+def test_experts_with_adapters_are_summed_in_each_layer_and_one_has_a_gradient():
+    plain, adapted = (activations_with(adapted_experts=count) for count in (0, 300))
+    assert adapted - plain == 4 * 100 * (3 + 1)
+    use = replace(CPU, checkpointed=3)
+    plain, adapted = (activations_with(use, adapted_experts=count) for count in (0, 300))
+    assert adapted - plain == 4 * 100 * (1 + 1)
+    # an engine sums those of the layer that it computes
+    needs = memory_needs(replace(SHAPE, adapters=50, adapted_experts=300), CPU, is_gpu=False).device
+    assert needs["engine"] == 4 * (1000 + 50 + 100)
+
+
+def test_what_rows_share_outside_of_them_is_counted_with_the_cache():
+    rows = {
+        slots: memory_needs(SHAPE, with_keys(CPU, max_running=slots), is_gpu=False) for slots in (1, 5, 6)
+    }
+    for slots, shared in {1: 0, 5: 1, 6: 2}.items():
+        use = with_keys(replace(CPU, trunks=True), max_running=slots)
+        cache = memory_needs(SHAPE, use, is_gpu=False).device["cache"]
+        assert cache - rows[slots].device["cache"] == shared * 11 * 12 * 4
+        other = replace(SHAPE, own_pass=False)
+        assert memory_needs(other, use, is_gpu=False).device["cache"] == rows[slots].device["cache"]
 
 
 def test_checkpointed_layers_keep_their_input_and_one_layer_is_computed_at_a_time():
-    found = memory_needs(SHAPE, replace(CPU, checkpointed=SHAPE.layers), is_gpu=False).device["activations"]
-    assert found == 10 * (3 * 16 + 288) + 10 * 5 * 5
+    assert activations_with(replace(CPU, checkpointed=3)) == 10 * (3 * 16 + 288 * 14 // 10)
+    # the layers that keep all are done when one is computed again, and need more
+    assert activations_with(replace(CPU, checkpointed=1)) == 10 * (16 + 2 * 288 + 86)
+    assert activations_with(replace(CPU, checkpointed=2)) == 10 * (2 * 16 + 288 * 14 // 10)
 
 
 def test_offloaded_moments_are_in_main_memory_beside_a_gpu_and_where_they_were_on_a_cpu():

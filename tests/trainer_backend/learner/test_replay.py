@@ -136,6 +136,30 @@ def test_tokens_go_to_the_experts_that_a_segment_names_and_the_gradient_is_that_
     torch.testing.assert_close(again, together, rtol=1e-4, atol=1e-6 * float(together.abs().max()))
 
 
+@pytest.mark.parametrize("family", FEW)
+def test_layers_computed_again_amid_a_replay_go_where_they_went_whichever_it_is(family: str):
+    model, ids_1L = tiny_model(family), torch.randint(3, VOCABULARY, (1, 12))
+    with torch.no_grad(), Routers(model).recording() as chosen:
+        model(input_ids=ids_1L, use_cache=False)
+    own_1LW = torch.cat(chosen, 1)[None]
+    turned_1LW = torch.cat(((own_1LW[:, :-1] + 1) % 4, torch.full_like(own_1LW[:, -1:], -1)), 1)
+    with replaying(model, turned_1LW):
+        expected = gradient(model, scores(model, ids_1L))
+    checkpoint_layers(model)
+    with stepping(model):
+        with replaying(model, turned_1LW):  # and the end of the backward pass lies inside it
+            assert torch.equal(gradient(model, scores(model, ids_1L)), expected)
+        with replaying(model, turned_1LW):
+            loss = scores(model, ids_1L)
+        with replaying(model, own_1LW[:, :7]):  # as if the next piece had begun
+            assert torch.equal(gradient(model, loss), expected)
+
+
+def scores(model, ids_1L: torch.Tensor) -> torch.Tensor:
+    logits_1LV = model(input_ids=ids_1L, use_cache=False).logits
+    return logits_1LV.log_softmax(-1)[..., 5].sum()
+
+
 def alone(model, part: Segment) -> torch.Tensor:
     """[N] by the model's own forward pass of one segment, whose routers choose what it names."""
     ids_L = torch.from_numpy(part.token_ids.astype(np.int64))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from bench.study_ranks import Group
+from bench.study_ranks import LIMITS, Group, judged
 from tests.conftest import tiny_job
 from tests.trainer_backend.processes.test_learner_process import calls_in_order, played
 from trainer_backend import learner_parts
@@ -84,6 +84,13 @@ def test_two_ranks_write_the_model_that_one_process_writes(runs):
     assert apart(one / "iteration_2", two / "iteration_2") < 5e-5  # they share other beginnings
     assert apart(two / "version_1", two / "iteration_1") == 0.0
     assert len(list((two / "version_1").glob("model-*-of-00002.safetensors"))) == 2
+
+
+def test_two_ranks_send_tokens_to_the_experts_that_segments_name_as_one_process_does():
+    """Scores and gradients of packed rows and of padded ones, some layers computed again."""
+    found = judged(2, "experts")["experts"]
+    assert found.pop("moved") > 0.01
+    assert found.keys() <= LIMITS.keys() and all(value <= LIMITS[name] for name, value in found.items())
 
 
 def test_one_process_goes_on_from_what_two_ranks_saved_and_the_other_way_round(runs, group, played, tmp_path):
