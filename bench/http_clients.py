@@ -1,12 +1,14 @@
-"""CPU time of a client's request by httpx and by aiohttp, as a trainer polls and a policy asks.
+"""CPU time of a client's request by httpx, by aiohttp and by our own client, as a trainer polls and a policy
+asks.
 
     python -m bench.http_clients [--rounds 5] [--limit 2.0]
 
 A server in a process of its own answers GET /BYTES with so many bytes, over connections that it keeps. Each
 client asks for a body of 1 KiB (a poll with no results, or a completion) and of 4 MiB (whole games), one
-request after another, and 32 at a time. Both take turns in this process, whose CPU time counts. Parsing of
-the JSON, which is the same for both, is left out. The ratio httpx / aiohttp is the median over the rounds,
-with its range; the microseconds of both stand before it.
+request after another, and 32 at a time. All take turns in this process, whose CPU time counts. Parsing of
+the JSON, which is the same for all, is left out. The ratios httpx / aiohttp and aiohttp / own are the medians
+over the rounds, with their ranges; the microseconds of all stand before them. The event loop is uvloop, as in
+the services.
 
 Exit code 1 where aiohttp is not so many times cheaper for small bodies.
 """
@@ -16,15 +18,19 @@ import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import pairwise
 
 import aiohttp
 import httpx
 
 from bench import kit
 from bench.http_rates import HOST, running
+from service_kit.http_client import HttpClient, Target
+from service_kit.server import run
 
 _SIZES = {1 << 10: 1_000, 4 << 20: 40}  # bytes of a body: requests in a window
 _AT_A_TIME = (1, 32)
+CLIENTS = ("httpx", "aiohttp", "own")
 
 Get = Callable[[str], Awaitable[bytes]]
 
@@ -59,13 +65,14 @@ async def cpu_us(get: Get, url: str, *, requests: int, at_a_time: int) -> float:
     return 1e6 * (time.process_time() - begin) / (at_a_time * (requests // at_a_time or 1))
 
 
-async def compare(rounds: int) -> dict[tuple[int, int], list[tuple[float, float]]]:
-    """The microseconds by httpx and by aiohttp of each round, by size and requests at a time."""
-    costs: dict[tuple[int, int], list[tuple[float, float]]] = {}
+async def compare(rounds: int) -> dict[tuple[int, int], list[list[float]]]:
+    """The microseconds by httpx, by aiohttp and by our own of each round, by size and requests at a time."""
+    costs: dict[tuple[int, int], list[list[float]]] = {}
     async with (
         running(sys.executable, "-m", "bench.http_clients", "--serve") as server,
         httpx.AsyncClient() as one,
         aiohttp.ClientSession() as other,
+        HttpClient() as own,
     ):
 
         async def by_httpx(url: str) -> bytes:
@@ -75,16 +82,18 @@ async def compare(rounds: int) -> dict[tuple[int, int], list[tuple[float, float]
             async with other.get(url) as reply:
                 return await reply.read()
 
+        async def by_own(url: str) -> bytes:
+            target = targets.setdefault(url, Target(url, {}))
+            return (await own.post(target, b"", timeout_s=60, most_bytes=1 << 30)).body
+
+        clients, targets = (by_httpx, by_aiohttp, by_own), dict[str, Target]()
         for size, requests in _SIZES.items():
             url = f"http://{HOST}:{server.port}/{size}"
             for at_a_time in _AT_A_TIME:
-                for get in (by_httpx, by_aiohttp):  # connections are made before
+                for get in clients:  # connections are made before
                     await cpu_us(get, url, requests=at_a_time, at_a_time=at_a_time)
                 costs[size, at_a_time] = [
-                    (
-                        await cpu_us(by_httpx, url, requests=requests, at_a_time=at_a_time),
-                        await cpu_us(by_aiohttp, url, requests=requests, at_a_time=at_a_time),
-                    )
+                    [await cpu_us(get, url, requests=requests, at_a_time=at_a_time) for get in clients]
                     for _ in range(rounds)
                 ]
     return costs
@@ -101,15 +110,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags.serve:
         asyncio.run(serve(flags.serve))
     least = float("inf")
-    for (size, at_a_time), pairs in asyncio.run(compare(flags.rounds)).items():
-        ratios = sorted(one / other for one, other in pairs)
-        middle = statistics.median(ratios)
-        by_httpx, by_aiohttp = (statistics.median(costs) for costs in zip(*pairs, strict=True))
-        print(
-            f"{size >> 10:5} KiB, {at_a_time:2} at a time: httpx {by_httpx:7.0f} us, "
-            f"aiohttp {by_aiohttp:7.0f} us, x{middle:.1f} ({ratios[0]:.1f} to {ratios[-1]:.1f})"
-        )
-        least = min(least, middle) if size < 1 << 20 else least
+    for (size, at_a_time), rounds in run(compare(flags.rounds)).items():
+        costs = [*zip(*rounds, strict=True)]
+        told = [
+            f"{name} {statistics.median(cost):7.0f} us" for name, cost in zip(CLIENTS, costs, strict=True)
+        ]
+        ratios = [sorted(a / b for a, b in zip(*pair, strict=True)) for pair in pairwise(costs)]
+        told += [f"x{statistics.median(all):.1f} ({all[0]:.1f} to {all[-1]:.1f})" for all in ratios]
+        print(f"{size >> 10:5} KiB, {at_a_time:2} at a time: {', '.join(told)}")
+        least = min(least, statistics.median(ratios[0])) if size < 1 << 20 else least
     return kit.report(f"small bodies cost httpx x{least:.1f} (target x{flags.limit:g})", least >= flags.limit)
 
 

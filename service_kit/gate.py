@@ -7,8 +7,8 @@ again.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 from starlette.requests import ClientDisconnect
@@ -30,6 +30,8 @@ from service_kit.keys import Keys, RawHeaders, basic_passwords, presented_keys
 from service_kit.problems import BodyError, Respond, problem_response
 from shared_schemas.json_text import NUL, read_json
 from shared_schemas.urls import host_name, is_loopback
+
+Result = TypeVar("Result")
 
 DENIAL = "websocket.http.response"
 # Key in a scope's extensions: the body has arrived, so reading needs no timeout (service_kit.connections).
@@ -323,6 +325,30 @@ async def whole_body(receive: Receive) -> bytes:
         body += message.get("body", b"")
         if not message.get("more_body", False):
             return bytes(body)
+
+
+async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
+    """The result of the work. Raises ClientDisconnect if the client leaves first, which cancels the work.
+
+    The work runs in the caller's task; only the watch for the client needs one of its own.
+    """
+
+    async def cancel_on_disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        scope.reschedule(0.0)  # a time that is over: this cancels the work
+
+    try:
+        async with asyncio.timeout(None) as scope:
+            watch = asyncio.create_task(cancel_on_disconnect())
+            try:
+                return await work
+            finally:
+                watch.cancel()
+    except TimeoutError:
+        if not scope.expired():
+            raise
+        raise ClientDisconnect from None
 
 
 def receive_with_body(body: bytes, receive: Receive) -> Receive:

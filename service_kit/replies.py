@@ -1,6 +1,7 @@
 """What a client takes from the reply of another service: bounded bytes, typed values, and no other address.
 
-    bytes     plain_session, plain_client       as they came: none is inflated
+    bytes     plain_session, plain_client,
+              http_client                       as they came: none is inflated
               read_bounded, bounded, Lines      no more than a bound
     values    read_reply                        of a type, strictly: true is no 1, "7" no 7, NaN no number
     address   redirect_target                   of a redirect, which no client follows
@@ -44,7 +45,7 @@ _ALLOWED = {
 }
 
 # An encoded reply could be a thousand times as long as what is counted.
-_PLAIN = {"Accept-Encoding": "identity"}
+PLAIN = {"Accept-Encoding": "identity"}
 
 
 class ReplyFault(Exception):
@@ -147,14 +148,14 @@ def plain_session(*, headers: Mapping[str, str] | None = None, **options: Any) -
     ) -> aiohttp.ClientResponse:
         response = await send(request)
         try:
-            _refuse_encoded(response.headers)
+            refuse_encoded(response.headers.get("Content-Encoding"))
         except ReplyEncoded:
             response.close()
             raise
         return response
 
     return aiohttp.ClientSession(
-        headers=_PLAIN | dict(headers or {}), auto_decompress=False, middlewares=(refuse,), **options
+        headers=PLAIN | dict(headers or {}), auto_decompress=False, middlewares=(refuse,), **options
     )
 
 
@@ -163,13 +164,15 @@ def plain_client(*, headers: Mapping[str, str] | None = None, **options: Any) ->
     import httpx
 
     return httpx.Client(
-        headers=_PLAIN | dict(headers or {}), follow_redirects=False,
-        event_hooks={"response": [lambda response: _refuse_encoded(response.headers)]}, **options,
+        headers=PLAIN | dict(headers or {}), follow_redirects=False,
+        event_hooks={"response": [lambda reply: refuse_encoded(reply.headers.get("Content-Encoding"))]},
+        **options,
     )  # fmt: skip
 
 
-def _refuse_encoded(headers: Mapping[str, str]) -> None:
-    encoding = headers.get("Content-Encoding") or "identity"
+def refuse_encoded(encoding: str | None) -> None:
+    """Raise ReplyEncoded for a Content-Encoding of which something would have to be inflated."""
+    encoding = encoding or "identity"
     if encoding.strip().lower() != "identity":
         raise ReplyEncoded(encoding)
 

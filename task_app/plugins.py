@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import aiohttp
 from pydantic import AliasChoices, SecretStr
 
+from service_kit.http_client import HttpClient
 from shared_schemas.base import Body
 from shared_schemas.prefixes import PREFIXES, list_prefixes
 from shared_schemas.rollouts import EnvSpec
@@ -88,6 +89,9 @@ class PolicyContext:
 
     settings: Settings
     session: aiohttp.ClientSession
+    """For a plug-in's own requests."""
+    client: HttpClient | None = None
+    """For the requests of policies that ask a model server; without one each opens a connection."""
     rollout_id: str | None = None
     inference_key: SecretStr | None = None
     on_retry: Callable[[], None] = lambda: None
@@ -140,7 +144,7 @@ def _labelled(config: LabelledConfig, context: PolicyContext) -> AgentPolicy:
 def _access(context: PolicyContext) -> ModelAccess:
     """What a policy needs to ask a server, apart from its config."""
     return {
-        "session": context.session,
+        "client": context.client,
         "allowed_hosts": context.settings.inference_hosts,
         "rollout_id": context.rollout_id,
         "inference_key": context.inference_key,

@@ -9,6 +9,7 @@ import structlog
 from pydantic import SecretStr
 from starlette.requests import Request
 
+from service_kit.http_client import HttpClient
 from service_kit.keys import Keys
 from service_kit.replies import plain_session
 from shared_schemas.chat import StructuredOutput
@@ -50,6 +51,8 @@ class Services:
         self.instance_id = secrets.token_hex(8)
         self.metrics = Metrics()
         self.draining = False
+        # The policies' own requests to model servers; the session is for plug-ins.
+        self.client = HttpClient(at_most=2 * settings.max_concurrent_rollouts)
         self._session: aiohttp.ClientSession | None = None
         self.interactions = Interactions(
             boards.interactions,
@@ -109,6 +112,7 @@ class Services:
         return PolicyContext(
             settings=self.settings,
             session=self.session,
+            client=self.client,
             rollout_id=rollout_id or f"policy/{secrets.token_hex(8)}",
             inference_key=inference_key,
             on_retry=self.metrics.inference_retried,
@@ -207,6 +211,7 @@ class Services:
         await begin("end of processes", end_all, CLOSE_S)  # the loop may have shut its pool
         await self.interactions.close()
         await self.session.close()
+        await self.client.close()
         self.database.close()
 
 

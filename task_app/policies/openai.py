@@ -12,12 +12,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypedDict
 
-import aiohttp
 import stamina
 from pydantic import SecretStr
 from pydantic_core import to_json
 
-from service_kit.replies import ReplyFault, plain_session, read_bounded
+from service_kit.http_client import HttpClient, NoReply, Target
+from service_kit.replies import ReplyFault
 from shared_schemas.chat import CONTEXT_LENGTH_EXCEEDED, IGNORED_HEADER, RESPONSE_FORMAT, ROLLOUT_HEADER
 from shared_schemas.messages import Message
 from shared_schemas.trajectory import Sampling, SamplingKeys
@@ -57,54 +57,55 @@ class Answered(NamedTuple):
 class Endpoint:
     """A chat-completions URL with its headers, timeout and reply limit.
 
-    Without a session each request opens a connection of its own.
+    Without a client each request opens a connection of its own.
     """
 
     def __init__(
         self,
-        session: aiohttp.ClientSession | None,
+        client: HttpClient | None,
         url: str,
         headers: Mapping[str, str],
         *,
         timeout_s: float,
         max_reply_bytes: int,
     ) -> None:
-        self._session, self._url, self._headers = session, url, headers
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._client, self._url, self._headers = client, url, headers
         self._timeout_s, self._max_reply_bytes = timeout_s, max_reply_bytes
+        self._target: Target | None = None
 
     def without_rollout(self, path: str | None = None) -> "Endpoint":
         """The endpoint outside of the conversation, or another path of its server."""
         other = copy(self)
         other._headers = {name: value for name, value in self._headers.items() if name != ROLLOUT_HEADER}
         other._url = self._url.replace(CHAT_PATH, path, 1) if path else self._url
+        other._target = None
         return other
 
     async def post(self, data: bytes) -> Answered:
         try:
-            if self._session is not None:
-                return await self._post(self._session, data)
-            async with plain_session() as session:
-                return await self._post(session, data)
+            if self._client is not None:
+                return await self._post(self._client, data)
+            async with HttpClient() as client:
+                return await self._post(client, data)
         except TimeoutError as exc:
             raise TryAgain(f"no answer within {self._timeout_s:g} s") from exc
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as exc:
-            raise TryAgain(f"{type(exc).__name__}: {exc}"[:200]) from exc
+        except NoReply as exc:
+            raise TryAgain(str(exc)[:200]) from exc
         except ReplyFault as exc:
             raise protocol_error(str(exc)) from exc
-        except (aiohttp.ClientError, ValueError) as exc:
+        except ValueError as exc:
             raise protocol_error(type(exc).__name__) from exc
 
-    async def _post(self, session: aiohttp.ClientSession, data: bytes) -> Answered:
-        # Redirects could lead to hosts that are not allowed.
-        async with session.post(
-            self._url, data=data, headers=self._headers, timeout=self._timeout, allow_redirects=False
-        ) as response:
-            after_s = retry_after_s(response.headers.get("Retry-After"))
-            body = await read_bounded(response.content.iter_any(), self._max_reply_bytes)
-            return Answered(response.status, body, after_s, response.headers.get(IGNORED_HEADER, ""))
+    async def _post(self, client: HttpClient, data: bytes) -> Answered:
+        self._target = self._target or Target(self._url, self._headers)
+        reply = await client.post(
+            self._target, data, timeout_s=self._timeout_s, most_bytes=self._max_reply_bytes
+        )
+        after_s = retry_after_s(reply.headers.get("retry-after"))
+        return Answered(reply.status, reply.body, after_s, reply.headers.get(_IGNORED, ""))
 
 
+_IGNORED = IGNORED_HEADER.lower()
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 # The server understood who asks for which model, and refuses the body of the request.
 OF_THE_BODY = frozenset({400, 413, 422})
@@ -126,7 +127,7 @@ def decision_seed(seed: int, turn: int) -> int:
 class ModelAccess(TypedDict, total=False):
     """The arguments of `OpenAIAgentPolicy` beside its config that a service gives it."""
 
-    session: aiohttp.ClientSession | None
+    client: HttpClient | None
     allowed_hosts: Collection[str] | None
     rollout_id: str | None
     inference_key: SecretStr | str | None
@@ -141,7 +142,7 @@ class OpenAIAgentPolicy:
         action, text, log_probs, value = await policy.get_action(messages, tools)
 
     Args:
-        session: shared by all policies of a service; without one each request opens its own connection.
+        client: shared by all policies of a service; without one each request opens its own connection.
         allowed_hosts: the operator's list of inference hosts; None allows any.
         rollout_id: sent as a header to our gateway alone, which keeps the conversation's ids under it.
         inference_key: Bearer key for config.inference_url.
@@ -158,7 +159,7 @@ class OpenAIAgentPolicy:
         self,
         config: OpenAIConfig,
         *,
-        session: aiohttp.ClientSession | None = None,
+        client: HttpClient | None = None,
         allowed_hosts: Collection[str] | None = None,
         rollout_id: str | None = None,
         inference_key: SecretStr | str | None = None,
@@ -176,7 +177,7 @@ class OpenAIAgentPolicy:
         if key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
         self._endpoint = Endpoint(
-            session, url, headers, timeout_s=config.request_timeout_s, max_reply_bytes=max_reply_bytes
+            client, url, headers, timeout_s=config.request_timeout_s, max_reply_bytes=max_reply_bytes
         )
         self._on_retry, self._clock = on_retry, clock
         self._turn = self._known_ids = 0

@@ -4,7 +4,6 @@ The models of replies are what /openapi.json declares. FastAPI validates no repl
 Response, and here that would cost more than a step; tests hold real replies against the document.
 """
 
-import asyncio
 import json
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -13,9 +12,11 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError, PydanticSerializationError, to_json
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import Receive
 
+from service_kit import gate
 from shared_schemas.base import OpenBody, Reply
 from shared_schemas.rewards import StepRewardKeys
 from shared_schemas.trajectory import RewardPart, StepMetadata
@@ -50,22 +51,9 @@ def reply_body(content: Any) -> bytes:
 
 async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result | None:
     """The result of the work; None if the client disconnects first, which cancels it."""
-
-    async def cancel_on_disconnect() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        scope.reschedule(0.0)  # a time that is over: this cancels the work
-
     try:
-        async with asyncio.timeout(None) as scope:
-            watch = asyncio.create_task(cancel_on_disconnect())
-            try:
-                return await work
-            finally:
-                watch.cancel()
-    except TimeoutError:
-        if not scope.expired():
-            raise
+        return await gate.while_connected(work, receive)
+    except ClientDisconnect:
         return None
 
 

@@ -159,7 +159,7 @@ def among(package: str, forbidden: set[str]) -> dict[str, set[str]]:
 def test_packages_keep_apart():
     schemas = {"shared_schemas", "pydantic", "pydantic_core", *sys.stdlib_module_names}
     edge = {"service_kit", "cachetools", "starlette", "structlog", "prometheus_client", "uvicorn", "uvloop"}
-    edge |= {"aiohttp", "httpx", "pydantic_settings", "typer"}
+    edge |= {"aiohttp", "aiohappyeyeballs", "httptools", "httpx", "pydantic_settings", "typer", "yarl"}
     for package, allowed in {"shared_schemas": schemas, "service_kit": schemas | edge}.items():
         assert beside(package, allowed) == {}
     forbidden = {

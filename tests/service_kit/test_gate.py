@@ -14,6 +14,7 @@ from service_kit.gate import (
     asks_for_a_page,
     is_cross_site,
     names_this_machine,
+    while_connected,
     whole_body,
 )
 from service_kit.keys import Keys, presented_keys
@@ -146,3 +147,52 @@ def test_programs_own_pages_and_links_are_no_other_site(method, headers):
 )
 def test_these_are(method, headers):
     assert is_cross_site(method, headers)
+
+
+class Client:
+    """A client that leaves when a test says so, and the work for it."""
+
+    def __init__(self):
+        self.left, self.began, self.ended = asyncio.Event(), asyncio.Event(), ""
+
+    async def receive(self):
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def work(self):
+        self.began.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.ended = "cancelled"
+            raise
+
+
+async def test_work_for_a_client_that_stays_has_its_own_result_or_error():
+    async def fail(error):
+        raise error
+
+    assert await while_connected(asyncio.sleep(0, "done"), Client().receive) == "done"
+    for error in (TimeoutError("its own"), ValueError("x")):
+        with pytest.raises(type(error), match=str(error)):
+            await while_connected(fail(error), Client().receive)
+
+
+async def test_work_for_a_client_that_leaves_is_cancelled():
+    client = Client()
+    request = asyncio.ensure_future(while_connected(client.work(), client.receive))
+    await client.began.wait()
+    client.left.set()
+    with pytest.raises(ClientDisconnect):
+        await request
+    assert client.ended == "cancelled"
+
+
+async def test_a_request_that_is_cancelled_by_others_is_no_client_that_left():
+    client = Client()
+    request = asyncio.ensure_future(while_connected(client.work(), client.receive))
+    await client.began.wait()
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+    assert client.ended == "cancelled"

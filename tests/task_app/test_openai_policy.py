@@ -4,11 +4,11 @@ import json
 import time
 from contextlib import asynccontextmanager
 
-import aiohttp
 import pytest
 from aiohttp import web
 from pydantic import SecretStr, ValidationError
 
+from service_kit.http_client import HttpClient
 from shared_schemas.chat import ROLLOUT_HEADER
 from shared_schemas.messages import Message
 from shared_schemas.task_definition import TaskDefinitionModel
@@ -33,12 +33,12 @@ async def asking(
     *answers, key=None, silent=False, path="", max_reply_bytes=1 << 20, clock=time.monotonic, **config
 ):
     """A policy and the server that it asks."""
-    async with fake_inference(*answers, silent=silent) as fake, aiohttp.ClientSession() as session:
+    async with fake_inference(*answers, silent=silent) as fake, HttpClient() as client:
         yield (
             fake,
             OpenAIAgentPolicy(
                 OpenAIConfig(inference_url=fake.url + path, model="job/actor", **{**QUICK, **config}),
-                session=session,
+                client=client,
                 allowed_hosts=["127.0.0.1"],
                 rollout_id="run/train/0/1/2",
                 inference_key=key and SecretStr(key),
@@ -128,12 +128,10 @@ async def test_a_server_that_repeats_the_key_does_not_get_it_recorded():
 
 
 async def test_the_key_of_one_policy_never_travels_with_another_on_the_same_session():
-    async with fake_inference(calling("a")) as fake, aiohttp.ClientSession() as session:
+    async with fake_inference(calling("a")) as fake, HttpClient() as client:
         config = OpenAIConfig(inference_url=fake.url, model="m")
         for key in (SecretStr("k-1"), None):
-            policy = OpenAIAgentPolicy(
-                config, session=session, allowed_hosts=["127.0.0.1"], inference_key=key
-            )
+            policy = OpenAIAgentPolicy(config, client=client, allowed_hosts=["127.0.0.1"], inference_key=key)
             await policy.get_action(SEEN)
     assert [headers.get("authorization") for headers in fake.headers] == ["Bearer k-1", None]
 
@@ -400,10 +398,10 @@ def test_retry_after_is_read_as_seconds_alone(header, seconds):
 async def test_a_server_that_is_down_is_unavailable():
     async with fake_inference() as fake:
         url = fake.url
-    async with aiohttp.ClientSession() as session:
+    async with HttpClient() as client:
         config = OpenAIConfig(inference_url=url, model="m", **QUICK)
-        policy = OpenAIAgentPolicy(config, session=session, allowed_hosts=["127.0.0.1"])
-        with pytest.raises(PolicyUnavailable, match="ClientConnector") as caught:
+        policy = OpenAIAgentPolicy(config, client=client, allowed_hosts=["127.0.0.1"])
+        with pytest.raises(PolicyUnavailable, match=r"cannot connect to 127\.0\.0\.1:") as caught:
             await policy.get_action(SEEN)
     assert caught.value.code == "inference_unavailable"
 

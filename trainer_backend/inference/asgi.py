@@ -1,9 +1,8 @@
 """The gateway's own edge: replies and errors in a shape that the `openai` client can read."""
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import structlog
 from starlette.requests import ClientDisconnect
@@ -18,7 +17,6 @@ from trainer_backend.errors import ContextLengthExceeded, TrainerError
 log = structlog.get_logger(__name__)
 
 _ROUTES = "Known: POST /v1/chat/completions, /v1/completions and /tokenize, GET /v1/models and /health."
-Result = TypeVar("Result")
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
@@ -69,24 +67,6 @@ def problem_body(error: ServiceError) -> bytes:
         body["max_tokens"] = error.max_tokens
         body["max_model_len"] = error.max_model_len
     return json.dumps(body).encode()
-
-
-async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
-    """Wait for work; if the client disconnects first, cancel it and raise ClientDisconnect."""
-
-    async def wait_for_disconnect() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    task, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect())
-    try:
-        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        disconnect.cancel()
-        task.cancel()
 
 
 Headers = Sequence[tuple[bytes, bytes]]

@@ -21,9 +21,9 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service_kit.gate import Gate, KeyDoor, whole_body
+from service_kit.gate import Gate, KeyDoor, while_connected, whole_body
 from service_kit.keys import Keys
 from service_kit.problems import install_problem_handlers
 from shared_schemas.chat import IGNORED_HEADER, ROLLOUT_HEADER
@@ -34,7 +34,6 @@ from trainer_backend.inference.asgi import (
     boundary,
     error_response,
     json_response,
-    while_connected,
 )
 from trainer_backend.inference.chat_request import ChatRequest, TokenizeRequest, read_chat_request
 from trainer_backend.inference.completion import Completion, all_generations
@@ -97,10 +96,13 @@ def create_gateway(
         name = request.path_params["name"]
         return JSONResponse(_model(name, find_policy(name, policies), clock()))
 
+    endpoints = {
+        "/v1/chat/completions": ChatEndpoint(policies, limits, clock),
+        "/v1/completions": TextEndpoint(policies, limits, clock),
+        "/tokenize": TokenizeEndpoint(policies, limits, clock),
+    }
     routes = [
-        Route("/v1/chat/completions", ChatEndpoint(policies, limits, clock), methods=["POST"]),
-        Route("/v1/completions", TextEndpoint(policies, limits, clock), methods=["POST"]),
-        Route("/tokenize", TokenizeEndpoint(policies, limits, clock), methods=["POST"]),
+        *[Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()],
         Route("/v1/models", models, methods=["GET"]),
         Route("/v1/models/{name:path}", model, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
@@ -112,9 +114,25 @@ def create_gateway(
         for policy in policies.values():
             await policy.engine.close()
 
-    app = Starlette(routes=routes, middleware=[gate_for(secret, limits)], lifespan=lifespan)
+    app = Starlette(
+        routes=routes,
+        middleware=[gate_for(secret, limits), Middleware(_Posts, endpoints=endpoints)],
+        lifespan=lifespan,
+    )
     install_problem_handlers(app, error_response)
     return app
+
+
+class _Posts:
+    """Calls an endpoint by its path, without Starlette's router: they convert their own errors to replies."""
+
+    def __init__(self, app: ASGIApp, *, endpoints: Mapping[str, ASGIApp]) -> None:
+        self._app, self._endpoints = app, endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_post = scope["type"] == "http" and scope["method"] == "POST"
+        endpoint = self._endpoints.get(scope["path"]) if is_post else None
+        await (endpoint or self._app)(scope, receive, send)
 
 
 # What hints call the key. A run draws its own gateway's, which nobody else needs.
