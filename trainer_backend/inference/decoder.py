@@ -30,6 +30,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from trainer_backend.models.cpu_kernels import CpuKernels
+
 ARCHITECTURES = (Qwen3ForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM, MistralForCausalLM)
 # Kinds of rotary positions whose frequencies depend on the position alone.
 ROTATIONS = ("default", "linear", "llama3", "yarn")
@@ -220,6 +222,33 @@ class KernelStream(Stream):
         return self._kernels.swiglu(*gate_up_TM.chunk(2, dim=-1))
 
 
+class CpuStream(Stream):
+    """By the kernels of a CPU, in float32."""
+
+    def __init__(
+        self, residual_TW: Tensor, turns: Rotation, positions_T: Tensor, *, kernels: CpuKernels
+    ) -> None:
+        self._residual_TW, self._turns, self._positions_T = residual_TW, turns, positions_T
+        self._kernels = kernels
+
+    def norm(self, norm: Norm) -> Tensor:
+        return self._kernels.rms_norm(self._residual_TW, norm.weight, norm.eps)
+
+    def rotary(self, heads_TSD: Tensor, norms: HeadNorms | None, keys: int) -> Tensor:
+        return self._kernels.rotary(
+            heads_TSD,
+            None if norms is None else (norms.queries.weight, norms.keys.weight),
+            self._turns.cos_T1D,
+            self._turns.sin_T1D,
+            self._positions_T,
+            keys=keys,
+            eps=0.0 if norms is None else norms.queries.eps,
+        )
+
+    def swiglu(self, gate_up_TM: Tensor) -> Tensor:
+        return self._kernels.swiglu(gate_up_TM)
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """The weights of a layer."""
@@ -255,10 +284,13 @@ class Decoder:
     """The forward pass of a model. It computes with the model's own weights, and moves them together.
 
     No other decoder may use the model, which is supported (`unsupported_because`). `max_len` is one more than
-    the last position. `by_kernel` says whether Triton's kernels compute (`kernels_are_here`), or torch.
+    the last position. `by_kernel` says whether Triton's kernels compute (`kernels_are_here`), `cpu` are those
+    of a CPU (`kernels_for`); else torch does.
     """
 
-    def __init__(self, model: PreTrainedModel, *, max_len: int, by_kernel: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, max_len: int, by_kernel: bool = False, cpu: CpuKernels | None = None
+    ) -> None:
         assert unsupported_because(model) is None, "another way of computing it must be taken"
         base: Any = model.model
         self._head: nn.Module = model.lm_head
@@ -268,6 +300,8 @@ class Decoder:
         self._stream: Callable[[Tensor, Rotation, Tensor], Stream] = Stream
         if by_kernel:
             self._stream = partial(KernelStream, dtype=self._embedding.dtype)
+        elif cpu is not None:
+            self._stream = partial(CpuStream, kernels=cpu)
         self._norm = _norm(base.norm)
         self._layers = [_layer(layer) for layer in base.layers]
         self._places = {weight: weight.data_ptr() for weight in model.parameters()}
