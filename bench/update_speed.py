@@ -49,7 +49,7 @@ def work(run: Path) -> None:
     update = update_of(run)
     for _ in sys.stdin:
         metrics = update()
-        print(metrics["cpu_s"], metrics["clock_s"], metrics["optim/steps"], flush=True)
+        print("took", metrics["cpu_s"], metrics["clock_s"], flush=True)
 
 
 @contextmanager
@@ -69,7 +69,9 @@ def timed(tree: Path, run: Path, variables: Mapping[str, str]) -> Iterator[Calla
     def once() -> tuple[float, float]:
         assert process.stdin is not None and process.stdout is not None, "both are pipes"
         print(file=process.stdin, flush=True)
-        cpu_s, clock_s, *_ = map(float, process.stdout.readline().split())
+        # The log goes to stdout too.
+        line = next(line for line in process.stdout if line.startswith("took "))
+        cpu_s, clock_s = map(float, line.split()[1:])
         return cpu_s, clock_s
 
     try:
