@@ -30,6 +30,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from trainer_backend.models.cpu_kernels import CpuKernels
+
 ARCHITECTURES = (Qwen3ForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM, MistralForCausalLM)
 # Kinds of rotary positions whose frequencies depend on the position alone.
 ROTATIONS = ("default", "linear", "llama3", "yarn")
@@ -183,29 +185,28 @@ class Stream:
 
 
 class KernelStream(Stream):
-    """By Triton's kernels, products in `dtype`: one is added when the next norm reads the stream anyway."""
+    """By kernels (Triton's here), products in `dtype`: one is added when the next norm reads the stream."""
 
     def __init__(
-        self, residual_TW: Tensor, turns: Rotation, positions_T: Tensor, *, dtype: torch.dtype
+        self, residual_TW: Tensor, turns: Rotation, positions_T: Tensor, *, kernels: Any, dtype: torch.dtype
     ) -> None:
-        from trainer_backend.models import kernels
-
         self._residual_TW, self._turns, self._positions_T = residual_TW, turns, positions_T
         self._kernels, self._dtype = kernels, dtype
         self._added_TW: Tensor | None = None
 
     def norm(self, norm: Norm) -> Tensor:
         (stream_TW, added_TW), self._added_TW = (self._residual_TW, self._added_TW), None
-        return self._kernels.rms_norm(
+        normed_TW: Tensor = self._kernels.rms_norm(
             stream_TW, added_TW, norm.weight, norm.eps, sums_TW=stream_TW, out=self._dtype
         )
+        return normed_TW
 
     def add(self, product: Product, input_TI: Tensor) -> None:
         assert self._added_TW is None, "a norm lies between any two products that are added"
         self._added_TW = product(input_TI)
 
     def rotary(self, heads_TSD: Tensor, norms: HeadNorms | None, keys: int) -> Tensor:
-        return self._kernels.rotary(
+        rotated_TSD: Tensor = self._kernels.rotary(
             heads_TSD,
             None if norms is None else (norms.queries.weight, norms.keys.weight),
             self._turns.cos_T1D,
@@ -215,9 +216,18 @@ class KernelStream(Stream):
             eps=0.0 if norms is None else norms.queries.eps,
             out=self._dtype,
         )
+        return rotated_TSD
 
     def swiglu(self, gate_up_TM: Tensor) -> Tensor:
-        return self._kernels.swiglu(*gate_up_TM.chunk(2, dim=-1))
+        opened_TM: Tensor = self._kernels.swiglu(*gate_up_TM.chunk(2, dim=-1))
+        return opened_TM
+
+
+class CpuStream(KernelStream):
+    """By the kernels of a CPU, in float32: a product is added as it is computed."""
+
+    def add(self, product: Product, input_TI: Tensor) -> None:
+        product.add_to(self._residual_TW, input_TI)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,10 +265,13 @@ class Decoder:
     """The forward pass of a model. It computes with the model's own weights, and moves them together.
 
     No other decoder may use the model, which is supported (`unsupported_because`). `max_len` is one more than
-    the last position. `by_kernel` says whether Triton's kernels compute (`kernels_are_here`), or torch.
+    the last position. `by_kernel` says whether Triton's kernels compute (`kernels_are_here`), `cpu` are those
+    of a CPU (`kernels_for`); else torch does.
     """
 
-    def __init__(self, model: PreTrainedModel, *, max_len: int, by_kernel: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, max_len: int, by_kernel: bool = False, cpu: CpuKernels | None = None
+    ) -> None:
         assert unsupported_because(model) is None, "another way of computing it must be taken"
         base: Any = model.model
         self._head: nn.Module = model.lm_head
@@ -267,7 +280,11 @@ class Decoder:
         self._turns = Rotation(*rotation_tables(base.rotary_emb, max_len, self._embedding.device))
         self._stream: Callable[[Tensor, Rotation, Tensor], Stream] = Stream
         if by_kernel:
-            self._stream = partial(KernelStream, dtype=self._embedding.dtype)
+            from trainer_backend.models import kernels
+
+            self._stream = partial(KernelStream, kernels=kernels, dtype=self._embedding.dtype)
+        elif cpu is not None:
+            self._stream = partial(CpuStream, kernels=cpu, dtype=torch.float32)
         self._norm = _norm(base.norm)
         self._layers = [_layer(layer) for layer in base.layers]
         self._places = {weight: weight.data_ptr() for weight in model.parameters()}

@@ -16,9 +16,12 @@ from torch import Tensor
 
 from trainer_backend.inference.cache import SlotCache
 from trainer_backend.inference.trunks import Trunk
+from trainer_backend.models.cpu_kernels import CpuKernels
 from trainer_backend.models.part_attention import attended, attended_under, folded, join, unfolded
 
 Counts = NDArray[np.int64]
+# Of longer rows, torch's blocks of queries are faster than the kernel, which takes one after the other.
+SHORT_ROW = 192
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +71,26 @@ class RowAttention:
     """`TokenAttention` of a pass over adjacent rows: token by token, row after row."""
 
     def __init__(
-        self, cache: SlotCache, tokens: Tokens, spans: Sequence[Span], groups: Sequence[Group]
+        self,
+        cache: SlotCache,
+        tokens: Tokens,
+        spans: Sequence[Span],
+        groups: Sequence[Group],
+        kernels: CpuKernels | None = None,
     ) -> None:
-        self.positions_T = tokens.positions_T
+        self.positions_T, self._kernels = tokens.positions_T, kernels
         self._cache, self._tokens, self._spans, self._groups = cache, tokens, spans, groups
         self._places = 0, tokens.heads_TK  # the capacity that they are for, and the places
-        self._layer: tuple[Tensor, ...] = ()  # the one that was written last
+        self._layer: tuple[Tensor, Tensor]  # the one that was written last
 
     def write(self, layer: int, keys_TKD: Tensor, values_TKD: Tensor) -> None:
         size = keys_TKD.shape[2]
-        self._layer = self._cache.layer(layer, keys_TKD.transpose(0, 1), values_TKD.transpose(0, 1))
+        keys, values = self._cache.layer(layer, keys_TKD.transpose(0, 1), values_TKD.transpose(0, 1))
+        self._layer = keys, values
+        if self._kernels is not None:
+            tokens = self._tokens
+            self._kernels.store(keys_TKD, values_TKD, (keys, values), tokens.heads_TK, tokens.columns_T)
+            return
         for tensor, new_TKD in zip(self._layer, (keys_TKD, values_TKD), strict=True):
             rounded_NKD = new_TKD.to(tensor.dtype).reshape(-1, size)
             tensor.view(-1, size).index_copy_(0, self._places_in(tensor.shape[2]), rounded_NKD)
@@ -97,14 +110,15 @@ class RowAttention:
         queries_THD = queries_THD.to(keys.dtype)
         if self._groups:
             return self._attend_joined(layer, queries_THD)
+        if not self._spans:
+            return self._attend_own(queries_THD)[0]
         if len(self._spans) == 1:
             return _attend(self._spans[0], queries_THD, keys, values)
         return torch.cat([_attend(span, queries_THD[span.tokens], keys, values) for span in self._spans])
 
     def _attend_joined(self, layer: int, queries_THD: Tensor) -> Tensor:
         """Each row's own tokens first, then those of each trunk."""
-        parts = [_attend_part(span, queries_THD[span.tokens], *self._layer) for span in self._spans]
-        out_THD, lse_TH = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        out_THD, lse_TH = self._attend_own(queries_THD)
         heads, scale = queries_THD.shape[1], queries_THD.shape[2] ** -0.5
         for group in self._groups:
             keys_KLD, values_KLD = group.trunk.layer(layer)
@@ -118,15 +132,36 @@ class RowAttention:
                 out_THD[group.tokens] = own
         return out_THD
 
+    def _attend_own(self, queries_THD: Tensor) -> tuple[Tensor, Tensor]:
+        """What lies behind the trunks."""
+        if not self._spans:
+            assert self._kernels is not None, "only they need no spans"
+            return self._kernels.attend(
+                queries_THD, self._layer, self._tokens.heads_TK, self._tokens.columns_T,
+                scale=queries_THD.shape[2] ** -0.5,
+            )  # fmt: skip
+        parts = [_attend_part(span, queries_THD[span.tokens], *self._layer) for span in self._spans]
+        out_THD, lse_TH = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        return out_THD, lse_TH
+
 
 class RowAttentions:
     """Makes the attention of passes over a cache, which reserves the room for them.
 
-    That may run out of memory, which leaves the cache as it was. `most_waste`: see `spans_of`.
+    That may run out of memory, which leaves the cache as it was. `most_waste`: see `spans_of`. `cpu`: kernels
+    for single tokens and short rows, which need no spans.
     """
 
-    def __init__(self, cache: SlotCache, *, kv_heads: int, device: torch.device, most_waste: int) -> None:
-        self._cache, self._device, self._most_waste = cache, device, most_waste
+    def __init__(
+        self,
+        cache: SlotCache,
+        *,
+        kv_heads: int,
+        device: torch.device,
+        most_waste: int,
+        cpu: CpuKernels | None = None,
+    ) -> None:
+        self._cache, self._device, self._most_waste, self._cpu = cache, device, most_waste, cpu
         self._columns_L = torch.arange(cache.max_len, device=device)
         self._heads_K = torch.arange(kv_heads, device=device)
         self._hidden = torch.finfo(cache.dtype).min
@@ -137,35 +172,32 @@ class RowAttentions:
         own_B = cached_B - self._cache.starts(range(count))
         longest = int(own_B.max()) + 1
         self._cache.reserve(longest)
+        tokens = self._tokens(np.arange(count), cached_B, own_B)
+        groups = self._groups(0, np.ones_like(cached_B))
+        if self._cpu is not None:
+            return RowAttention(self._cache, tokens, [], groups, self._cpu)
         waste = count * (longest - 1) - int(own_B.sum())
         cuts = [(0, count)]
         if waste > self._most_waste:
             cuts = spans_of(own_B, np.ones_like(own_B), most_waste=self._most_waste)
-        tokens = self._tokens(np.arange(count), cached_B, own_B)
-        return RowAttention(
-            self._cache,
-            tokens,
-            [self._single(slice(*cut), own_B, tokens.columns_T) for cut in cuts],
-            self._groups(0, np.ones_like(cached_B)),
-        )
+        spans = [self._single(slice(*cut), own_B, tokens.columns_T) for cut in cuts]
+        return RowAttention(self._cache, tokens, spans, groups)
 
     def prefill(self, *, first_row: int, starts_B: Counts, counts_B: Counts) -> RowAttention:
         """Feed each of B rows, `first_row` and on, its `counts_B` tokens (at least 1) from `start` on."""
         trunks_B = self._cache.starts(range(first_row, first_row + len(counts_B)))
         own_B = starts_B - trunks_B
-        self._cache.reserve(int((own_B + counts_B).max()))
+        longest = int((own_B + counts_B).max())
+        self._cache.reserve(longest)
         rows = np.repeat(np.arange(first_row, first_row + len(counts_B)), counts_B)
         befores_B = counts_B.cumsum() - counts_B
         positions = np.arange(len(rows)) + np.repeat(starts_B - befores_B, counts_B)
-        return RowAttention(
-            self._cache,
-            self._tokens(rows, positions, positions - np.repeat(trunks_B, counts_B)),
-            [
-                self._padded(slice(*cut), first_row, own_B, counts_B)
-                for cut in spans_of(own_B, counts_B, most_waste=self._most_waste)
-            ],
-            self._groups(first_row, counts_B),
-        )
+        tokens = self._tokens(rows, positions, positions - np.repeat(trunks_B, counts_B))
+        spans = []
+        if self._cpu is None or longest > SHORT_ROW:
+            cuts = spans_of(own_B, counts_B, most_waste=self._most_waste)
+            spans = [self._padded(slice(*cut), first_row, own_B, counts_B) for cut in cuts]
+        return RowAttention(self._cache, tokens, spans, self._groups(first_row, counts_B), self._cpu)
 
     def _tokens(self, rows_T: Counts, positions_T: Counts, columns_T: Counts) -> Tokens:
         rows, positions, columns = (

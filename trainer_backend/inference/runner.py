@@ -15,6 +15,7 @@ from trainer_backend.inference.layer_runner import LayerRunner, Pass
 from trainer_backend.inference.paged_runner import BY_DEVICE, PagedRunner, PageLimits
 from trainer_backend.inference.request import Request, read_rests
 from trainer_backend.inference.row_attention import RowAttentions
+from trainer_backend.models.cpu_kernels import kernels_for
 from trainer_backend.models.kinds import why_not_by_position
 from trainer_backend.models.part_attention import why_no_parts
 from trainer_backend.models.routers import Routers
@@ -66,7 +67,8 @@ class DecoderRunner:
     """
 
     def __init__(self, model: PreTrainedModel, *, slots: int, max_len: int) -> None:
-        self._decoder = Decoder(model, max_len=max_len)
+        cpu = kernels_for(model)
+        self._decoder = Decoder(model, max_len=max_len, cpu=cpu)
         self._device = model.device
         shares = self._device.type == "cpu" and model.dtype == torch.float32
         if shares and (reason := why_no_parts()) is not None:
@@ -79,6 +81,7 @@ class DecoderRunner:
             kv_heads=heads.keys,
             device=self._device,
             most_waste=CALL_NUMBERS // (2 * heads.keys * heads.size),
+            cpu=cpu,
         )
 
     def prefill(self, requests: Sequence[Request], *, first_row: int) -> None:

@@ -32,6 +32,7 @@ from trainer_backend.learner.by_length import (
     padded_groups,
     reads_of,
 )
+from trainer_backend.learner.by_path import attend_by_path
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.joined import (
     Flash,
@@ -44,7 +45,7 @@ from trainer_backend.learner.joined import (
     levels_of,
 )
 from trainer_backend.learner.ranks import ALONE, Ranks
-from trainer_backend.models.kinds import largest
+from trainer_backend.models.cpu_kernels import WIDEST_HEAD, CpuKernels, Depths, cpu_kernels
 from trainer_backend.models.part_attention import why_no_parts
 
 # How transformers knows our attention function.
@@ -134,17 +135,28 @@ class OneRow:
 
 @dataclass(frozen=True, slots=True)
 class ByLength:
-    """One row of all tokens, as `OneRow`; see `learner.by_length`, and of tries `learner.joined`."""
+    """One row of all tokens, as `OneRow`: by `kernels` of a CPU (`learner.by_path`), or where they are not by
+    `learner.by_length`, and of tries `learner.joined`."""
 
+    kernels: CpuKernels | None = None
     implementation: str = ONE_ROW
     rows_are_joined: ClassVar[bool] = True
 
     @property
     def takes_tries(self) -> bool:
-        return why_no_parts() is None
+        return self.kernels is not None or why_no_parts() is None
 
     def arranged(self, packed: Packed, device: torch.device, dtype: torch.dtype) -> Arranged:
         row, bounds = one_row(packed)
+        if self.kernels is not None and dtype == torch.float32:
+            reads = reads_once(row, device)
+            position_L = row.position_ids_BL[0]
+            return row.to(device), {
+                "attention_mask": None,
+                "turnwise_attend": attend_by_path(self.kernels, Depths.of(position_L)),
+                "turnwise_attend_read": attend_by_path(self.kernels, Depths.of(position_L, reads[0])),
+                "turnwise_reads": reads,
+            }
         runs = Runs.of(row.position_ids_BL[0].numpy())
         if runs.shared:
             reads = reads_once(row, device)
@@ -210,7 +222,8 @@ class PaddedRows:
 def attention_for(placement: Placement, *, head_dim: int) -> PackedAttention:
     """OneRow where its kernel runs, ByLength on a CPU, BlockMask elsewhere."""
     if placement.device.type == "cpu":
-        return ByLength()
+        fits = placement.low is None and head_dim <= WIDEST_HEAD
+        return ByLength(cpu_kernels() if fits else None)
     if why_masked(placement, head_dim=head_dim) is not None:
         return BlockMask()
     return OneRow(varlen_kernel, Flash() if flash_is_here() else None)
@@ -229,11 +242,6 @@ def why_masked(placement: Placement, *, head_dim: int) -> str | None:
     if not varlen_is_here():
         return f"torch {torch.__version__} has no varlen_attn with windows and grouped heads; 2.11 has"
     return None
-
-
-def head_dim_of(config: Any) -> int:
-    """Width of a query's head, of the widest where layers differ."""
-    return largest(config, "head_dim") or int(config.hidden_size // config.num_attention_heads)
 
 
 def varlen_is_here() -> bool:

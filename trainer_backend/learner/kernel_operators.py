@@ -1,9 +1,7 @@
-"""`learner.operators` by Triton's kernels (`models.kernels`), with their gradients.
+"""`learner.operators` by kernels, with their gradients: Triton's (`models.kernels`) or those of a CPU.
 
 Where weights are plain, queries, keys and values are one product, and gate and up another. Apart, each would
 read the states once more, and their gradients by the states would be added up.
-
-Imported only where `triton` is.
 """
 
 from collections.abc import Sequence
@@ -15,22 +13,21 @@ from torch import Tensor, nn
 
 from trainer_backend.core.logprobs import Reading, wide_product
 from trainer_backend.learner.packed_decoder import Operators, heads_apart
-from trainer_backend.models import kernels
 
 
-def operators(out: torch.dtype) -> Operators:
-    """As `operators.by_kernels`."""
+def operators(kernels: Any, out: torch.dtype, reading: Reading | None) -> Operators:
+    """By the functions of `kernels`, a module or an object; `out` is the type of products' factors."""
 
     def sum_and_norm(
         dtype: torch.dtype, norm: Any, states_LD: Tensor, added_LD: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        given = states_LD, added_LD, norm.weight, norm.variance_epsilon, dtype
+        given = kernels, states_LD, added_LD, norm.weight, norm.variance_epsilon, dtype
         pair: tuple[Tensor, Tensor] = _KernelNorm.apply(*given)  # type: ignore[no-untyped-call]
         return (states_LD, pair[1]) if added_LD is None else pair
 
     def rotary(heads_LHD: Tensor, norm: Any, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
-        heads: Tensor = _KernelRotary.apply(heads_LHD, weight, eps, cos_LD, sin_LD, out)  # type: ignore[no-untyped-call]
+        heads: Tensor = _KernelRotary.apply(kernels, heads_LHD, weight, eps, cos_LD, sin_LD, out)  # type: ignore[no-untyped-call]
         return heads
 
     def heads(
@@ -42,17 +39,17 @@ def operators(out: torch.dtype) -> Operators:
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         eps = 0.0 if norms[0] is None else norms[0].variance_epsilon
         of_norms = [None if norm is None else norm.weight for norm in norms]
-        given = normed_LD, *weights, *of_norms, eps, cos_LD, sin_LD
+        given = kernels, normed_LD, *weights, *of_norms, eps, cos_LD, sin_LD
         found: tuple[Tensor, Tensor, Tensor] = _KernelHeads.apply(*given)  # type: ignore[no-untyped-call]
         return found
 
     def mlp(module: Any, normed_LD: Tensor) -> Tensor:
         weights = _plain_weights([module.gate_proj, module.up_proj])
         if weights is None:
-            given = module.gate_proj(normed_LD), module.up_proj(normed_LD)
+            given = kernels, module.gate_proj(normed_LD), module.up_proj(normed_LD)
             opened: Tensor = _KernelSwiglu.apply(*given)  # type: ignore[no-untyped-call]
         else:
-            opened = _KernelGateUp.apply(normed_LD, *weights)  # type: ignore[no-untyped-call]
+            opened = _KernelGateUp.apply(kernels, normed_LD, *weights)  # type: ignore[no-untyped-call]
         added: Tensor = module.down_proj(opened)
         return added
 
@@ -62,7 +59,7 @@ def operators(out: torch.dtype) -> Operators:
         rotary,
         heads,
         mlp,
-        Reading(kernels.token_logprobs, partial(kernels.token_logprobs_backward, out=out)),
+        reading,
     )
 
 
@@ -71,11 +68,18 @@ class _KernelNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, states_LD: Tensor, added_LD: Tensor | None, weight_D: Tensor, eps: float, out: torch.dtype
+        ctx: Any,
+        kernels: Any,
+        states_LD: Tensor,
+        added_LD: Tensor | None,
+        weight_D: Tensor,
+        eps: float,
+        out: torch.dtype,
     ) -> tuple[Tensor | None, Tensor]:
         sums_LD = states_LD if added_LD is None else torch.empty_like(states_LD)
         normed_LD = kernels.rms_norm(states_LD, added_LD, weight_D, eps, sums_TW=sums_LD, out=out)
         ctx.set_materialize_grads(False)
+        ctx.kernels = kernels
         ctx.save_for_backward(sums_LD, weight_D)
         ctx.eps, ctx.added = eps, None if added_LD is None else added_LD.dtype
         return None if added_LD is None else sums_LD, normed_LD
@@ -84,12 +88,12 @@ class _KernelNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         (by_sums_LD, by_normed_LD), (sums_LD, weight_D) = gradients, ctx.saved_tensors
         assert by_normed_LD is not None, "a norm's result is used wherever its sum is"
-        by_states, by_added, by_weight = kernels.rms_norm_backward(
+        by_states, by_added, by_weight = ctx.kernels.rms_norm_backward(
             sums_LD, weight_D, by_normed_LD.contiguous(),
             None if by_sums_LD is None else by_sums_LD.contiguous(),
-            ctx.eps, added=ctx.added, weighs=ctx.needs_input_grad[2],
+            ctx.eps, added=ctx.added, weighs=ctx.needs_input_grad[3],
         )  # fmt: skip
-        return by_states, by_added, by_weight, None, None
+        return None, by_states, by_added, by_weight, None, None
 
 
 class _KernelRotary(torch.autograd.Function):
@@ -98,6 +102,7 @@ class _KernelRotary(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        kernels: Any,
         heads_LHD: Tensor,
         weight_D: Tensor | None,
         eps: float,
@@ -106,40 +111,44 @@ class _KernelRotary(torch.autograd.Function):
         out: torch.dtype,
     ) -> Tensor:
         # A rotation's gradient needs the angles alone; a norm's needs its input.
+        ctx.kernels = kernels
         ctx.save_for_backward(None if weight_D is None else heads_LHD, weight_D, cos_LD, sin_LD)
         ctx.eps, ctx.dtype = eps, heads_LHD.dtype
         weights = None if weight_D is None else (weight_D, weight_D)
-        return kernels.rotary(
+        turned_LHD: Tensor = kernels.rotary(
             heads_LHD, weights, cos_LD, sin_LD, None, queries=heads_LHD.shape[1], eps=eps, out=out
         )
+        return turned_LHD
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         heads_LHD, weight_D, cos_LD, sin_LD = ctx.saved_tensors
         by_out_LHD = gradients[0].contiguous()
         by_heads = torch.empty_like(by_out_LHD, dtype=ctx.dtype)
-        by_weight = kernels.rotary_backward(
+        by_weight = ctx.kernels.rotary_backward(
             by_out_LHD if heads_LHD is None else heads_LHD, weight_D, cos_LD, sin_LD, by_out_LHD,
-            by_heads_TSD=by_heads, eps=ctx.eps, weighs=ctx.needs_input_grad[1],
+            by_heads_TSD=by_heads, eps=ctx.eps, weighs=ctx.needs_input_grad[2],
         )  # fmt: skip
-        return by_heads, by_weight, None, None, None, None
+        return None, by_heads, by_weight, None, None, None, None
 
 
 class _KernelSwiglu(torch.autograd.Function):
     """silu(gate) * up."""
 
     @staticmethod
-    def forward(ctx: Any, gate_LM: Tensor, up_LM: Tensor) -> Tensor:
+    def forward(ctx: Any, kernels: Any, gate_LM: Tensor, up_LM: Tensor) -> Tensor:
+        ctx.kernels = kernels
         ctx.save_for_backward(gate_LM, up_LM)
-        return kernels.swiglu(gate_LM, up_LM)
+        opened_LM: Tensor = kernels.swiglu(gate_LM, up_LM)
+        return opened_LM
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor]:
         gate_LM, up_LM = ctx.saved_tensors
-        by_gate_LM, by_up_LM = kernels.swiglu_backward(gate_LM, up_LM, gradients[0].contiguous()).chunk(
+        by_gate_LM, by_up_LM = ctx.kernels.swiglu_backward(gate_LM, up_LM, gradients[0].contiguous()).chunk(
             2, dim=1
         )
-        return by_gate_LM, by_up_LM
+        return None, by_gate_LM, by_up_LM
 
 
 def _plain_weights(linears: Sequence[Any]) -> list[Tensor] | None:
@@ -172,6 +181,7 @@ class _KernelHeads(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        kernels: Any,
         normed_LD: Tensor,
         q_OD: Tensor,
         k_OD: Tensor,
@@ -194,6 +204,7 @@ class _KernelHeads(torch.autograd.Function):
             )
             for heads_LHD, norm_D in ((q_LHD, q_norm_D), (k_LHD, k_norm_D))
         )  # fmt: skip
+        ctx.kernels = kernels
         ctx.save_for_backward(normed_LD, weight_OD, all_LHD, q_norm_D, k_norm_D, cos_LD, sin_LD)
         ctx.eps = eps
         return q_LHD, k_LHD, v_LHD
@@ -204,37 +215,39 @@ class _KernelHeads(torch.autograd.Function):
         by_all_LHD = torch.empty_like(all_LHD)
         *by_parts, by_v_LHD = torch.split(by_all_LHD, ctx.counts, dim=1)
         by_norms = [
-            kernels.rotary_backward(
+            ctx.kernels.rotary_backward(
                 heads_LHD, norm_D, cos_LD, sin_LD, gradient.contiguous(),
                 by_heads_TSD=by_heads_LHD, eps=ctx.eps, weighs=is_trained,
             )
             for heads_LHD, norm_D, gradient, by_heads_LHD, is_trained in zip(
                 torch.split(all_LHD, ctx.counts, dim=1)[:2], (q_norm_D, k_norm_D), gradients[:2], by_parts,
-                ctx.needs_input_grad[4:6], strict=True,
+                ctx.needs_input_grad[5:7], strict=True,
             )
         ]  # fmt: skip
         by_v_LHD.copy_(gradients[2])
         by_all_LO = by_all_LHD.flatten(1)
         sizes = [count * all_LHD.shape[-1] for count in ctx.counts]
-        by_weights = _by_weights(by_all_LO, normed_LD, sizes, any(ctx.needs_input_grad[1:4]))
-        return by_all_LO @ weight_OD, *by_weights, *by_norms, None, None, None
+        by_weights = _by_weights(by_all_LO, normed_LD, sizes, any(ctx.needs_input_grad[2:5]))
+        return None, by_all_LO @ weight_OD, *by_weights, *by_norms, None, None, None
 
 
 class _KernelGateUp(torch.autograd.Function):
     """silu(gate) * up, of both by one product."""
 
     @staticmethod
-    def forward(ctx: Any, normed_LD: Tensor, gate_MD: Tensor, up_MD: Tensor) -> Tensor:
+    def forward(ctx: Any, kernels: Any, normed_LD: Tensor, gate_MD: Tensor, up_MD: Tensor) -> Tensor:
         weight_OD = _side_by_side([gate_MD, up_MD], normed_LD.dtype)
         both_LO = normed_LD @ weight_OD.T
+        ctx.kernels = kernels
         ctx.save_for_backward(normed_LD, weight_OD, both_LO)
-        return kernels.swiglu(*both_LO.chunk(2, dim=1))
+        opened_LM: Tensor = kernels.swiglu(*both_LO.chunk(2, dim=1))
+        return opened_LM
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         normed_LD, weight_OD, both_LO = ctx.saved_tensors
         gate_LM, up_LM = both_LO.chunk(2, dim=1)
-        by_both_LO = kernels.swiglu_backward(gate_LM, up_LM, gradients[0].contiguous())
+        by_both_LO = ctx.kernels.swiglu_backward(gate_LM, up_LM, gradients[0].contiguous())
         sizes = [len(weight_OD) // 2] * 2
-        by_weights = _by_weights(by_both_LO, normed_LD, sizes, any(ctx.needs_input_grad[1:3]))
-        return by_both_LO @ weight_OD, *by_weights
+        by_weights = _by_weights(by_both_LO, normed_LD, sizes, any(ctx.needs_input_grad[2:4]))
+        return None, by_both_LO @ weight_OD, *by_weights

@@ -36,7 +36,6 @@ from trainer_backend.learner.attention import (
     PackedAttention,
     PaddedRows,
     attention_for,
-    head_dim_of,
 )
 from trainer_backend.learner.broadcast import WeightSender, checkpoint_tensors, own_address
 from trainer_backend.learner.checkpoints import restore_progress, save_checkpoint, save_weights
@@ -66,6 +65,7 @@ from trainer_backend.learner.update import LogprobCache, PolicyUpdate, Reference
 from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.learner.warmup import demonstrations, prompt_texts, tool_words, warm_up
 from trainer_backend.models import build_preset, train_tokenizer
+from trainer_backend.models.cpu_kernels import head_dim_of
 from trainer_backend.models.folder import embedding_rows
 from trainer_backend.models.kinds import logit_map, own_attention
 from trainer_backend.models.part_attention import why_no_parts

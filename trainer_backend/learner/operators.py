@@ -1,7 +1,8 @@
 """What a decoder's layer computes between its products, with gradients: by torch's operators, or by kernels.
 
-Both have the places of rounding of `models.precision`. The kernels (`models.kernels`) are for CUDA with
-bfloat16: they take and give products in it, read the states once, and keep less for the backward pass.
+Both have the places of rounding of `models.precision`. Triton's kernels (`models.kernels`) are for CUDA with
+bfloat16: they take and give products in it, read the states once, and keep less for the backward pass. Those
+of a CPU (`models.cpu_kernels`) are for float32.
 """
 
 from functools import partial
@@ -10,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer_backend.core.logprobs import Reading
 from trainer_backend.inference.paged_attention import kernels_are_here
+from trainer_backend.learner import kernel_operators
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.packed_decoder import Operators, heads_apart
+from trainer_backend.models.cpu_kernels import WIDEST_HEAD, cpu_kernels, head_dim_of
 
 
 def rms_norm(norm: Any, states: Tensor) -> Tensor:
@@ -109,9 +113,40 @@ BY_TORCH = Operators(
 
 def operators_for(placement: Placement, config: Any) -> Operators:
     """By kernels where they run and the model's gates are theirs."""
-    if placement.low is not None and gates_are_known(config) and computes_by_kernels(placement):
+    if not gates_are_known(config):
+        return BY_TORCH
+    if placement.low is not None and computes_by_kernels(placement):
         return by_kernels(placement.low)
-    return BY_TORCH
+    if (
+        placement.device.type != "cpu"
+        or placement.low is not None
+        or head_dim_of(config.get_text_config()) > WIDEST_HEAD
+    ):
+        return BY_TORCH
+    cpu = cpu_kernels()
+    return BY_TORCH if cpu is None else _in_float32(kernel_operators.operators(cpu, torch.float32, None))
+
+
+def _in_float32(operators: Operators) -> Operators:
+    """The operators; those of torch under autocast, of another type, and where modules have hooks."""
+
+    def either(name: str) -> Any:
+        own, other = getattr(operators, name), getattr(BY_TORCH, name)
+
+        def computed(*given: Any) -> Any:
+            return (own if all(map(_is_plain, given)) else other)(*given)
+
+        return computed
+
+    return Operators(*map(either, ("norm", "last_norm", "rotary", "heads", "mlp")))
+
+
+def _is_plain(given: Any) -> bool:
+    if isinstance(given, Tensor):
+        return given.dtype == torch.float32 and not torch.is_autocast_enabled(given.device.type)
+    if isinstance(given, torch.nn.Module):
+        return not any(module._forward_hooks or module._forward_pre_hooks for module in given.modules())
+    return True
 
 
 def gates_are_known(config: Any) -> bool:
@@ -126,6 +161,7 @@ def computes_by_kernels(placement: Placement) -> bool:
 
 def by_kernels(out: torch.dtype = torch.bfloat16) -> Operators:
     """By Triton's kernels, which are there (`kernels_are_here`); `out`: the type of products' factors."""
-    from trainer_backend.learner.kernel_operators import operators
+    from trainer_backend.models import kernels
 
-    return operators(out)
+    reading = Reading(kernels.token_logprobs, partial(kernels.token_logprobs_backward, out=out))
+    return kernel_operators.operators(kernels, out, reading)

@@ -11,10 +11,10 @@ from trainer_backend.core.presets import PRESETS
 from trainer_backend.errors import JobError, ModelFolderError
 from trainer_backend.job.tables import ModelTable
 from trainer_backend.job.training_table import LoraTable
-from trainer_backend.learner.attention import head_dim_of
 from trainer_backend.learner.lora import adapted_experts, adapted_layers
 from trainer_backend.learner.operators import gates_are_known
 from trainer_backend.learner.packed_decoder import is_known
+from trainer_backend.models.cpu_kernels import head_dim_of
 from trainer_backend.models.folder import config_alone, folder_config
 from trainer_backend.models.kinds import (
     STATELESS,

@@ -31,6 +31,7 @@ from trainer_backend.inference.weights import ServedWeights
 from trainer_backend.job.training_table import LoraTable
 from trainer_backend.learner.loading import hold_in
 from trainer_backend.learner.lora import Adapter
+from trainer_backend.models.cpu_kernels import CpuKernels, cpu_kernels
 
 SIZE = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -81,6 +82,13 @@ def model_of(name: str, seed: int = 0) -> PreTrainedModel:
     return model
 
 
+def built_kernels() -> CpuKernels:
+    kernels = cpu_kernels()
+    if kernels is None:
+        pytest.skip("there is no C compiler to build the kernels of a CPU with")
+    return kernels
+
+
 def ids_of(length: int, seed: int = 0) -> list[int]:
     return torch.randint(0, 131, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -88,11 +96,18 @@ def ids_of(length: int, seed: int = 0) -> list[int]:
 class Rows:
     """Sequences in the rows of a cache, fed by hand."""
 
-    def __init__(self, model: PreTrainedModel, *, most_waste: int = 10**9, by_kernel: bool = False) -> None:
-        self.decoder = Decoder(model, max_len=256, by_kernel=by_kernel)
+    def __init__(
+        self, model: PreTrainedModel, *, most_waste: int | None = 10**9, by_kernel: bool = False
+    ) -> None:
+        cpu = built_kernels() if most_waste is None else None
+        self.decoder = Decoder(model, max_len=256, by_kernel=by_kernel, cpu=cpu)
         self.cache = SlotCache(slots=8, max_len=256)
         self.attentions = RowAttentions(
-            self.cache, kv_heads=self.decoder.heads.keys, device=torch.device("cpu"), most_waste=most_waste
+            self.cache,
+            kv_heads=self.decoder.heads.keys,
+            device=torch.device("cpu"),
+            most_waste=most_waste or 10**9,
+            cpu=cpu,
         )
 
     @torch.inference_mode()
@@ -128,10 +143,12 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-# Rows attend all together, or cut where a few columns would be padded.
-@pytest.mark.parametrize("most_waste", [10**9, 30])
+# Rows attend all together, or cut where a few columns would be padded, or (None) by the kernels of a CPU.
+@pytest.mark.parametrize("most_waste", [10**9, 30, None])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_of_whole_prompts_of_mixed_lengths_equal_those_of_transformers(name: str, most_waste: int):
+def test_logits_of_whole_prompts_of_mixed_lengths_equal_those_of_transformers(
+    name: str, most_waste: int | None
+):
     model = model_of(name)
     rows, prompts = Rows(model, most_waste=most_waste), [ids_of(length, length) for length in (200, 3, 1, 60)]
     found = rows.prefill(1, [0] * 4, prompts, logits=True).split([len(prompt) for prompt in prompts])
@@ -139,9 +156,11 @@ def test_logits_of_whole_prompts_of_mixed_lengths_equal_those_of_transformers(na
         assert_near(logits, by_transformers(model, prompt))
 
 
-@pytest.mark.parametrize("most_waste", [10**9, 30])
+@pytest.mark.parametrize("most_waste", [10**9, 30, None])
 @pytest.mark.parametrize("name", MODELS)
-def test_decoding_after_a_prefill_a_shared_prefix_and_a_move_equals_transformers(name: str, most_waste: int):
+def test_decoding_after_a_prefill_a_shared_prefix_and_a_move_equals_transformers(
+    name: str, most_waste: int | None
+):
     model = model_of(name)
     rows = Rows(model, most_waste=most_waste)
     sequences = [ids_of(length, length) for length in (90, 7, 34)]

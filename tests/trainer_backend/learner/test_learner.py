@@ -348,7 +348,8 @@ def test_log_probs_that_a_kl_in_the_reward_needed_are_those_of_what_is_left(toke
         learner.model.model.layers[0].mlp.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         found.append((learner.update(episodes, iteration=1), len(calls)))
     (of_cache, steps), (scored_anew, passes) = found
-    assert of_cache == pytest.approx(scored_anew, abs=1e-6)
+    # float32 holds the norm of the gradient, 28, to 2e-6
+    assert of_cache == pytest.approx(scored_anew, rel=1e-6, abs=1e-6)
     assert (steps, passes) == (2, 4)  # else policy and reference, a copy with its hook, score once more
 
 

@@ -1,0 +1,194 @@
+"""The kernels of a CPU compute what torch's operators do, and broken numbers stay broken."""
+
+import math
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer_backend.models import cpu_kernels as module
+from trainer_backend.models.cpu_kernels import CpuKernels, Depths, cpu_kernels
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+@pytest.fixture(params=[1, 2])
+def kernels(request: pytest.FixtureRequest):
+    """By one thread and by two."""
+    built, before = cpu_kernels(), torch.get_num_threads()
+    if built is None:
+        pytest.skip("there is no C compiler")
+    torch.set_num_threads(request.param)
+    yield built
+    torch.set_num_threads(before)
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def normed(states: Tensor, weight: Tensor) -> Tensor:
+    return states / (states.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+@pytest.mark.parametrize("width", [96, 7])
+def test_a_norm_is_that_of_the_definition(kernels: CpuKernels, width: int):
+    states, weight = drawn(5, width), drawn(width, seed=1)
+    torch.testing.assert_close(
+        kernels.rms_norm(states, None, weight, 1e-6, sums_TW=states), normed(states, weight), **CLOSE
+    )
+
+
+@pytest.mark.parametrize("size", [32, 64, 24])
+@pytest.mark.parametrize("has_norms", [True, False])
+def test_heads_are_normed_and_turned_by_their_positions(kernels: CpuKernels, size: int, has_norms: bool):
+    heads, positions = drawn(6, 7, size)[:, :5], torch.tensor([3, 0, 2, 9, 1, 1])
+    query, key = drawn(size), drawn(size, seed=3)
+    cos, sin = (drawn(10, 1, size // 2, seed=seed).repeat(1, 1, 2) for seed in (1, 2))
+    sin[..., : size // 2].neg_()  # as the engine's tables have it
+    found = kernels.rotary(
+        heads, (query, key) if has_norms else None, cos, sin, positions, queries=3, eps=1e-6
+    )
+    if has_norms:
+        heads = torch.cat([normed(heads[:, :3], query), normed(heads[:, 3:], key)], 1)
+    expected = heads * cos[positions] + heads.roll(size // 2, -1) * sin[positions]
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_a_gate_is_exact_from_minus_to_plus_100(kernels: CpuKernels):
+    gate, up = torch.linspace(-100, 100, 400).view(2, 200), drawn(2, 200)
+    found = kernels.swiglu(gate, up)
+    torch.testing.assert_close(found, F.silu(gate) * up, **CLOSE)
+
+
+@pytest.mark.parametrize("size", [32, 64, 128, 24])
+def test_tokens_attend_to_their_own_rows_up_to_themselves(kernels: CpuKernels, size: int):
+    keys, values = drawn(3, 2, 300, size), drawn(3, 2, 310, size, seed=1)  # a growth may stop between them
+    rows, columns = torch.tensor([2, 0, 2, 1]), torch.tensor([0, 299, 130, 3])
+    heads, k, v = rows[:, None] * 2 + torch.arange(2), drawn(4, 2, size, seed=2), drawn(4, 2, size, seed=3)
+    kernels.store(k, v, (keys, values), heads, columns)
+    query = 3 * drawn(4, 6, size, seed=4)[:, :4]
+    out, lse = kernels.attend(query, (keys, values), heads, columns, scale=0.1)
+    for token, (row, column) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):
+        assert (keys[row, :, column] == k[token]).all() and (values[row, :, column] == v[token]).all()
+        own_keys, own_values = (
+            tensor[row, :, : column + 1].double().repeat_interleave(2, 0) for tensor in (keys, values)
+        )
+        scores = 0.1 * torch.einsum("hd,hld->hl", query[token].double(), own_keys)
+        expected = torch.einsum("hl,hld->hd", scores.softmax(-1), own_values)
+        torch.testing.assert_close(out[token].double(), expected, **CLOSE)
+        torch.testing.assert_close(lse[token].double(), scores.logsumexp(-1), **CLOSE)
+
+
+def gradients_of(found: tuple[Tensor, ...], by: tuple[Tensor, ...], inputs: list[Tensor]) -> list[Tensor]:
+    total = sum((one * weight).sum() for one, weight in zip(found, by, strict=True))
+    assert isinstance(total, Tensor)
+    return list(torch.autograd.grad(total, inputs))
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_the_gradients_of_a_norm_are_those_of_the_definition(kernels: CpuKernels, adds: bool):
+    x, added, weight, by, by_sums = (drawn(130, 24, seed=seed) for seed in range(5))
+    given = [x.clone().requires_grad_(), weight[0].clone().requires_grad_()]
+    sums = given[0] + added if adds else given[0]
+    expected = gradients_of((normed(sums, given[1]), sums), (by, by_sums), given)
+    kept = torch.empty_like(x) if adds else x
+    kernels.rms_norm(x, added if adds else None, weight[0], 1e-6, sums_TW=kept)
+    dtype = torch.float32 if adds else None
+    by_x, by_added, by_weight = kernels.rms_norm_backward(
+        kept, weight[0], by, by_sums, 1e-6, added=dtype, weighs=True
+    )
+    torch.testing.assert_close([by_x, by_weight], expected, rtol=1e-5, atol=1e-5)
+    assert (by_added is None) != adds
+
+
+@pytest.mark.parametrize("size", [32, 64, 24])
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_the_gradients_of_turned_heads_are_those_of_the_definition(
+    kernels: CpuKernels, size: int, has_norm: bool
+):
+    heads, by, weight = drawn(70, 3, size), drawn(70, 3, size, seed=1), drawn(size, seed=2)
+    cos, sin = (drawn(70, size // 2, seed=seed).repeat(1, 2) for seed in (3, 4))
+    given = [heads.clone().requires_grad_(), weight.clone().requires_grad_()]
+    x = normed(*given) if has_norm else given[0]
+    first, second = x.chunk(2, -1)
+    turned = x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
+    expected = gradients_of((turned,), (by,), given if has_norm else given[:1])
+    by_heads = torch.empty(70, 5, size)[:, :3]
+    by_weight = kernels.rotary_backward(
+        heads, weight if has_norm else None, cos, sin, by, by_heads_TSD=by_heads, eps=1e-6, weighs=True
+    )
+    found = [by_heads] if by_weight is None else [by_heads, by_weight]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_gradients_of_a_gate_are_those_of_the_definition(kernels: CpuKernels):
+    gate, up, by = (drawn(9, 40, seed=seed) for seed in range(3))
+    given = [gate.clone().requires_grad_(), up.clone().requires_grad_()]
+    expected = gradients_of((F.silu(given[0]) * given[1],), (by,), given)
+    found = kernels.swiglu_backward(gate, up, by).chunk(2, dim=1)
+    torch.testing.assert_close(list(found), expected, **CLOSE)
+
+
+def trie(tokens: int, deepest: int) -> Tensor:
+    """Positions in depth-first order."""
+    draw, positions = random.Random(0), [0]
+    while len(positions) < tokens:
+        ends = draw.random() < 0.1 or positions[-1] == deepest
+        positions.append(draw.randint(0, positions[-1]) if ends else positions[-1] + 1)
+    return torch.tensor(positions)
+
+
+def seen_by(positions: Tensor) -> Tensor:
+    """[L, L] which tokens each sees: the last of each depth above it, and itself."""
+    seen, path = torch.zeros(len(positions), len(positions), dtype=torch.bool), list[int]()
+    for token, depth in enumerate(positions.tolist()):
+        path = [*path[:depth], token]
+        seen[token, path] = True
+    return seen
+
+
+# Heads, those of keys, their size; two threads have the row in two parts where the heads are three.
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(3, 3, 32), (4, 2, 64), (2, 1, 128), (3, 3, 24)])
+@pytest.mark.parametrize("reads_some", [False, True])
+def test_attention_over_tries_and_its_gradients_equal_those_under_a_mask(
+    kernels: CpuKernels, heads: int, kv_heads: int, size: int, reads_some: bool
+):
+    positions = trie(300, 70)
+    read = torch.arange(5, 300, 3) if reads_some else torch.arange(300)
+    depths = Depths.of(positions, read if reads_some else None)
+    q = drawn(300, heads, size, seed=7)[read]
+    k, v = drawn(300, kv_heads, size), drawn(300, kv_heads, size, seed=1)
+    by = drawn(len(read), heads, size, seed=2)
+    given = [tensor.double().requires_grad_() for tensor in (q, k, v)]
+    k_all, v_all = (tensor.repeat_interleave(heads // kv_heads, 1) for tensor in given[1:])
+    scores = torch.einsum("nhd,lhd->hnl", given[0], k_all) * 0.1
+    scores = scores.masked_fill(~seen_by(positions)[read], -math.inf)
+    expected = torch.einsum("hnl,lhd->nhd", scores.softmax(-1), v_all)
+
+    out, lse = kernels.path_forward(depths, q, k, v, 0.1)
+    torch.testing.assert_close(out.double(), expected.detach(), **CLOSE)
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1).T.detach(), **CLOSE)
+    found = kernels.path_backward(depths, by, q, k, v, out, lse, 0.1)
+    for one, other in zip(found, gradients_of((expected,), (by.double(),), given), strict=True):
+        assert float((one.double() - other).norm() / other.norm()) < 1e-6
+
+
+def test_numbers_that_are_not_finite_stay_so(kernels: CpuKernels):
+    broken = torch.full((1, 32), math.nan)
+    assert kernels.rms_norm(broken, None, torch.ones(32), 1e-6, sums_TW=broken).isnan().all()
+    assert kernels.swiglu(broken, broken).isnan().all()
+    rows = torch.zeros(1, 1, dtype=torch.int64)
+    cache = torch.zeros(1, 1, 2, 32), torch.zeros(1, 1, 2, 32)
+    out, _ = kernels.attend(broken[None], cache, rows, rows[0], scale=1.0)
+    assert out.isnan().all()
+
+
+def test_without_a_compiler_there_are_none_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert module.cpu_kernels.__wrapped__() is None
+    assert "no C compiler" in capsys.readouterr().out

@@ -1,0 +1,67 @@
+"""The library of the kernels of a CPU: compiled once for a machine, in a folder of the user."""
+
+import hashlib
+import os
+import platform
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+
+# NaN and infinity stay what they are, so `-ffast-math` is not among them.
+_FLAGS = ["-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
+_FLAGS += ["-fassociative-math", "-fno-signed-zeros", "-freciprocal-math"]
+if platform.machine().lower() in ("x86_64", "amd64"):
+    _FLAGS.append("-mprefer-vector-width=512")  # of which AVX2 takes its 256
+
+
+def built_library(compiler: str, *, openmp: bool) -> Path:
+    """The library of this source, compiler and processor; it is compiled where it is not there yet.
+
+    Raises:
+        OSError: no folder can be written.
+        subprocess.SubprocessError: the compiler fails.
+    """
+    flags = [*_FLAGS, "-fopenmp"] if openmp else _FLAGS
+    source = files("trainer_backend.models").joinpath("cpu_kernels.c").read_bytes()
+    about = f"{compiler} {flags} {platform.platform()} {_processor()}"
+    name = f"cpu_kernels_{hashlib.sha256(source + about.encode()).hexdigest()[:24]}.so"
+    for folder in _folders():
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = folder / name
+            if not (path.exists() and path.stat().st_uid == os.getuid()):
+                _build(compiler, flags, source, path)
+            return path
+        except OSError:
+            continue
+    raise OSError("no folder for a built library can be written")
+
+
+def _folders() -> Iterator[Path]:
+    """The user's folder for what can be made again; else one of this process."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    yield Path(home) / "turnwise"
+    yield Path(tempfile.mkdtemp(prefix="turnwise-"))
+
+
+def _build(compiler: str, flags: list[str], source: bytes, path: Path) -> None:
+    """Compile, and link in a step of its own, so that OpenMP's functions are those that torch has loaded."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        object_, library = Path(folder) / "kernels.o", Path(folder) / path.name
+        for command in (
+            [compiler, *flags, "-x", "c", "-c", "-", "-o", str(object_)],
+            [compiler, "-shared", str(object_), "-lm", "-o", str(library)],
+        ):
+            subprocess.run(command, input=source, capture_output=True, check=True, timeout=120)
+        library.replace(path)
+
+
+def _processor() -> str:
+    """What kind of processor this is: a home folder may be that of several machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())

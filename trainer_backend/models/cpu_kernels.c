@@ -1,0 +1,532 @@
+/* What lies between a decoder's products on a CPU, in float32; trainer_backend/models/cpu_kernels.py has the
+   formulas. Tensors of tokens have any stride between tokens, and none within one. Built without
+   -ffinite-math-only: a NaN of broken weights must reach the log-probs, where the engine finds it. */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define BLOCK 128 /* keys whose scores exist at a time */
+#define WIDEST 256 /* numbers of a head at most */
+#define INLINE static inline __attribute__((always_inline))
+typedef int64_t whole;
+
+/* exp(x) to 1e-7 of it: 2^n times a polynomial of the rest (Cephes, expf). */
+INLINE float power_of_e(float x) {
+    float low = x < -87.0f ? -87.0f : x;
+    low = low > 88.0f ? 88.0f : low;
+    float n = floorf(low * 1.44269504088896341f + 0.5f);
+    float r = low - n * 0.693359375f + n * 2.12194440e-4f;
+    float y = 1.9875691500e-4f;
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    union { int32_t i; float f; } two = {((int32_t)n + 127) << 23};
+    y *= two.f;
+    return x < -87.0f ? 0.0f : y;
+}
+
+INLINE float dot(const float *a, const float *b, whole size) {
+    float sum = 0.0f;
+    for (whole d = 0; d < size; d++) sum += a[d] * b[d];
+    return sum;
+}
+
+/* Gradients of weights are summed over so many tokens, and those sums by torch. */
+#define TOKENS 64
+
+/* The norm of states and what is added to them, if anything; their sum to `sums`. */
+void rms_norm(const float *x, const float *added, const float *weight, float eps, whole tokens, whole width,
+              float *sums, float *out, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (whole t = 0; t < tokens; t++) {
+        const float *from = x + t * width;
+        float *to = out + t * width, *sum = sums + t * width;
+        if (added) {
+            for (whole d = 0; d < width; d++) sum[d] = from[d] + added[t * width + d];
+            from = sum;
+        }
+        float inverse = 1.0f / sqrtf(dot(from, from, width) / (float)width + eps);
+        for (whole d = 0; d < width; d++) to[d] = from[d] * inverse * weight[d];
+    }
+}
+
+/* With x^ the input over its root mean square, r that number, g = dy: the gradient by the input,
+   r * (g * weight - x^ * mean(g * weight * x^)), to `by_x`, which may be g; that by the weight, g * x^, added. */
+INLINE void norm_back(const float *x, const float *weight, const float *g, float eps, whole width, float *by_x,
+                      float *by_weight) {
+    float mean = 0.0f, inverse = 1.0f / sqrtf(dot(x, x, width) / (float)width + eps);
+    for (whole d = 0; d < width; d++) mean += g[d] * weight[d] * x[d];
+    mean *= inverse * inverse / (float)width;
+    for (whole d = 0; d < width; d++) {
+        float slope = g[d];
+        by_weight[d] += slope * x[d] * inverse;
+        by_x[d] = inverse * (slope * weight[d] - x[d] * mean);
+    }
+}
+
+void rms_norm_backward(const float *x, const float *weight, const float *g, const float *by_sums, float eps,
+                       whole tokens, whole width, float *by_x, float *by_weight, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (whole first = 0; first < tokens; first += TOKENS)
+        for (whole t = first; t < tokens && t < first + TOKENS; t++) {
+            whole at = t * width;
+            norm_back(x + at, weight, g + at, eps, width, by_x + at, by_weight + first / TOKENS * width);
+            for (whole d = 0; by_sums && d < width; d++) by_x[at + d] += by_sums[at + d];
+        }
+}
+
+/* Halves turned; of the sine, whose halves are alike, the second is read: the first may be negated. */
+INLINE void turn(const float *x, const float *cos, const float *sin, float sign, whole half, float *out) {
+    for (whole d = 0; d < half; d++) {
+        float first = x[d], second = x[d + half], s = sign * sin[d + half];
+        out[d] = first * cos[d] - second * s;
+        out[d + half] = second * cos[d + half] + first * s;
+    }
+}
+
+INLINE void norm_and_turn(const float *x, const float *weight, float eps, const float *cos, const float *sin,
+                          whole size, float *out) {
+    float normed[WIDEST], inverse = weight ? 1.0f / sqrtf(dot(x, x, size) / (float)size + eps) : 1.0f;
+    for (whole d = 0; d < size; d++) normed[d] = weight ? x[d] * inverse * weight[d] : x[d];
+    turn(normed, cos, sin, 1.0f, size / 2, out);
+}
+
+/* `position` null: token t has row t of the tables. */
+void rotary(const float *x, whole stride, whole tokens, whole heads, whole queries, whole size,
+            const float *by_query, const float *by_key, float eps, const float *cos, const float *sin,
+            const whole *position, float *out, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (whole t = 0; t < tokens; t++)
+        for (whole h = 0; h < heads; h++) {
+            float *to = out + (t * heads + h) * size;
+            const float *from = x + t * stride + h * size, *weight = h < queries ? by_query : by_key;
+            whole row = (position ? position[t] : t) * size;
+            if (size == 32) norm_and_turn(from, weight, eps, cos + row, sin + row, 32, to);
+            else if (size == 64) norm_and_turn(from, weight, eps, cos + row, sin + row, 64, to);
+            else norm_and_turn(from, weight, eps, cos + row, sin + row, size, to);
+        }
+}
+
+INLINE void turn_back(const float *x, const float *weight, float eps, const float *cos, const float *sin,
+                      const float *g, whole size, float *by_x, float *by_weight) {
+    float turned[WIDEST];
+    turn(g, cos, sin, -1.0f, size / 2, weight ? turned : by_x);
+    if (weight) norm_back(x, weight, turned, eps, size, by_x, by_weight);
+}
+
+/* `x` is read where there is a weight. */
+void rotary_backward(const float *x, whole stride, whole tokens, whole heads, whole size, const float *weight,
+                     float eps, const float *cos, const float *sin, const float *g, float *by_x,
+                     whole by_stride, float *by_weight, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (whole first = 0; first < tokens; first += TOKENS)
+        for (whole t = first; t < tokens && t < first + TOKENS; t++)
+            for (whole h = 0; h < heads; h++) {
+                const float *from = x + t * stride + h * size, *grad = g + (t * heads + h) * size;
+                const float *c = cos + t * size, *s = sin + t * size;
+                float *to = by_x + t * by_stride + h * size, *sums = by_weight + first / TOKENS * size;
+                if (size == 32) turn_back(from, weight, eps, c, s, grad, 32, to, sums);
+                else if (size == 64) turn_back(from, weight, eps, c, s, grad, 64, to, sums);
+                else turn_back(from, weight, eps, c, s, grad, size, to, sums);
+            }
+}
+
+void swiglu(const float *gate, whole gate_stride, const float *up, whole up_stride, whole tokens, whole width,
+            float *out, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (whole t = 0; t < tokens; t++) {
+        const float *x = gate + t * gate_stride, *y = up + t * up_stride;
+        float *to = out + t * width;
+        for (whole d = 0; d < width; d++) to[d] = x[d] / (1.0f + power_of_e(-x[d])) * y[d];
+    }
+}
+
+/* By gate, and beside it by up. */
+void swiglu_backward(const float *gate, whole gate_stride, const float *up, whole up_stride, const float *g,
+                     whole tokens, whole width, float *by_both, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (whole t = 0; t < tokens; t++) {
+        const float *x = gate + t * gate_stride, *y = up + t * up_stride, *slope = g + t * width;
+        float *by_x = by_both + 2 * t * width, *by_y = by_x + width;
+        for (whole d = 0; d < width; d++) {
+            float share = 1.0f / (1.0f + power_of_e(-x[d]));
+            by_x[d] = slope[d] * y[d] * share * (1.0f + x[d] * (1.0f - share));
+            by_y[d] = slope[d] * x[d] * share;
+        }
+    }
+}
+
+/* Keys and values of tokens to their places, [slots * heads, room, size]; both may have other rooms. */
+void store(const float *k, whole k_stride, const float *v, whole v_stride, whole tokens, whole heads,
+           whole size, whole key_room, whole value_room, const whole *head, const whole *column, float *keys,
+           float *values) {
+    for (whole t = 0; t < tokens; t++)
+        for (whole h = 0; h < heads; h++) {
+            whole row = head[t * heads + h], c = column[t];
+            memcpy(keys + (row * key_room + c) * size, k + t * k_stride + h * size, size * sizeof(float));
+            memcpy(values + (row * value_room + c) * size, v + t * v_stride + h * size, size * sizeof(float));
+        }
+}
+
+/* One query over `count` keys, in blocks whose softmax is joined as it comes. */
+INLINE void attend_one(const float *q, const float *keys, const float *values, whole count, float scale,
+                       whole size, float *out, float *lse) {
+    float highest = -INFINITY, sum = 0.0f, mixed[WIDEST], share[BLOCK], query[WIDEST];
+    for (whole d = 0; d < size; d++) mixed[d] = 0.0f, query[d] = q[d] * scale;
+    for (whole first = 0; first < count; first += BLOCK, keys += BLOCK * size, values += BLOCK * size) {
+        whole some = count - first < BLOCK ? count - first : BLOCK;
+        float most = highest;
+        for (whole j = 0; j < some; j++) share[j] = dot(query, keys + j * size, size);
+        for (whole j = 0; j < some; j++) most = share[j] > most ? share[j] : most;
+        float kept = power_of_e(highest - most);
+        highest = most, sum *= kept;
+        for (whole d = 0; d < size; d++) mixed[d] *= kept;
+        for (whole j = 0; j < some; j++) share[j] = power_of_e(share[j] - most);
+        for (whole j = 0; j < some; j++) sum += share[j];
+        for (whole j = 0; j < some; j++)
+            for (whole d = 0; d < size; d++) mixed[d] += share[j] * values[j * size + d];
+    }
+    for (whole d = 0; d < size; d++) out[d] = mixed[d] / sum;
+    *lse = highest + logf(sum);
+}
+
+/* Each token over its row's keys up to its own column. */
+void attend(const float *q, whole stride, const float *keys, const float *values, whole tokens, whole heads,
+            whole kv_heads, whole size, whole key_room, whole value_room, const whole *head, const whole *column,
+            float scale, float *out, float *lse, int threads) {
+    whole times = heads / kv_heads;
+#pragma omp parallel for schedule(dynamic, 8) num_threads(threads) if (threads > 1)
+    for (whole t = 0; t < tokens; t++)
+        for (whole h = 0; h < heads; h++) {
+            whole row = head[t * kv_heads + h / times], count = column[t] + 1;
+            const float *query = q + t * stride + h * size;
+            const float *k = keys + row * key_room * size, *v = values + row * value_room * size;
+            float *to = out + (t * heads + h) * size, *sum = lse + t * heads + h;
+            if (size == 32) attend_one(query, k, v, count, scale, 32, to, sum);
+            else if (size == 64) attend_one(query, k, v, count, scale, 64, to, sum);
+            else if (size == 128) attend_one(query, k, v, count, scale, 128, to, sum);
+            else attend_one(query, k, v, count, scale, size, to, sum);
+        }
+}
+
+/* Attention over a row of tries in depth-first order, of which the positions tell all: a token at depth p sees
+   the last token before it of each depth below p, and itself. So keys and values are kept by depth, and what
+   is kept of depths 0 to p is what a token sees. Some queries of successive tokens are computed together. Sizes of heads are filled up with zeros to whole vectors. */
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define TOGETHER 8 /* queries: their sums fill the registers */
+#elif defined(__AVX__)
+#define LANES 8
+#define TOGETHER 4
+#else
+#define LANES 4
+#define TOGETHER 4
+#endif
+#define SETTLED 32 /* after so many groups of queries, sums of gradients go on in float64 */
+typedef float lanes __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+
+/* The tokens of a row and their heads: [L, heads, size] with a stride; `query` is which query is a token's,
+   -1 for none, and null where each token has one. */
+struct row {
+    const float *q, *k, *v;
+    whole q_stride, k_stride, v_stride, tokens, heads, kv_heads, size, longest;
+    const whole *position, *query;
+    float scale;
+};
+
+/* What is kept by depth: [size, room] of keys and values for scores, [room, size] for sums. */
+struct path {
+    whole size, room;
+    float *by_size_k, *by_size_v, *k, *v, *q, *grad, *scores, *slopes, *near;
+    double *far;
+    whole *owner, depth;
+    void *memory;
+};
+
+static int open_path(struct path *path, const struct row *row, int backward) {
+    whole size = (row->size + LANES - 1) / LANES * LANES;
+    whole room = (row->longest + LANES - 1) / LANES | 1; /* odd: rows lie in different sets of the cache */
+    path->size = size, path->room = room *= LANES, path->depth = 0;
+    whole plane = size * room + 2 * LANES, group = TOGETHER * (size > room ? size : room) + 2 * LANES;
+    whole floats = 4 * plane + 4 * group + (backward ? 2 * plane : 0);
+    char *memory = calloc(1, floats * 4 + (backward ? 16 * plane + 8 * room : 0) + 64);
+    if (!memory) return 0;
+    float *at = (float *)(((uintptr_t)memory + 63) / 64 * 64);
+    path->memory = memory;
+    path->by_size_k = at, at += plane;
+    path->by_size_v = at, at += plane;
+    path->k = at, at += plane;
+    path->v = at, at += plane;
+    path->q = at, at += group;
+    path->grad = at, at += group;
+    path->scores = at, at += group;
+    path->slopes = at, at += group;
+    path->near = at, at += backward ? 2 * plane : 0;
+    path->far = (double *)at, at += backward ? 4 * plane : 0;
+    path->owner = (whole *)at;
+    return 1;
+}
+
+INLINE void push(struct path *path, const struct row *row, whole token, whole head, int backward) {
+    whole at = row->position[token], size = path->size, room = path->room;
+    const float *k = row->k + token * row->k_stride + head * row->size;
+    const float *v = row->v + token * row->v_stride + head * row->size;
+    for (whole d = 0; d < row->size; d++) path->by_size_k[d * room + at] = k[d];
+    if (backward) {
+        for (whole d = 0; d < row->size; d++) path->by_size_v[d * room + at] = v[d];
+        memcpy(path->k + at * size, k, row->size * 4);
+        path->owner[at] = token;
+    } else
+        memcpy(path->v + at * size, v, row->size * 4);
+    path->depth = at + 1;
+}
+
+/* [TOGETHER, count] products of rows with what is kept by size. */
+INLINE void products(const float *rows, const float *kept, whole size, whole room, whole count, float *out) {
+    for (whole j = 0; j < count; j += 2 * LANES) {
+        lanes sums[TOGETHER][2] = {0};
+        for (whole d = 0; d < size; d++) {
+            lanes first = *(const lanes *)(kept + d * room + j);
+            lanes second = *(const lanes *)(kept + d * room + j + LANES);
+            for (int i = 0; i < TOGETHER; i++) {
+                sums[i][0] += rows[i * size + d] * first;
+                sums[i][1] += rows[i * size + d] * second;
+            }
+        }
+        for (int i = 0; i < TOGETHER; i++) {
+            *(lanes *)(out + i * room + j) = sums[i][0];
+            if (j + LANES < room) *(lanes *)(out + i * room + j + LANES) = sums[i][1];
+        }
+    }
+}
+
+/* [TOGETHER, size] sums of what is kept, weighed. */
+INLINE void weighed(const float *weights, const float *kept, whole size, whole room, whole count, float *out) {
+    whole d = 0;
+    for (; d + 2 * LANES <= size; d += 2 * LANES) {
+        lanes sums[TOGETHER][2] = {0};
+        for (whole j = 0; j < count; j++)
+            for (int i = 0; i < TOGETHER; i++) {
+                sums[i][0] += weights[i * room + j] * *(const lanes *)(kept + j * size + d);
+                sums[i][1] += weights[i * room + j] * *(const lanes *)(kept + j * size + d + LANES);
+            }
+        for (int i = 0; i < TOGETHER; i++) {
+            *(lanes *)(out + i * size + d) = sums[i][0];
+            *(lanes *)(out + i * size + d + LANES) = sums[i][1];
+        }
+    }
+    for (; d < size; d += LANES) {
+        lanes sums[TOGETHER] = {0};
+        for (whole j = 0; j < count; j++)
+            for (int i = 0; i < TOGETHER; i++)
+                sums[i] += weights[i * room + j] * *(const lanes *)(kept + j * size + d);
+        for (int i = 0; i < TOGETHER; i++) *(lanes *)(out + i * size + d) = sums[i];
+    }
+}
+
+/* Add to each of `count` rows some rows, weighed. */
+INLINE void spread(const float *weights, const float *rows, whole size, whole room, whole count, float *sums) {
+    for (whole j = 0; j < count; j++)
+        for (whole d = 0; d < size; d += LANES) {
+            lanes sum = *(const lanes *)(sums + j * size + d);
+            for (int i = 0; i < TOGETHER; i++)
+                sum += weights[i * room + j] * *(const lanes *)(rows + i * size + d);
+            *(lanes *)(sums + j * size + d) = sum;
+        }
+}
+
+/* Keep the next tokens, up to TOGETHER queries; returns the token after them. Queries that are missing see none. */
+INLINE whole next_group(struct path *path, const struct row *row, whole token, whole end, whole head,
+                        int backward, whole *query, whole *count, whole *queries) {
+    whole n = 0, first = token;
+    while (token < end && n < TOGETHER && (token == first || row->position[token] == row->position[token - 1] + 1)) {
+        push(path, row, token, head, backward);
+        whole place = row->query ? row->query[token] : token;
+        if (place >= 0) query[n] = place, count[n++] = row->position[token] + 1;
+        token++;
+    }
+    *queries = n;
+    for (whole i = n; i < TOGETHER; i++) count[i] = 0;
+    return token;
+}
+
+/* Keep the path above a token. */
+INLINE void reopen(struct path *path, const struct row *row, whole token, whole head, int backward) {
+    whole missing = row->position[token] - 1;
+    for (whole t = token - 1; missing >= 0; t--)
+        if (row->position[t] == missing) push(path, row, t, head, backward), missing--;
+    path->depth = row->position[token];
+}
+
+INLINE void taken(float *rows, const float *from, whole stride, whole size, whole padded, float scale,
+                  const whole *query, whole queries) {
+    memset(rows, 0, TOGETHER * padded * 4);
+    for (whole i = 0; i < queries; i++)
+        for (whole d = 0; d < size; d++) rows[i * padded + d] = from[query[i] * stride + d] * scale;
+}
+
+INLINE void forward_part(struct path *path, const struct row *row, whole head, whole begin, whole end,
+                         float *out, float *lse, whole size) {
+    whole query[TOGETHER], count[TOGETHER], queries, room = path->room, times = row->heads / row->kv_heads;
+    for (whole token = begin; token < end;) {
+        token = next_group(path, row, token, end, head, 0, query, count, &queries);
+        whole keys = queries ? count[queries - 1] : 0;
+        for (whole h = head * times; keys && h < (head + 1) * times; h++) {
+            float sums[TOGETHER];
+            taken(path->q, row->q + h * row->size, row->q_stride, row->size, size, row->scale, query, queries);
+            products(path->q, path->by_size_k, size, room, keys, path->scores);
+            for (int i = 0; i < TOGETHER; i++) {
+                float *score = path->scores + i * room, most = -INFINITY, sum = 0.0f;
+                for (whole j = 0; j < count[i]; j++) most = score[j] > most ? score[j] : most;
+                for (whole j = 0; j < count[i]; j++) score[j] = power_of_e(score[j] - most);
+                for (whole j = 0; j < count[i]; j++) sum += score[j];
+                for (whole j = count[i]; j < keys; j++) score[j] = 0.0f;
+                sums[i] = sum;
+                if (i < queries) lse[query[i] * row->heads + h] = most + logf(sum);
+            }
+            weighed(path->scores, path->v, size, room, keys, path->q);
+            for (whole i = 0; i < queries; i++)
+                for (whole d = 0; d < row->size; d++)
+                    out[(query[i] * row->heads + h) * row->size + d] = path->q[i * size + d] / sums[i];
+        }
+    }
+}
+
+/* Sums go on in float64: beginnings that thousands of tokens see would lose what a token adds. */
+INLINE void settle(struct path *path) {
+    whole plane = path->size * path->room + 2 * LANES, numbers = path->depth * path->size;
+    for (int which = 0; which < 2; which++) {
+        float *near = path->near + which * plane;
+        double *far = path->far + which * plane;
+        for (whole n = 0; n < numbers; n++) far[n] += near[n], near[n] = 0.0f;
+    }
+}
+
+struct gradients {
+    const float *grad, *out, *lse;
+    whole grad_stride;
+    float *d_q, *d_k, *d_v;
+};
+
+/* What a part of a row adds to the tokens above it, which are other parts': [2, kv_heads, longest, size]. */
+static float *above_part(const struct row *row, float *above, whole part, int which, whole head, whole at) {
+    return above + ((((part * 2 + which) * row->kv_heads) + head) * row->longest + at) * row->size;
+}
+
+/* Write the sums of the depths from `at` on to the tokens that are kept there. */
+INLINE void leave(struct path *path, const struct row *row, const struct gradients *of, whole at, whole head,
+                  whole part, whole begin, float *above) {
+    whole plane = path->size * path->room + 2 * LANES;
+    for (whole p = at; p < path->depth; p++)
+        for (int which = 0; which < 2; which++) {
+            float *near = path->near + which * plane + p * path->size;
+            double *far = path->far + which * plane + p * path->size;
+            float *to = (which ? of->d_v : of->d_k) + (path->owner[p] * row->kv_heads + head) * row->size;
+            if (path->owner[p] < begin) to = above_part(row, above, part, which, head, p);
+            for (whole d = 0; d < row->size; d++) to[d] = (float)(far[d] + near[d]);
+            memset(near, 0, path->size * 4), memset(far, 0, path->size * 8);
+        }
+    if (at < path->depth) path->depth = at;
+}
+
+INLINE void backward_part(struct path *path, const struct row *row, const struct gradients *of, whole head,
+                          whole part, whole begin, whole end, float *above, whole size) {
+    whole query[TOGETHER], count[TOGETHER], queries, room = path->room, times = row->heads / row->kv_heads;
+    whole plane = path->size * room + 2 * LANES, groups = 0;
+    for (whole token = begin; token < end;) {
+        leave(path, row, of, row->position[token], head, part, begin, above);
+        token = next_group(path, row, token, end, head, 1, query, count, &queries);
+        whole keys = queries ? count[queries - 1] : 0;
+        for (whole h = head * times; keys && h < (head + 1) * times; h++) {
+            taken(path->q, row->q + h * row->size, row->q_stride, row->size, size, row->scale, query, queries);
+            taken(path->grad, of->grad + h * row->size, of->grad_stride, row->size, size, 1.0f, query, queries);
+            products(path->q, path->by_size_k, size, room, keys, path->scores);
+            products(path->grad, path->by_size_v, size, room, keys, path->slopes);
+            for (int i = 0; i < TOGETHER; i++) {
+                float *score = path->scores + i * room, *slope = path->slopes + i * room;
+                if (count[i]) {
+                    whole place = query[i] * row->heads + h;
+                    float lse = of->lse[place];
+                    float own = dot(path->grad + i * size, of->out + place * row->size, row->size);
+                    for (whole j = 0; j < count[i]; j++) score[j] = power_of_e(score[j] - lse);
+                    for (whole j = 0; j < count[i]; j++) slope[j] = score[j] * (slope[j] - own);
+                }
+                for (whole j = count[i]; j < keys; j++) score[j] = slope[j] = 0.0f;
+            }
+            spread(path->slopes, path->q, size, room, keys, path->near); /* the queries are scaled */
+            spread(path->scores, path->grad, size, room, keys, path->near + plane);
+            weighed(path->slopes, path->k, size, room, keys, path->q);
+            for (whole i = 0; i < queries; i++)
+                for (whole d = 0; d < row->size; d++)
+                    of->d_q[(query[i] * row->heads + h) * row->size + d] = path->q[i * size + d] * row->scale;
+        }
+        if (++groups % SETTLED == 0) settle(path);
+    }
+    leave(path, row, of, 0, head, part, begin, above);
+}
+
+/* Both are computed in `parts` of the row for each head of keys. They return 0 where there is no memory. */
+int path_forward(const struct row *row, float *out, float *lse, int parts, int threads) {
+    int done = 1;
+#pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+    for (int part = 0; part < parts; part++)
+        for (whole head = 0; head < row->kv_heads; head++) {
+            struct path path;
+            whole begin = row->tokens * part / parts, end = row->tokens * (part + 1) / parts;
+            if (!open_path(&path, row, 0)) { done = 0; continue; }
+            if (begin < end) reopen(&path, row, begin, head, 0);
+            if (path.size == 32) forward_part(&path, row, head, begin, end, out, lse, 32);
+            else if (path.size == 64) forward_part(&path, row, head, begin, end, out, lse, 64);
+            else if (path.size == 128) forward_part(&path, row, head, begin, end, out, lse, 128);
+            else forward_part(&path, row, head, begin, end, out, lse, path.size);
+            free(path.memory);
+        }
+    return done;
+}
+
+/* Add to the tokens above each part what it has for them; the parts follow each other. */
+static void add_above(const struct row *row, const struct gradients *of, float *above, int parts) {
+    for (whole part = 1; part < parts; part++) {
+        whole begin = row->tokens * part / parts;
+        if (begin == row->tokens * (part + 1) / parts) continue;
+        whole missing = row->position[begin] - 1;
+        for (whole t = begin - 1; missing >= 0; t--) {
+            if (row->position[t] != missing) continue;
+            for (int which = 0; which < 2; which++)
+                for (whole head = 0; head < row->kv_heads; head++) {
+                    float *to = (which ? of->d_v : of->d_k) + (t * row->kv_heads + head) * row->size;
+                    const float *from = above_part(row, above, part, which, head, missing);
+                    for (whole d = 0; d < row->size; d++) to[d] += from[d];
+                }
+            missing--;
+        }
+    }
+}
+
+int path_backward(const struct row *row, const struct gradients *of, int parts, int threads) {
+    int done = 1;
+    float *above = malloc(sizeof(float) * 2 * parts * row->kv_heads * row->longest * row->size);
+    if (!above) return 0;
+#pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+    for (int part = 0; part < parts; part++)
+        for (whole head = 0; head < row->kv_heads; head++) {
+            struct path path;
+            whole begin = row->tokens * part / parts, end = row->tokens * (part + 1) / parts;
+            if (!open_path(&path, row, 1)) { done = 0; continue; }
+            if (begin < end) reopen(&path, row, begin, head, 1);
+            if (path.size == 32) backward_part(&path, row, of, head, part, begin, end, above, 32);
+            else if (path.size == 64) backward_part(&path, row, of, head, part, begin, end, above, 64);
+            else if (path.size == 128) backward_part(&path, row, of, head, part, begin, end, above, 128);
+            else backward_part(&path, row, of, head, part, begin, end, above, path.size);
+            free(path.memory);
+        }
+    if (done) add_above(row, of, above, parts);
+    free(above);
+    return done;
+}

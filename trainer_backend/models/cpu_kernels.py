@@ -1,0 +1,314 @@
+"""Kernels of what lies between a decoder's products on a CPU, in float32, built by the machine's compiler.
+
+    rms_norm    x / sqrt(mean(x^2) + eps) * weight                                  rows [T, W]
+    rotary      norm of each head, if any, and rotation of its halves by position   heads [T, S, D]
+    swiglu      silu(gate) * up                                                     rows [T, 2 M]
+    store       keys and values of tokens to their rows of a cache
+    attend      causal attention of tokens over their own rows, without padding
+    path_*      the same over a row of tries in depth-first order, and its gradients
+
+In a model of under a million parameters, starting torch's operators and what they leave in between take more
+time than the products. The sums' order differs from torch's, and nothing else: numbers agree to 1e-6.
+
+The source is `cpu_kernels.c`. It is compiled in half a second, into `~/.cache/turnwise`. Threads are those of
+torch's own pool. Sources: as `models.kernels`.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Self
+
+import structlog
+import torch
+from torch import Tensor
+
+from trainer_backend.models.cpu_build import built_library
+from trainer_backend.models.kinds import largest
+
+log = structlog.get_logger(__name__)
+
+# The numbers of a head at most, as in the source.
+WIDEST_HEAD = 256
+
+
+# What the functions take: p a pointer, i and n whole numbers of 64 and 32 bits, f a float.
+_KINDS: Any = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "n": ctypes.c_int, "f": ctypes.c_float}
+_ARGUMENTS = {
+    "rms_norm": "pppfiippn",
+    "rms_norm_backward": "ppppfiippn",
+    "rotary": "piiiiippfppppn",
+    "rotary_backward": "piiiipfppppipn",
+    "swiglu": "pipiiipn",
+    "swiglu_backward": "pipipiipn",
+    "store": "pipiiiiiipppp",
+    "attend": "pippiiiiiippfppn",
+    "path_forward": "pppnn",
+    "path_backward": "ppnn",
+}
+
+
+class _Row(ctypes.Structure):
+    """`struct row` of the source."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("q_stride", "k_stride", "v_stride", "tokens", "heads", "kv_heads", "size", "longest")
+        ),
+        *((name, ctypes.c_void_p) for name in ("position", "query")),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class _Gradients(ctypes.Structure):
+    """`struct gradients` of the source."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("grad", "out", "lse")),
+        ("grad_stride", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("d_q", "d_k", "d_v")),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Depths:
+    """Who sees whom in a row of tries, of which segments by themselves are some.
+
+    position_L: int64, depths of the tokens in depth-first order, without padding.
+    query_L: int64, which query is a token's, -1 for none; None: each has one.
+    """
+
+    position_L: Tensor
+    query_L: Tensor | None
+    longest: int
+
+    @classmethod
+    def of(cls, position_L: Tensor, query_N: Tensor | None = None) -> Self:
+        """For the queries of all tokens, or of some, [N] places that differ, in any order."""
+        query_L = None
+        if query_N is not None:
+            query_L = torch.full_like(position_L, -1)
+            query_L[query_N] = torch.arange(len(query_N))
+        return cls(position_L.contiguous(), query_L, 1 + int(position_L.max()))
+
+    def row(self, q_NHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float) -> _Row:
+        tensors = q_NHD, k_LHD, v_LHD
+        query = _whole(self.query_L)
+        return _Row(
+            *map(_at, tensors), *(tensor.stride(0) for tensor in tensors),
+            len(k_LHD), q_NHD.shape[1], *k_LHD.shape[1:], self.longest, _whole(self.position_L), query,
+            scale,
+        )  # fmt: skip
+
+
+class CpuKernels:
+    """The functions of a built library, as those of `models.kernels`. All tensors are float32."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path), mode=os.RTLD_NOW)
+        for name, kinds in _ARGUMENTS.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = [_KINDS[kind] for kind in kinds], None
+        for name in ("path_forward", "path_backward"):
+            getattr(library, name).restype = ctypes.c_int
+        self._of: Any = library
+
+    def rms_norm(
+        self, states_TW: Tensor, added_TW: Tensor | None, weight_W: Tensor, eps: float, *, sums_TW: Tensor,
+        out: torch.dtype = torch.float32,
+    ) -> Tensor:  # fmt: skip
+        out_TW = torch.empty_like(states_TW)
+        self._of.rms_norm(
+            _at(states_TW), _at(added_TW), _at(weight_W), eps, *states_TW.shape,
+            _at(sums_TW), _at(out_TW), torch.get_num_threads(),
+        )  # fmt: skip
+        return out_TW
+
+    def rms_norm_backward(
+        self, sums_TW: Tensor, weight_W: Tensor, by_out_TW: Tensor, by_sums_TW: Tensor | None, eps: float, *,
+        added: torch.dtype | None, weighs: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        by_states_TW, parts_PW = torch.empty_like(sums_TW), _sums_for(sums_TW, sums_TW.shape[1])
+        self._of.rms_norm_backward(
+            _at(sums_TW), _at(weight_W), _at(by_out_TW), _at(by_sums_TW), eps,
+            *sums_TW.shape, _at(by_states_TW), _at(parts_PW), torch.get_num_threads(),
+        )  # fmt: skip
+        by_added_TW = None if added is None else by_states_TW
+        return by_states_TW, by_added_TW, parts_PW.sum(0) if weighs else None
+
+    def rotary(
+        self, heads_TSD: Tensor, weights: tuple[Tensor, Tensor] | None, cos_LD: Tensor, sin_LD: Tensor,
+        positions_T: Tensor | None, *, queries: int, eps: float, out: torch.dtype = torch.float32,
+    ) -> Tensor:  # fmt: skip
+        heads_TSD = _by_token(heads_TSD)
+        tokens, heads, size = heads_TSD.shape
+        out_TSD = heads_TSD.new_empty((tokens, heads, size))
+        by_query, by_key = (None, None) if weights is None else map(_at, weights)
+        self._of.rotary(
+            _at(heads_TSD), heads_TSD.stride(0), tokens, heads, queries, size, by_query, by_key, eps,
+            _at(cos_LD), _at(sin_LD), _whole(positions_T), _at(out_TSD),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return out_TSD
+
+    def rotary_backward(
+        self, heads_TSD: Tensor, weight_D: Tensor | None, cos_TD: Tensor, sin_TD: Tensor, by_out_TSD: Tensor,
+        *, by_heads_TSD: Tensor, eps: float, weighs: bool,
+    ) -> Tensor | None:  # fmt: skip
+        heads_TSD = _by_token(heads_TSD)
+        tokens, heads, size = heads_TSD.shape
+        parts_PD = None if weight_D is None else _sums_for(heads_TSD, size)
+        self._of.rotary_backward(
+            _at(heads_TSD), heads_TSD.stride(0), tokens, heads, size, _at(weight_D), eps,
+            _at(cos_TD), _at(sin_TD), _at(by_out_TSD), _at(by_heads_TSD),
+            by_heads_TSD.stride(0), _at(parts_PD), torch.get_num_threads(),
+        )  # fmt: skip
+        return parts_PD.sum(0) if parts_PD is not None and weighs else None
+
+    def swiglu(self, gate_TM: Tensor, up_TM: Tensor) -> Tensor:
+        out_TM = gate_TM.new_empty(gate_TM.shape)
+        self._of.swiglu(
+            _at(gate_TM), gate_TM.stride(0), _at(up_TM), up_TM.stride(0), *gate_TM.shape,
+            _at(out_TM), torch.get_num_threads(),
+        )  # fmt: skip
+        return out_TM
+
+    def swiglu_backward(self, gate_TM: Tensor, up_TM: Tensor, by_out_TM: Tensor) -> Tensor:
+        tokens, width = gate_TM.shape
+        by_both_TM = by_out_TM.new_empty((tokens, 2 * width))
+        self._of.swiglu_backward(
+            _at(gate_TM), gate_TM.stride(0), _at(up_TM), up_TM.stride(0), _at(by_out_TM),
+            tokens, width, _at(by_both_TM), torch.get_num_threads(),
+        )  # fmt: skip
+        return by_both_TM
+
+    def store(
+        self, k_TKD: Tensor, v_TKD: Tensor, cache: tuple[Tensor, Tensor], heads_TK: Tensor, columns_T: Tensor
+    ) -> None:
+        """Write tokens into keys and values of rows, [rows, heads, columns, D].
+
+        `heads_TK` counts the heads of all rows.
+        """
+        keys, values = cache
+        tokens, heads, size = k_TKD.shape
+        self._of.store(
+            _at(k_TKD), k_TKD.stride(0), _at(v_TKD), v_TKD.stride(0), tokens, heads, size,
+            keys.shape[2], values.shape[2], _whole(heads_TK), _whole(columns_T), _at(keys),
+            _at(values),
+        )  # fmt: skip
+
+    def path_forward(
+        self, depths: Depths, q_NHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """[N, H, D] attention, and [N, H] logarithms of sums of exponentials. All heads have one size."""
+        q, k, v = map(_by_token, (q_NHD, k_LHD, v_LHD))
+        out_NHD, lse_NH = q.new_empty(q.shape), q.new_empty(q.shape[:2])
+        row = depths.row(q, k, v, scale)
+        threads = torch.get_num_threads()
+        _refuse_shortage(
+            self._of.path_forward(ctypes.byref(row), _at(out_NHD), _at(lse_NH), _parts(k, threads), threads)
+        )
+        return out_NHD, lse_NH
+
+    def path_backward(
+        self, depths: Depths, grad_NHD: Tensor, q_NHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, out_NHD: Tensor,
+        lse_NH: Tensor, scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """The gradients of queries, keys and values."""
+        q, k, v, grad = map(_by_token, (q_NHD, k_LHD, v_LHD, grad_NHD))
+        threads = torch.get_num_threads()
+        parts = _parts(k, threads)
+        dq, dk, dv = (tensor.new_empty(tensor.shape) for tensor in (q, k, v))
+        row = depths.row(q, k, v, scale)
+        of = _Gradients(
+            _at(grad), _at(out_NHD), _at(lse_NH), grad.stride(0), _at(dq),
+            _at(dk), _at(dv),
+        )  # fmt: skip
+        _refuse_shortage(self._of.path_backward(ctypes.byref(row), ctypes.byref(of), parts, threads))
+        return dq, dk, dv
+
+    def attend(
+        self, q_THD: Tensor, cache: tuple[Tensor, Tensor], heads_TK: Tensor, columns_T: Tensor, *,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """[T, H, D] over each token's row up to its column, and [T, H] logarithms of sums of exponentials."""
+        keys, values = cache
+        tokens, heads, size = q_THD.shape
+        out_THD = q_THD.new_empty((tokens, heads, size))
+        lse_TH = q_THD.new_empty((tokens, heads))
+        self._of.attend(
+            _at(q_THD), q_THD.stride(0), _at(keys), _at(values), tokens, heads,
+            heads_TK.shape[1], size, keys.shape[2], values.shape[2], _whole(heads_TK),
+            _whole(columns_T), scale, _at(out_THD), _at(lse_TH), torch.get_num_threads(),
+        )  # fmt: skip
+        return out_THD, lse_TH
+
+
+def _at(tensor: Tensor | None) -> int | None:
+    """The address of numbers; of another type, a kernel would read and write beyond them."""
+    if tensor is None:
+        return None
+    if tensor.dtype != torch.float32:
+        raise TypeError(f"the kernels of a CPU take float32, not {tensor.dtype}")
+    return tensor.data_ptr()
+
+
+def _whole(tensor: Tensor | None) -> int | None:
+    if tensor is not None and tensor.dtype != torch.int64:
+        raise TypeError(f"the kernels of a CPU take places as int64, not {tensor.dtype}")
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _sums_for(tokens: Tensor, width: int) -> Tensor:
+    """Zeros for the sums of a weight's gradient, over 64 tokens each."""
+    return tokens.new_zeros((-(-len(tokens) // 64), width))
+
+
+def _by_token(tokens: Tensor) -> Tensor:
+    """Tokens without gaps within one."""
+    is_so = tokens.stride(2) == 1 and tokens.stride(1) == tokens.shape[2]
+    return tokens if is_so else tokens.contiguous()
+
+
+def _parts(keys: Tensor, threads: int) -> int:
+    """Parts of a row that are computed by themselves, where its heads do not keep all threads busy."""
+    return 1 if keys.shape[1] % threads == 0 else threads
+
+
+def _refuse_shortage(done: int) -> None:
+    if not done:
+        raise RuntimeError("not enough memory: you tried to allocate what attention keeps by depth")
+
+
+def kernels_for(model: Any) -> CpuKernels | None:
+    """The kernels, where they compute a model: on a CPU, in float32, with heads that are not too wide."""
+    if model.device.type != "cpu" or model.dtype != torch.float32:
+        return None
+    return cpu_kernels() if head_dim_of(model.config) <= WIDEST_HEAD else None
+
+
+def head_dim_of(config: Any) -> int:
+    """Width of a query's head, of the widest where layers differ."""
+    return largest(config, "head_dim") or int(config.hidden_size // config.num_attention_heads)
+
+
+@cache
+def cpu_kernels() -> CpuKernels | None:
+    """The kernels of this machine; None where there is no compiler for them, and the log says so."""
+    compiler = shutil.which(os.environ.get("CC") or "cc")
+    reason = "there is no C compiler (cc, or what CC names)"
+    if compiler is not None:
+        # Without OpenMP, each call is one thread's.
+        for openmp in (True, False):
+            try:
+                return CpuKernels(built_library(compiler, openmp=openmp))
+            except (OSError, AttributeError, subprocess.SubprocessError) as error:
+                reason = getattr(error, "stderr", None) or str(error)
+    log.warning("cpu_kernels_not_built", reason=reason, cost="small models take about twice the time")
+    return None
