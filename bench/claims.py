@@ -545,10 +545,25 @@ def truth_claims() -> Iterator[Claim]:
     yield Claim(FIGURES, row, f"{played('whole')} decisions for each")
 
 
+def shared_prefix_claims() -> Iterator[Claim]:
+    """Shared beginnings that an update computes once."""
+    row, cases = "**Shared beginnings computed once**", data("shared_prefix")["cases"]
+    times = {}
+    for name, case in cases.items():
+        least = {side: min(case[f"{side}_s"]) for side in ("plain", "shared", "trl") if case[f"{side}_s"]}
+        times[name] = f"x{least['plain'] / least['shared']:.2f}"
+        yield Claim(FIGURES, row, times[name])
+        if "trl" in least:
+            yield Claim(FIGURES, row, f"x{least['trl'] / least['shared']:.1f}")
+    gradients = [case["gradient"] for case in cases.values()]
+    yield Claim(FIGURES, row, f"{min(gradients):.1e} to {max(gradients):.1e}")
+    yield Claim(README, "an update on Crafter's full text", times["full text, tiny-0.8m"])
+
+
 def claims() -> list[Claim]:
     """All of them."""
     parts = (
-        demo_claims, reward_mode_claims, credit_claims, study_claims, captured_claims, cost_claims,
+        shared_prefix_claims, demo_claims, reward_mode_claims, credit_claims, study_claims, captured_claims, cost_claims,
         gpu_claims,
         agreement_claims, gpu_curve_claims, coverage_claims, fault_claims, rank_claims, server_claims,
         truth_claims,
