@@ -93,6 +93,8 @@ class _Connection(asyncio.Protocol):
 
     def ask(self, request: bytes, most_bytes: int) -> "asyncio.Future[HttpReply]":
         """Send a request, and return the future of its reply."""
+        if not self.is_open:  # the server ended it as soon as it was made: no call will follow
+            raise NoReply("the server closed the connection before the request")
         self._clear(most_bytes)
         self._answer = answer = self._loop.create_future()
         self._transport.write(request)

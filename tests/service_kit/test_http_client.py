@@ -220,6 +220,28 @@ async def test_a_kept_connection_that_ends_under_a_request_is_an_error_and_nothi
         assert len(at.requests) == 2
 
 
+@pytest.mark.parametrize("greeting", [b"", b"SSH-2.0-OpenSSH\r\n"])
+async def test_a_server_that_ends_each_connection_at_once_is_an_error_and_not_waited_for(greeting: bytes):
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(greeting)
+        writer.close()
+
+    server = await asyncio.start_server(greet, "127.0.0.1", 0)
+    async with server, HttpClient() as client:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises((NoReply, ReplyMalformed)):
+            await ask(client, url)
+
+
+async def test_a_request_on_an_ended_connection_is_an_error_at_once():
+    async with peer([FULL]) as at, HttpClient() as client:
+        await ask(client, at.url)
+        (connection,) = next(iter(client._idle.values()))
+        connection.close()
+        with pytest.raises(NoReply, match="before the request"):
+            connection.ask(b"", MOST)
+
+
 async def test_a_connection_that_is_not_needed_is_closed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(http_client, "KEEP_ALIVE_S", 0.0)
     async with peer([FULL]) as at, HttpClient() as client:

@@ -1,5 +1,6 @@
 """OpenAIAgentPolicy against a server on a real port: what is asked, what is read, what goes wrong."""
 
+import asyncio
 import json
 import time
 from contextlib import asynccontextmanager
@@ -404,6 +405,28 @@ async def test_a_server_that_is_down_is_unavailable():
         with pytest.raises(PolicyUnavailable, match=r"cannot connect to 127\.0\.0\.1:") as caught:
             await policy.get_action(SEEN)
     assert caught.value.code == "inference_unavailable"
+
+
+async def test_a_server_that_is_killed_in_its_reply_is_asked_the_same_again_and_nothing_is_lost():
+    body = b'{"choices": [{"message": {"content": "whole"}}]}'
+    parts = [body[:20], body]
+    asked = []
+
+    async def answer(reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        asked.append(json.loads(await reader.readexactly(int(head.rpartition(b": ")[2]))))
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), parts.pop(0)))
+        writer.close()  # in the middle of the first reply
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    retries = []
+    async with server, HttpClient() as client:
+        config = OpenAIConfig(inference_url=url, model="m", seed=1, **QUICK)
+        policy = OpenAIAgentPolicy(config, client=client, on_retry=lambda: retries.append(1))
+        _, text, _, _ = await policy.get_action(SEEN)
+    assert (text, len(retries), policy.pending_failure) == ("whole", 1, None)
+    assert len(asked) == 2 and asked[0] == asked[1]
 
 
 async def test_a_server_that_is_slow_is_unavailable_after_its_attempts():
