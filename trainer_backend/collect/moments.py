@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 
 from shared_schemas.replay import MOST_SNAPSHOTS, ReplayRequest, ReplayTurn
-from shared_schemas.rollouts import Rollout
+from shared_schemas.rollouts import Rollout, RolloutRequest
 from trainer_backend.collect.apps import TaskApps
+from trainer_backend.collect.client import InstanceInfo
 from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.wire import ReplayDeparts, TaskAppLost
 from trainer_backend.errors import TaskAppError
@@ -13,11 +14,14 @@ _ATTEMPTS = 2  # of a replay; at two task apps where there are two
 
 
 async def snapshots_at(
-    apps: TaskApps, planner: Planner, rollout: Rollout, turns: Iterable[int]
+    apps: TaskApps, planner: Planner, rollout: Rollout, turns: Iterable[int], *, first_app: int = 0
 ) -> dict[int, str] | None:
     """Snapshots of a finished rollout after these decisions, by turn; 0 is its start.
 
     None where no task app of two can be reached for it.
+
+    Args:
+        first_app: the number of the task app that is asked first.
 
     Raises:
         TaskAppError: the episode goes otherwise when it is replayed.
@@ -36,16 +40,20 @@ async def snapshots_at(
             turns=tuple(map(ReplayTurn.of, episode.steps[: some[-1]])),
             snapshots=some,
         )
-        snapshots = await _replayed(apps, record, rollout.rollout_id)
+        snapshots = await _replayed(apps, record, rollout.rollout_id, first_app=first_app)
         if snapshots is None:
             return None
         found |= snapshots
     return found
 
 
-async def _replayed(apps: TaskApps, record: ReplayRequest, rollout_id: str) -> dict[int, str] | None:
-    serving = apps.serving
-    for client in (*serving, *serving)[:_ATTEMPTS]:
+async def _replayed(
+    apps: TaskApps, record: ReplayRequest, rollout_id: str, *, first_app: int
+) -> dict[int, str] | None:
+    for attempt in range(_ATTEMPTS):
+        if not (serving := apps.serving):
+            return None
+        client = serving[(first_app + attempt) % len(serving)]
         try:
             return await client.snapshots(record)
         except TaskAppLost:
@@ -53,6 +61,16 @@ async def _replayed(apps: TaskApps, record: ReplayRequest, rollout_id: str) -> d
         except ReplayDeparts as error:
             raise played_elsewhere(rollout_id, error.detail) from error
     return None
+
+
+async def ask_environment(apps: TaskApps, request: RolloutRequest) -> InstanceInfo:
+    """What a task app says of the environment of a request that begins at a seed."""
+    apps.refuse_if_none_answers()
+    client, env = apps.serving[0], request.env
+    body = {"env_name": env.env_name, "config": env.config, "seed": request.start.seed}
+    created = await client.create("env", body)
+    await client.terminate("env", created.id)
+    return created.info
 
 
 def played_elsewhere(rollout_id: str, told: str) -> TaskAppError:

@@ -243,11 +243,13 @@ async def _check(
         others = [f"{other.keys[0]}: {line}" for other, line in zip(refusals[1:], lines[1:], strict=True)]
         raise JobError("\n".join([lines[0], *others]), where=refusals[0].keys[0])
     warnings.extend(finding.sentence for finding in found)
-    if estimator(planner.algorithm.advantage).needs_branches:
+    trains_branches = planner.algorithm.train_branches
+    if trains_branches or estimator(planner.algorithm.advantage).needs_branches:
         try:
             await client.snapshot(instance.id)
         except Refused as refusal:
-            raise _job_error(refusal, client, where="algorithm.advantage") from refusal
+            key = "algorithm.train_branches" if trains_branches else "algorithm.advantage"
+            raise _job_error(refusal, client, where=key) from refusal
     try:
         await client.step_idly(instance.id)
     except TaskAppError as error:  # otherwise an agent, or an episode of no decision: nothing to try

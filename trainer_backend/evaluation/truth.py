@@ -18,6 +18,7 @@ from shared_schemas.trajectory import StepData, StopReason, exact_tokens
 from trainer_backend import job_parts
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import InstanceInfo
+from trainer_backend.collect.moments import ask_environment
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.sources import row_of
 from trainer_backend.collect.wire import first_of
@@ -313,23 +314,20 @@ async def _environment(apps: TaskApps, first: RolloutRequest) -> InstanceInfo:
     Raises:
         JobError: it has no snapshots.
     """
-    apps.refuse_if_none_answers()
-    client = apps.serving[0]
-    body = {"env_name": first.env.env_name, "config": first.env.config, "seed": first.start.seed}
-    created = await client.create("env", body)
-    await client.terminate("env", created.id)
-    if created.info.conversation or not created.info.restorable:
+    info = await ask_environment(apps, first)
+    if info.conversation or not info.restorable:
         why = "has no snapshots"
-        if created.info.conversation:
+        if info.conversation:
             why = "is a conversation, which no snapshot holds"
-        elif created.info.restorable is None:
-            why = f"is at a task app that does not say whether it has snapshots ({client.url}); update it"
+        elif info.restorable is None:
+            why = f"is at a task app that does not say whether it has snapshots ({apps.serving[0].url}); "
+            why += "update it"
         raise JobError(
             f"{first.env.env_name!r} {why}, and the truth is measured by playing on from one",
             where="rollout.env_name",
             hint="An environment with snapshot() and restore() can be measured (docs/plugins.md).",
         )
-    return created.info
+    return info
 
 
 def _chosen(rollouts: Sequence[Rollout], seed: int) -> Iterator[StoredDecision]:

@@ -57,7 +57,7 @@ class IterationResult:
 
     batch: Batch
     branches: Batch
-    """Rollouts that play on from decisions of the collected ones, to measure with and not to train on."""
+    """Rollouts that play on from decisions of the collected ones, to measure with, or to be trained too."""
     credited: Credited
     start: Moment
     """When its rollouts were asked for."""
