@@ -133,3 +133,45 @@ def test_a_run_that_is_killed_amid_forks_is_the_run_that_it_would_have_been(tmp_
         assert mine == others != {}
     lines, others = read_ledger(run.path), read_ledger(whole.path)
     assert [paths(line.rollout_ids) for line in lines] == [paths(line.rollout_ids) for line in others]
+
+
+OTHERS = {
+    "babyai": {
+        "rollout__env_config": {"text": "compact", "level": "GoToRedBallNoDists"},
+        "warmup__policy_name": "babyai_teacher", "warmup__policy_config": {},
+    },
+    "sokoban": {
+        "rollout__env_config": {"text": "compact", "size": 5, "boxes": 2},
+        "warmup__policy_name": "sokoban_teacher", "warmup__policy_config": {},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("env_name", OTHERS)
+def test_other_environments_are_forked_too(env_name, tmp_path):
+    if env_name == "babyai":
+        pytest.importorskip("minigrid")
+    job = tiny_job(
+        **FORKS, **OTHERS[env_name], rollout__env_name=env_name, rollout__max_turns=6,
+        rollout__episodes_per_batch=4, training__iterations=1, evaluation__instances=1,
+        algorithm__fork_rule="surprise",
+    )  # fmt: skip
+    directory, _, progress = train_job(job, tmp_path / "run")
+    assert progress.iteration == 1
+    [row] = rows_of(directory, "iteration")
+    assert row["forks/rollouts"] > 0 and row["branch/failed"] == 0.0
+    parents = {item.rollout_id: item.trajectory for item in stored(directory, "iteration_1")}
+    for branch in stored(directory, "branches_1"):
+        episode = branch.trajectory
+        left = parents[episode.parent_rollout_id].steps[episode.parent_turn]
+        assert episode.steps[0].observation_data.messages == left.observation_data.messages
+
+
+def test_an_iteration_that_is_collected_ahead_is_forked_when_it_is_waited_for(trained, tmp_path):
+    directory, _, progress = forked(
+        trained, tmp_path / "run", training__iterations=3, training__max_staleness=1,
+        algorithm__fork_rule="surprise",
+    )  # fmt: skip
+    assert progress.iteration == 3
+    rows = rows_of(directory, "iteration")
+    assert all(row["forks/rollouts"] > 0 and row["policy/staleness_max"] <= 1 for row in rows)
