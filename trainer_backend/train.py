@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 from service_kit.tasks import end_tasks
-from shared_schemas.rollouts import RolloutRequest
+from shared_schemas.rollouts import Rollout, RolloutRequest
 from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.metrics import batch_metrics, evaluation_metrics
 from trainer_backend.collect.plan import digest_tasks, retried
@@ -183,6 +183,7 @@ class Iteration:
         self._again: list[RolloutRequest] = []
         self._forks: dict[str, RolloutRequest] = {}  # by plan id: what plays on and is trained
         self._forks_again: list[RolloutRequest] = []
+        self._unforked: list[Rollout] = []
         self._has_rejected = False
         self._first: asyncio.Task[Batch | None] | None = asyncio.ensure_future(self._first_round())
 
@@ -239,22 +240,24 @@ class Iteration:
         if requests or self._planner.fork_rule is not None:
             self._store(self._name, Batch.join(self._rounds))
         if self._planner.fork_rule is not None:
-            forks = await until(self._stop, self._plan_forks(batch))
+            self._unforked += batch.rollouts
+            forks = await until(self._stop, self._plan_forks())
             if forks is None:
                 return None
             requests, self._forks_again = [*forks, *self._forks_again], []
         return await self._collect("branches", requests)
 
-    async def _plan_forks(self, batch: Batch) -> list[RolloutRequest]:
-        """What plays on from decisions of these rollouts and is trained, once the rule's facts are known."""
+    async def _plan_forks(self) -> list[RolloutRequest]:
+        """What plays on from new rollouts and is trained, once the facts that the rule reads are known."""
         rule = self._planner.fork_rule
         if rule is not None and rule.needs_values:
             await self._release()
             with self._run.timeline.working("learn"):
                 self._measured = await self._measure(Batch.join(self._rounds), Batch.join(self._branches))
         with self._run.timeline.working("collect") as span:
-            forks = await plan_forks(self._run, self._planner, batch.rollouts, self._measured)
+            forks = await plan_forks(self._run, self._planner, self._unforked, self._measured)
         self._collect_spans.append(span)
+        self._unforked = []
         self._forks |= {plan_id(request.rollout_id): request for request in forks}
         return forks
 
@@ -290,6 +293,7 @@ class Iteration:
             self._spool.reject(rollouts)
         self._rounds = [part.without(ids) for part in self._rounds]
         self._branches = [part.without(ids) for part in self._branches]
+        self._unforked = [rollout for rollout in self._unforked if rollout.rollout_id not in ids]
         # A branch cannot be planned without its parent, nor a parent without its branches.
         plans_again = goes_on and not self._has_rejected and not run.credit.estimator.needs_branches
         run.reporter.say(
