@@ -194,6 +194,7 @@ async def test_groups_of_forks_are_never_refilled_and_flat_ones_are_skipped_like
     await train(run, Progress(), asyncio.Event())
     (row,) = rows_of(run.directory, "iteration")
     assert (row["group/flat"], row["group/refilled"], row["forks/share"]) == (0.0, 0.0, 0.0)
+    assert (row["forks/count"], row["forks/flat"]) == (8.0, 8.0)
     assert len(asked) == 24 and len(learner.trained) == 8
 
 

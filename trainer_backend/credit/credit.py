@@ -155,6 +155,7 @@ class CreditAssignment:
             **estimate.actor_metrics(self.algorithm.gamma),
             **kl_metrics(estimate.earned),
             **(self._fork_metrics(estimates, trained, after_forks) if self.algorithm.train_branches else {}),
+            **({"forks/flat": float(len(flat_forks))} if self.algorithm.train_branches else {}),
             "group/count": float(len({rollout.group_id for rollout in rollouts})),
             "group/flat": float(len(flat)),
         }
@@ -290,6 +291,7 @@ class CreditAssignment:
         ]
         counts = [sum(len(firsts(item.advantages)) for item in part) for part in (trained, after_forks)]
         return {
+            "forks/count": float(len({rollout.group_id for rollout in forks.rollouts})),
             "forks/rollouts": float(len(forks.rollouts)),
             "forks/share": counts[1] / max(sum(counts), 1),
             **({"forks/gain": math.fsum(gains) / len(gains)} if gains else {}),
