@@ -3,9 +3,8 @@
 from collections.abc import Iterable
 
 from shared_schemas.replay import MOST_SNAPSHOTS, ReplayRequest, ReplayTurn
-from shared_schemas.rollouts import Rollout, RolloutRequest
+from shared_schemas.rollouts import Rollout
 from trainer_backend.collect.apps import TaskApps
-from trainer_backend.collect.client import InstanceInfo
 from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.wire import ReplayDeparts, TaskAppLost
 from trainer_backend.errors import TaskAppError
@@ -61,16 +60,6 @@ async def _replayed(
         except ReplayDeparts as error:
             raise played_elsewhere(rollout_id, error.detail) from error
     return None
-
-
-async def ask_environment(apps: TaskApps, request: RolloutRequest) -> InstanceInfo:
-    """What a task app says of the environment of a request that begins at a seed."""
-    apps.refuse_if_none_answers()
-    client, env = apps.serving[0], request.env
-    body = {"env_name": env.env_name, "config": env.config, "seed": request.start.seed}
-    created = await client.create("env", body)
-    await client.terminate("env", created.id)
-    return created.info
 
 
 def played_elsewhere(rollout_id: str, told: str) -> TaskAppError:

@@ -185,7 +185,7 @@ class CreditAssignment:
         """[T] r_t + gamma V(s_{t+1}) - V(s_t) of a finished rollout whose values were measured."""
         episode = rollout.trajectory
         assert episode is not None, "only finished rollouts have values"
-        rewards_T = self.rewards.earned_by(rollout, measured.scored).rewards_T
+        rewards_T = self._earned(rollout, measured).rewards_T
         values_T = firsts(measured.values[rollout.rollout_id])
         after = self._value_after(rollout, episode, measured) or 0.0
         following = zip(rewards_T, [*values_T[1:], after], values_T, strict=True)
@@ -209,8 +209,7 @@ class CreditAssignment:
                     self.estimator.needs_values and rollout.rollout_id not in measured.values
                 ):  # it was not measured
                     continue
-                done = _decisions_done(rollout, measured)
-                rewards_T = self.rewards.earned_by(rollout, measured.scored, decisions_done=done).rewards_T
+                rewards_T = self._earned(rollout, measured).rewards_T
                 self._rewarded(rollout, rollout.trajectory, rewards_T, measured)
             except CreditError as error:
                 rejected[rollout.rollout_id] = error
@@ -231,6 +230,11 @@ class CreditAssignment:
         """
         views = {item.rollout_id: self.policies.final_view_by(item) for item in rollouts}
         return {name: view for name, view in views.items() if view is not None}
+
+    def _earned(self, rollout: Rollout, measured: Measured) -> Earned:
+        """What its decisions earned; those before the snapshot where it began are off its horizon."""
+        done = None if rollout.trajectory is None else rollout.trajectory.parent_turn
+        return self.rewards.earned_by(rollout, measured.scored, decisions_done=done or 0)
 
     def _credited(self, estimate: _Estimate, skipped: Container[str]) -> list[CreditedEpisode]:
         """What an update needs of those whose group is not skipped."""
@@ -303,12 +307,7 @@ class CreditAssignment:
         """The job's estimator over these rollouts, and over `rests` that are only compared with."""
         trajectories = finished_trajectories(rollouts, "credit")
         policies = [self.policies.policy_by(rollout) for rollout in rollouts]
-        earned = [
-            self.rewards.earned_by(
-                rollout, measured.scored, decisions_done=_decisions_done(rollout, measured)
-            )
-            for rollout in rollouts
-        ]
+        earned = [self._earned(rollout, measured) for rollout in rollouts]
         episodes = [
             self._rewarded(rollout, item, earnings.rewards_T, measured)
             for rollout, item, earnings in zip(rollouts, trajectories, earned, strict=True)
@@ -395,14 +394,6 @@ class CreditAssignment:
 
 # Where no continuation is trained.
 _NO_FORKS = _Estimate([], [], [], [], [], Advantages([]), [], [])
-
-
-def _decisions_done(rollout: Rollout, measured: Measured) -> int:
-    """How many decisions its parent had made where a continuation of these begins; 0 for others."""
-    episode = rollout.trajectory
-    if episode is None or episode.parent_rollout_id not in (measured.branches or {}):
-        return 0
-    return episode.parent_turn or 0
 
 
 def _texts(trajectory: Trajectory, rollout_id: str) -> list[str]:

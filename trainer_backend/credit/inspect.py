@@ -91,9 +91,6 @@ def episode_view(
         f"{episode.env_name}, seed {episode.seed}; {player}; outcome "
         f"{episode.outcome_reward:g} ({episode.outcome_definition}); ended by {episode.stop_reason}"
     )
-    if episode.parent_rollout_id is not None:
-        begun = f"{episode.parent_rollout_id}, after {episode.parent_turn} of its decisions"
-        yield Text(f"began at a snapshot of {begun}")
     earned = [step.metadata.decision_rewards for step in episode.steps if step.metadata.decision_rewards]
     if earned:
         unique, every = sum(one.unique_delta for one in earned), sum(one.ach_delta for one in earned)

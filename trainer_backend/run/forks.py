@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from itertools import count
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
-from trainer_backend.collect.moments import ask_environment, snapshots_at
+from trainer_backend.collect.moments import snapshots_at
 from trainer_backend.collect.plan import Planner
+from trainer_backend.collect.trial import describe_environment
 from trainer_backend.collect.wire import first_of
 from trainer_backend.credit.credit import Measured
 from trainer_backend.run.run import Run
@@ -30,7 +31,7 @@ async def plan_forks(
     chosen = choose_forks(run, planner, parents, measured)
     if rule is None or not chosen:
         return []
-    is_fresh = rule.reads_samples and (await ask_environment(apps, planner.first_training())).reseedable
+    is_fresh = rule.reads_samples and (await describe_environment(planner, apps))[1].reseedable
     replayed = await _replay(run, planner, chosen)
     if lost := len(chosen) - len(replayed):
         run.reporter.say(f"no task app can be reached to replay {lost} episodes; nothing plays on from them")
