@@ -563,9 +563,8 @@ def shared_prefix_claims() -> Iterator[Claim]:
 def claims() -> list[Claim]:
     """All of them."""
     parts = (
-        shared_prefix_claims, demo_claims, reward_mode_claims, credit_claims, study_claims, captured_claims, cost_claims,
-        gpu_claims,
-        agreement_claims, gpu_curve_claims, coverage_claims, fault_claims, rank_claims, server_claims,
-        truth_claims,
+        shared_prefix_claims, demo_claims, reward_mode_claims, credit_claims, study_claims, captured_claims,
+        cost_claims, gpu_claims, agreement_claims, gpu_curve_claims, coverage_claims, fault_claims,
+        rank_claims, server_claims, truth_claims,
     )  # fmt: skip
     return [claim for part in parts for claim in part()]
