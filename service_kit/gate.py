@@ -70,7 +70,8 @@ class KeyDoor:
         unauthorised: type[ServiceError] = Unauthorised,
     ) -> None:
         self._keys, self._basic_posts, self._unauthorised = keys, basic_posts, unauthorised
-        self._open_paths, self._open_below = frozenset(open_paths), tuple(open_below)
+        self._open_paths = frozenset(open_paths)
+        self._open_below = tuple([f"{path}/" for path in open_below])
 
     def error(self, scope: Scope) -> ServiceError | None:
         """Why this request may not enter; None if it may."""
@@ -100,9 +101,7 @@ class KeyDoor:
         return [*headers, *((b"x-api-key", key) for key in basic_passwords(headers))]
 
     def _is_open(self, path: str) -> bool:
-        return path in self._open_paths or any(
-            [path == prefix or path.startswith(f"{prefix}/") for prefix in self._open_below]
-        )
+        return path in self._open_paths or f"{path}/".startswith(self._open_below)
 
 
 class SessionDoor:
@@ -272,7 +271,7 @@ def _host_error(scope: Scope) -> ServiceError | None:
 
     HTTP/1.0 knows no Host. Of two, a proxy may read another one than we do.
     """
-    count = sum(name == b"host" for name, _ in scope["headers"])
+    count = [name for name, _ in scope["headers"]].count(b"host")
     if count > 1:
         return MalformedRequest(f"there are {count} Host headers, where one is allowed", where="header Host")
     if not count and scope.get("http_version") == "1.1":
@@ -288,22 +287,25 @@ class _BoundedBody:
     ) -> None:
         self._scope, self._receive, self._too_large = scope, receive, too_large
         self._most_s, self._rest_bytes = most_s, most_bytes
-        self._until_s = asyncio.get_running_loop().time() + most_s
+        self._until_s = 0.0 if self._is_whole else asyncio.get_running_loop().time() + most_s
         self._complete = False
 
     async def __call__(self) -> Message:
         if self._complete:
             return await self._receive()
-        message = await self._in_time()
+        message = await (self._receive() if self._is_whole else self._in_time())
         self._complete = not message.get("more_body", False)
         self._rest_bytes -= len(message.get("body", b""))
         if self._rest_bytes < 0:
             raise BodyError(self._too_large())
         return message
 
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the body has arrived, so that the time is no matter."""
+        return WHOLE_BODY in self._scope.get("extensions", ())
+
     async def _in_time(self) -> Message:
-        if WHOLE_BODY in self._scope.get("extensions", ()):
-            return await self._receive()
         try:
             async with asyncio.timeout_at(self._until_s):
                 return await self._receive()
@@ -322,8 +324,12 @@ async def whole_body(receive: Receive) -> bytes:
             raise refusal.error from refusal
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
-        body += message.get("body", b"")
-        if not message.get("more_body", False):
+        part: bytes = message.get("body", b"")
+        is_last = not message.get("more_body", False)
+        if is_last and not body:
+            return part
+        body += part
+        if is_last:
             return bytes(body)
 
 
@@ -367,6 +373,8 @@ def _says_json(scope: Scope) -> bool:
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     for name, value in headers:
         if name == b"content-type":
+            if value == b"application/json":
+                return True
             main, _, kind = value.decode("latin-1").partition(";")[0].strip().lower().partition("/")
             return main == "application" and (kind == "json" or kind.endswith("+json"))
     return False

@@ -28,7 +28,7 @@ NUL = "U+0000, which no database holds"
 # none and are not walked. A number with a two-digit exponent is only too large if it has about 200 more
 # digits.
 _DIGITS = bytes.maketrans(b"123456789E", b"000000000e")
-_SUSPECTS = (b"0e000", b"0e+000", b"0" * 200)
+_HUGE, _HUGE_PLUS, _LONG = b"0e000", b"0e+000", b"0" * 200
 _LARGEST = sys.float_info.max
 _HALVES = ("hex escape", "surrogate", "unicode code point")
 
@@ -89,9 +89,13 @@ def each_key_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
+# Made once, because json.loads would make one for each text.
+_EACH_KEY_ONCE = json.JSONDecoder(object_pairs_hook=each_key_once)
+
+
 def _refuse_repeated(text: bytes | str) -> None:
     """Refuse a JSON text in which an object has a key twice, of which pydantic takes the last in silence."""
-    json.loads(text, object_pairs_hook=each_key_once)
+    _EACH_KEY_ONCE.decode(text if isinstance(text, str) else text.decode())
 
 
 def read_quotation(text: bytes) -> Any:
@@ -196,7 +200,7 @@ def _is_suspect(raw: bytes) -> bool:
     if b"\\u0000" in raw or raw.count(b":") > MAX_MEMBERS:
         return True
     digits = raw.translate(_DIGITS)
-    return any([spelling in digits for spelling in _SUSPECTS])
+    return _HUGE in digits or _HUGE_PLUS in digits or _LONG in digits
 
 
 def _place_of_number(raw: bytes) -> str:

@@ -22,6 +22,7 @@ def _finite(text: str) -> float:
 
 
 _JSON = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
+_NAMES, _ARGUMENTS = ("name", "tool", "tool_name"), ("arguments", "args")
 NO_TOOL_CALL = "the reply holds no tool call; call one of the tools"
 
 
@@ -68,13 +69,14 @@ def read_action(action: Mapping[str, Any]) -> Action:
     match action.get("type"):
         case "tool_call":
             stated = action.get("tool_calls", [action])
-            calls = tuple(_tool_call(call, index) for index, call in enumerate(stated))
-            if "name" in action and not _one_call(calls, _tool_call(action, 0)):
+            calls = tuple([_tool_call(call, index) for index, call in enumerate(stated)])
+            requests = tuple([tool_request(call) for call in calls])
+            if "name" in action and "tool_calls" in action and not _is_one_call(requests, action):
                 raise ValueError(
                     f"the action names a call of {action['name']!r} that its 'tool_calls' do not hold alone; "
                     "change both, or leave one out"
                 )
-            return Action(tool_calls=calls, requests=tuple(tool_request(call) for call in calls))
+            return Action(tool_calls=calls, requests=requests)
         case "text":
             reason = action.get("invalid_reason") or NO_TOOL_CALL
             # A missing call leaves the text valid; any other fault makes it no answer.
@@ -86,13 +88,18 @@ def read_action(action: Mapping[str, Any]) -> Action:
             raise ValueError(f"action type is {other!r}; allowed: 'tool_call', 'text', 'terminate'")
 
 
-def _one_call(calls: Sequence[ToolCall], stated: ToolCall) -> bool:
-    """Whether `calls` hold this call alone; arguments are compared by value."""
-    ours = [tool_request(call) for call in calls]
-    other = tool_request(stated)
-    if len(ours) != 1 or ours[0].name != other.name or ours[0].arguments != other.arguments:
+def _is_one_call(requests: Sequence[ToolRequest], action: Mapping[str, Any]) -> bool:
+    """Whether the requests are the call alone that the action itself holds, with arguments of equal value."""
+    name, arguments = action["name"], action["arguments"]
+    if len(requests) != 1 or requests[0].name != encodable(name):
         return False
-    return other.arguments is not None or ours[0].raw_arguments == other.raw_arguments
+    ours = requests[0]
+    if ours.arguments is not None and ours.arguments == arguments:  # as in every action of our own policies
+        return True
+    other = tool_request(_tool_call(action, 0))
+    if ours.arguments != other.arguments:
+        return False
+    return other.arguments is not None or ours.raw_arguments == other.raw_arguments
 
 
 def tool_request(call: ToolCall) -> ToolRequest:
@@ -107,7 +114,9 @@ def json_object(text: str) -> Mapping[str, Any] | None:
     NaN and numbers beyond a float's range are refused, because no record can hold them.
     """
     try:
-        value = encodable_json(_JSON.decode(text))
+        value = _JSON.decode(text)
+        if not text.isascii() or "\\u" in text:  # only such a text can hold a lone surrogate
+            value = encodable_json(value)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
@@ -138,9 +147,14 @@ def name_and_arguments(call: Mapping[str, Any]) -> tuple[Any, Any]:
     """What a call on the wire holds under any of their keys; None for what is not there."""
     function = call.get("function")
     source = function if isinstance(function, dict) else call
-    groups = ("name", "tool", "tool_name"), ("arguments", "args")
-    name, arguments = (next((source[key] for key in keys if key in source), None) for keys in groups)
-    return name, arguments
+    return _first_value(source, _NAMES), _first_value(source, _ARGUMENTS)
+
+
+def _first_value(source: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    for key in keys:
+        if key in source:
+            return source[key]
+    return None
 
 
 def _tool_call(call: Mapping[str, Any], index: int) -> ToolCall:

@@ -4,6 +4,7 @@ import asyncio
 import base64
 
 import pytest
+from pydantic import SecretStr
 from starlette.requests import ClientDisconnect
 
 from service_kit.errors import ServiceError
@@ -196,3 +197,22 @@ async def test_a_request_that_is_cancelled_by_others_is_no_client_that_left():
     with pytest.raises(asyncio.CancelledError):
         await request
     assert client.ended == "cancelled"
+
+
+@pytest.mark.parametrize(
+    ("path", "is_open"), [("/open", True), ("/open/er", True), ("/opener", False), ("/op", False)]
+)
+def test_an_open_folder_opens_itself_and_what_lies_below(path, is_open):
+    door = KeyDoor(Keys([SecretStr("k")], variable="KEY"), open_paths=(), open_below=["/open"])
+    scope = {"type": "http", "method": "GET", "path": path, "headers": []}
+    assert (door.error(scope) is None) == is_open
+
+
+@pytest.mark.parametrize("pieces", [[b"[1]"], [b"[", b"1", b"]"], [b""]])
+async def test_a_body_is_whole_in_one_piece_and_in_several(pieces):
+    messages = [part(piece, more=place < len(pieces) - 1) for place, piece in enumerate(pieces)]
+
+    async def receive():
+        return messages.pop(0)
+
+    assert await whole_body(receive) == b"".join(pieces)

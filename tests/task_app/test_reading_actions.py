@@ -82,3 +82,8 @@ def test_a_call_without_a_tool_is_refused_with_its_place():
 def test_arguments_of_another_type_are_left_for_the_environment_to_refuse():
     (request,) = requests_from_wire([{"tool": "add", "args": [1]}])
     assert (request.arguments, request.raw_arguments) == (None, "[1]")
+
+
+@pytest.mark.parametrize("text", ['{"a": "\\ud83d"}', '{"a": "\\uD83D"}', '{"a": "\ud83d"}'])
+def test_half_a_character_in_arguments_becomes_a_question_mark(text):
+    assert json_object(text) == {"a": "?"}

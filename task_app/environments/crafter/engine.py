@@ -108,13 +108,12 @@ class CrafterEngine(crafter.Env):  # type: ignore[misc]  # crafter has no types
         world.daylight = daylight_at(self.step_count)
         others = cast("list[Being]", world.things[1:])  # before the player acts: a new plant waits a step
         player.update(world, action)
-        px, py = player.x, player.y
-        west, east = px - UPDATE_RADIUS, px + UPDATE_RADIUS  # excludes most far things at once
+        # |dx| + |dy| < r where both |dx + dy| < r and |dx - dy| < r, which needs no call of abs().
+        low, left = player.x + player.y - UPDATE_RADIUS, player.x - player.y - UPDATE_RADIUS
+        high, right = low + 2 * UPDATE_RADIUS, left + 2 * UPDATE_RADIUS
         # Only a thing's own update moves it, so the near ones are known before the first update.
         near = [
-            being
-            for being in others
-            if west < being.x < east and abs(being.x - px) + abs(being.y - py) < UPDATE_RADIUS
+            being for being in others if low < being.x + being.y < high and left < being.x - being.y < right
         ]
         for being in near:
             being.update(world, player)

@@ -16,6 +16,7 @@ from task_app.environments.crafter.prompt import InvalidCall, read_actions
 from task_app.environments.crafter.rules import ACTIONS, RULES, VITALS
 from task_app.environments.crafter.snapshot import pack, unpack
 from task_app.environments.crafter.text import compact_text, full_text
+from task_app.episode.decisions import achievements_added
 from task_app.errors import EpisodeOver, started
 from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolRequest
 
@@ -92,7 +93,7 @@ class CrafterEnvironment:
         health, counts = engine.inventory["health"], dict(engine.achievements)
         rewards, has_effect = _run(engine, actions)
         news = {
-            "unlocked": sorted([name for name in counts if engine.achievements[name] and not counts[name]]),
+            "unlocked": achievements_added(counts, engine.achievements),
             "health_change": int(engine.inventory["health"] - health),
             "no_effect": not has_effect,
             "invalid": reason,
@@ -151,13 +152,14 @@ class CrafterEnvironment:
         self._last, view, player = (reward, news), engine.view(), engine.player
         # Table and furnace are near in crafting range. On the world's left and top edge Crafter finds none
         # (a quirk that the engine keeps).
-        around = () if 0 in engine.position else [row[3:6] for row in view.materials[2:5]]
+        above, middle, below = view.materials[2:5]
+        around = () if 0 in engine.position else (*above[3:6], *middle[3:6], *below[3:6])
         # Plain JSON, and never more than the 9x7 view and the status bar show.
         data = {
             "rows": [*map(list, view.rows)],
             "facing": [*player.facing],
             "target": view.target,
-            "near": [name for name in ("table", "furnace") if any(name in row for row in around)],
+            "near": [name for name in ("table", "furnace") if name in around],
             "inventory": dict(player.inventory),
             "position": [*engine.position],
             "sleeping": player.sleeping,

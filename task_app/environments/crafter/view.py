@@ -42,17 +42,21 @@ def nearest_offsets(rows: Sequence[Sequence[str]], *, without: Collection[str]) 
 def local_view(world: World, player: Player) -> LocalView:
     """The view from the player's cell; the border is as wide as the view, so edges need no test."""
     rows, materials = [], []
+    cell, cells, at = player.cell, world.materials, world.at
     for offset in _ROW_STARTS:
-        start = player.cell + offset
-        ground = tuple(map(_name_of, world.materials[start : start + COLUMNS]))
-        things = world.at[start : start + COLUMNS]
+        start = cell + offset
+        end = start + COLUMNS
+        ground = tuple(map(_name_of, cells[start:end]))
+        things = at[start:end]
         materials.append(ground)
         if any(things):
-            pairs = zip(things, ground, strict=True)
-            rows.append(tuple([thing.name if thing else name for thing, name in pairs]))
-        else:
-            rows.append(ground)
+            row = [*ground]
+            for column, thing in enumerate(things):
+                if thing is not None:
+                    row[column] = thing.name
+            ground = tuple(row)
+        rows.append(ground)
     target = player.target_cell()
-    thing_ahead = world.at[target]
-    name = thing_ahead.name if thing_ahead else MATERIAL_NAMES[world.materials[target]]
+    thing_ahead = at[target]
+    name = thing_ahead.name if thing_ahead else MATERIAL_NAMES[cells[target]]
     return LocalView(tuple(rows), tuple(materials), name)

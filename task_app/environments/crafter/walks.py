@@ -106,11 +106,12 @@ def find_trails(ground: Ground, *, can_dig: bool) -> Trails:
             onward, due = cost + surcharge, queue[surcharge]
             for name, offset in _STEPS.items():
                 neighbour = cell + offset
-                if neighbour in trails or neighbour not in cells:
+                known = best.get(neighbour)
+                # Mostly a cell on the way back, which is known at a lower cost.
+                if (known is None and neighbour not in cells) or (known is not None and known[0] < onward):
                     continue
                 turns_on = turns if name == direction or not direction else turns + 1
-                known = best.get(neighbour)
-                if known is None or onward < known[0] or (onward == known[0] and turns_on < known[1]):
+                if known is None or onward < known[0] or turns_on < known[1]:
                     best[neighbour] = (onward, turns_on, name, cell)
                     due.append(turns_on * _CELLS + neighbour)
         queue = [*queue[1:], []]
