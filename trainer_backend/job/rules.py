@@ -152,6 +152,8 @@ training.kl_reward_kind: training.kl_reward_coef
 rollout_only.api_key_env rollout_only.logprobs: rollout_only.inference_url
 """
 _NOT_READ = """
+training.learning_rate_rise & training.learning_rate_schedule = "desired_kl"
+    the rate begins at learning_rate, and small steps at first would be taken for a rate that is too low
 algorithm.bootstrap_truncated | multi_turn.enable | rollout.termination_regex |
 rollout.invalid_action_penalty | algorithm.advantage: needs_branches & <agent>
     it has no effect on an agent that makes its own prompts and state (docs/captures.md)
@@ -328,7 +330,7 @@ algorithm.advantage: needs_state_keys & algorithm.state_hashing_function = "text
 algorithm.episode_score = "outcome" & no algorithm.advantage: needs_state_keys &
 no algorithm.advantage: needs_texts
     it reads scores alone: what decisions earn (step rewards, penalties, KL) trains nothing
-training.learning_rate_final & training.learning_rate_schedule = "constant"
+training.learning_rate_final & training.learning_rate_schedule = ["constant", "desired_kl"]
     it is never reached: the rate does not fall
 inference.sleep & model.device = "cpu"
     vLLM on a CPU keeps its memory while it sleeps
