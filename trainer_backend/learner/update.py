@@ -149,16 +149,15 @@ class PolicyUpdate:
             **gaps,
             "optim/steps": float(len(parts)),
             "optim/steps_skipped": float(len(steps) - len(parts)),
-            "optim/lr": self._rate(),
             DRIFT: moved,
             **self._told_of_pieces(),
             **mixture_metrics(self._terms.objectives, scores.samples, metrics),
         }
 
     def _follow(self, scores: Scores, iteration: int) -> dict[str, float]:
-        """How far the steps have moved the policy, where the learning rate follows that."""
+        """The rate of the last step; where it follows the KL, how far the steps have moved the policy."""
         with memory_watched("measuring the steps ran out of memory", hint=less_memory(self._config)):
-            return self._step_size.follow(
+            return {"optim/lr": self._rate()} | self._step_size.follow(
                 scores.samples.scored, iteration, lambda segments: self._scorer.score(segments, self._table)
             )
 
