@@ -12,6 +12,7 @@ from shared_schemas.trajectory import StepData
 
 # Crafter's textures are 16 pixels wide and 9 cells fill a side: nothing is lost or blurred.
 FRAME_SIDE = 144
+MOST_SNAPSHOTS = 16
 # Below 18 a cell of Crafter is one pixel; all frames of a request are in memory at once.
 FrameSide = Annotated[int, Field(ge=18, le=288, description="pixels")]
 FrameTurn = Annotated[int, Field(ge=0, le=10_000, strict=True)]
@@ -61,7 +62,7 @@ class ReplayRequest(Body):
     )
     snapshots: tuple[FrameTurn, ...] = Field(
         default=(),
-        max_length=16,
+        max_length=MOST_SNAPSHOTS,
         description="turns to take a snapshot of the environment after, from which rollouts can start",
     )
     side: FrameSide = FRAME_SIDE

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shared_schemas.chat import CONTEXT_LENGTH_EXCEEDED
-from shared_schemas.replay import ReplayRequest, ReplayTurn, words_of
+from shared_schemas.replay import words_of
 from shared_schemas.rollouts import Rollout, RolloutRequest, Start
 from shared_schemas.trajectory import StepData, StopReason, Trajectory
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.dispatcher import Dispatcher
+from trainer_backend.collect.moments import played_elsewhere, snapshots_at
 from trainer_backend.collect.plan import Planner
-from trainer_backend.collect.wire import ReplayDeparts, TaskAppLost
 from trainer_backend.core.rewards import discounted_returns
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.core.truth import (
@@ -24,10 +24,8 @@ from trainer_backend.core.truth import (
     mean_difference,
 )
 from trainer_backend.credit.rewards import Rewards
-from trainer_backend.errors import TaskAppError
 from trainer_backend.rundir.truth_file import TruthSetting
 
-_ATTEMPTS = 2  # of a replay; at two task apps where there are two
 # Two decisions that chose alike have equal ones: calls, words, the reason for neither, how they end.
 Choice = tuple[tuple[tuple[str, str], ...], str | None, str | None, StopReason | None]
 _ENDS = (StopReason.TERMINATE_ACTION, StopReason.TERMINATION_REGEX)
@@ -154,7 +152,8 @@ class ContinuationPlayer:
         for episode in firsts.values():
             # By another text of the same state, the policy would choose by what it never saw.
             if episode.steps[0].observation_data.messages != item.step.observation_data.messages:
-                raise _played_elsewhere(item, f"the prompt of decision {item.step.turn} is another one")
+                told = f"the prompt of decision {item.step.turn} is another one"
+                raise played_elsewhere(item.rollout.rollout_id, told)
         return [_Side(firsts[n].steps[0], firsts[n], firsts[n].final_snapshot) for n in sorted(firsts)]
 
     async def _played_on(
@@ -189,25 +188,9 @@ class ContinuationPlayer:
         None where no task app of two can be reached for it.
         """
         turn = item.step.turn
-        origin = self.planner.source.of_group(item.rollout.group_id, item.episode.seed)
-        env = self.planner.players.env(origin)
-        record = ReplayRequest(
-            env_name=env.env_name,
-            config=env.config,
-            seed=item.episode.seed,
-            turns=tuple(map(ReplayTurn.of, item.episode.steps[:turn])),
-            snapshots=(turn - 1, turn) if item.goes_on else (turn - 1,),
-        )
-        serving = self.apps.serving
-        for client in (*serving, *serving)[:_ATTEMPTS]:
-            try:
-                snapshots = await client.snapshots(record)
-            except TaskAppLost:
-                continue
-            except ReplayDeparts as error:
-                raise _played_elsewhere(item, error.detail) from error
-            return snapshots[turn - 1], snapshots.get(turn)
-        return None
+        turns = (turn - 1, turn) if item.goes_on else (turn - 1,)
+        snapshots = await snapshots_at(self.apps, self.planner, item.rollout, turns)
+        return None if snapshots is None else (snapshots[turn - 1], snapshots.get(turn))
 
     def _first(self, item: StoredDecision, before: str, number: int) -> RolloutRequest:
         """A new choice of the policy before the decision: one decision, and the moment after it."""
@@ -285,14 +268,6 @@ def _without_lost(
         for part in parts
         if part
     ]
-
-
-def _played_elsewhere(item: StoredDecision, told: str) -> TaskAppError:
-    return TaskAppError(
-        f"{told}: rollout {item.rollout.rollout_id!r} was played in another environment than the task app "
-        "has, or in another version of it",
-        hint="Start the task app of the version that the run was trained with.",
-    )
 
 
 def _joined(step: StepData, rest: Sequence[StepData], ending: Trajectory) -> Trajectory:

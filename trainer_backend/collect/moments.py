@@ -1,0 +1,64 @@
+"""Moments of finished rollouts, from which others play on: task apps replay the episode up to them."""
+
+from collections.abc import Iterable
+
+from shared_schemas.replay import MOST_SNAPSHOTS, ReplayRequest, ReplayTurn
+from shared_schemas.rollouts import Rollout
+from trainer_backend.collect.apps import TaskApps
+from trainer_backend.collect.plan import Planner
+from trainer_backend.collect.wire import ReplayDeparts, TaskAppLost
+from trainer_backend.errors import TaskAppError
+
+_ATTEMPTS = 2  # of a replay; at two task apps where there are two
+
+
+async def snapshots_at(
+    apps: TaskApps, planner: Planner, rollout: Rollout, turns: Iterable[int]
+) -> dict[int, str] | None:
+    """Snapshots of a finished rollout after these decisions, by turn; 0 is its start.
+
+    None where no task app of two can be reached for it.
+
+    Raises:
+        TaskAppError: the episode goes otherwise when it is replayed.
+    """
+    episode = rollout.trajectory
+    assert episode is not None, "it finished"
+    env = planner.players.env(planner.source.of_group(rollout.group_id, episode.seed))
+    found: dict[int, str] = {}
+    places = sorted(set(turns))
+    for first in range(0, len(places), MOST_SNAPSHOTS):
+        some = tuple(places[first : first + MOST_SNAPSHOTS])
+        record = ReplayRequest(
+            env_name=env.env_name,
+            config=env.config,
+            seed=episode.seed,
+            turns=tuple(map(ReplayTurn.of, episode.steps[: some[-1]])),
+            snapshots=some,
+        )
+        snapshots = await _replayed(apps, record, rollout.rollout_id)
+        if snapshots is None:
+            return None
+        found |= snapshots
+    return found
+
+
+async def _replayed(apps: TaskApps, record: ReplayRequest, rollout_id: str) -> dict[int, str] | None:
+    serving = apps.serving
+    for client in (*serving, *serving)[:_ATTEMPTS]:
+        try:
+            return await client.snapshots(record)
+        except TaskAppLost:
+            continue
+        except ReplayDeparts as error:
+            raise played_elsewhere(rollout_id, error.detail) from error
+    return None
+
+
+def played_elsewhere(rollout_id: str, told: str) -> TaskAppError:
+    """The error of an episode that is not the same in the task app that is there now."""
+    return TaskAppError(
+        f"{told}: rollout {rollout_id!r} was played in another environment than the task app has, or in "
+        "another version of it",
+        hint="Start the task app of the version that the run was trained with.",
+    )
