@@ -15,7 +15,7 @@ from shared_schemas.base import did_you_mean
 from shared_schemas.problem import Problem
 from shared_schemas.rollouts import PolicySpec
 from trainer_backend.collect.apps import TaskApps
-from trainer_backend.collect.client import Instance, TaskAppClient
+from trainer_backend.collect.client import Instance, InstanceInfo, TaskAppClient
 from trainer_backend.collect.plan import Planner, Players, Slot
 from trainer_backend.collect.sources import Rows, row_of
 from trainer_backend.collect.wire import BackendFailed, PluginFailed, Refused, TaskAppLost
@@ -90,6 +90,20 @@ async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool, prese
     apps.refuse_if_none_answers()
     for warning in dict.fromkeys(warnings):
         apps.tell(warning)
+
+
+async def describe_environment(planner: Planner, apps: TaskApps) -> tuple[TaskAppClient, InstanceInfo]:
+    """What a task app says of the job's environment, and which one.
+
+    Raises:
+        TaskAppError: none answers.
+    """
+    apps.refuse_if_none_answers()
+    client, first = apps.serving[0], planner.first_training()
+    body = {"env_name": first.env.env_name, "config": first.env.config, "seed": first.start.seed}
+    created = await client.create("env", body)
+    await client.terminate("env", created.id)
+    return client, created.info
 
 
 async def _refuse_hanging(app: TaskAppClient, error: TaskAppLost) -> None:
@@ -235,6 +249,8 @@ async def _check(
         ),
         state_keys=tuple(info.state_keys),
         has_interactions=has_interactions,
+        has_curriculum=planner.curriculum is not None,
+        restorable=info.restorable,
         reward_functions=tuple((await client.about()).capabilities.reward_functions) if is_judged else (),
     )  # fmt: skip
     found = [finding for rule in TASK_APP_RULES for finding in rule.findings(played)]
@@ -243,11 +259,15 @@ async def _check(
         others = [f"{other.keys[0]}: {line}" for other, line in zip(refusals[1:], lines[1:], strict=True)]
         raise JobError("\n".join([lines[0], *others]), where=refusals[0].keys[0])
     warnings.extend(finding.sentence for finding in found)
-    if estimator(planner.algorithm.advantage).needs_branches:
+    places = {
+        "algorithm.advantage": estimator(planner.algorithm.advantage).needs_branches,
+        "curriculum.rule": planner.curriculum is not None,
+    }
+    for place in (place for place, needs_snapshots in places.items() if needs_snapshots):
         try:
             await client.snapshot(instance.id)
         except Refused as refusal:
-            raise _job_error(refusal, client, where="algorithm.advantage") from refusal
+            raise _job_error(refusal, client, where=place) from refusal
     try:
         await client.step_idly(instance.id)
     except TaskAppError as error:  # otherwise an agent, or an episode of no decision: nothing to try

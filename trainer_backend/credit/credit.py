@@ -181,7 +181,7 @@ class CreditAssignment:
                     self.estimator.needs_values and rollout.rollout_id not in measured.values
                 ):  # it was not measured
                     continue
-                rewards_T = self.rewards.earned_by(rollout, measured.scored).rewards_T
+                rewards_T = self._earned(rollout, measured).rewards_T
                 self._rewarded(rollout, rollout.trajectory, rewards_T, measured)
             except CreditError as error:
                 rejected[rollout.rollout_id] = error
@@ -203,10 +203,15 @@ class CreditAssignment:
         views = {item.rollout_id: self.policies.final_view_by(item) for item in rollouts}
         return {name: view for name, view in views.items() if view is not None}
 
+    def _earned(self, rollout: Rollout, measured: Measured) -> Earned:
+        """What its decisions earned; those before the snapshot where it began are off its horizon."""
+        done = None if rollout.trajectory is None else rollout.trajectory.parent_turn
+        return self.rewards.earned_by(rollout, measured.scored, decisions_done=done or 0)
+
     def _estimate(self, rollouts: Sequence[Rollout], measured: Measured) -> _Estimate:
         trajectories = finished_trajectories(rollouts, "credit")
         policies = [self.policies.policy_by(rollout) for rollout in rollouts]
-        earned = [self.rewards.earned_by(rollout, measured.scored) for rollout in rollouts]
+        earned = [self._earned(rollout, measured) for rollout in rollouts]
         episodes = [
             self._rewarded(rollout, item, earnings.rewards_T, measured)
             for rollout, item, earnings in zip(rollouts, trajectories, earned, strict=True)

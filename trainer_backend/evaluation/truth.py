@@ -13,13 +13,14 @@ from pathlib import Path
 from uuid import uuid4
 
 from service_kit.logs import configure_logs_from
-from shared_schemas.rollouts import Rollout, RolloutRequest
+from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import StepData, StopReason, exact_tokens
 from trainer_backend import job_parts
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import InstanceInfo
 from trainer_backend.collect.plan import Inference, Planner
 from trainer_backend.collect.sources import row_of
+from trainer_backend.collect.trial import describe_environment
 from trainer_backend.collect.wire import first_of
 from trainer_backend.core.truth import CHOICES, even_order
 from trainer_backend.credit.recredit import stored_iterations, with_records
@@ -95,9 +96,7 @@ async def measure_truth(
     rollouts = find_playable(source, record)
     with task_app_log() as log:
         async with job_parts.task_apps(job, log, data=data) as apps:
-            environment = await _environment(
-                apps, job_parts.planner(job, "truth", _NOBODY, data).first_training()
-            )
+            environment = await _environment(apps, job_parts.planner(job, "truth", _NOBODY, data))
             setting = TruthSetting(
                 run_id=run.run_id,
                 iteration=source.iteration,
@@ -307,29 +306,25 @@ def _refuse_longer(rollouts: Sequence[Rollout], most: int) -> None:
         )
 
 
-async def _environment(apps: TaskApps, first: RolloutRequest) -> InstanceInfo:
+async def _environment(apps: TaskApps, planner: Planner) -> InstanceInfo:
     """What the task app says of the job's environment.
 
     Raises:
         JobError: it has no snapshots.
     """
-    apps.refuse_if_none_answers()
-    client = apps.serving[0]
-    body = {"env_name": first.env.env_name, "config": first.env.config, "seed": first.start.seed}
-    created = await client.create("env", body)
-    await client.terminate("env", created.id)
-    if created.info.conversation or not created.info.restorable:
+    client, info = await describe_environment(planner, apps)
+    if info.conversation or not info.restorable:
         why = "has no snapshots"
-        if created.info.conversation:
+        if info.conversation:
             why = "is a conversation, which no snapshot holds"
-        elif created.info.restorable is None:
+        elif info.restorable is None:
             why = f"is at a task app that does not say whether it has snapshots ({client.url}); update it"
         raise JobError(
-            f"{first.env.env_name!r} {why}, and the truth is measured by playing on from one",
+            f"{planner.players.rollout.env_name!r} {why}, and the truth is measured by playing on from one",
             where="rollout.env_name",
             hint="An environment with snapshot() and restore() can be measured (docs/plugins.md).",
         )
-    return created.info
+    return info
 
 
 def _chosen(rollouts: Sequence[Rollout], seed: int) -> Iterator[StoredDecision]:

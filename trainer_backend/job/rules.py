@@ -264,6 +264,14 @@ training.skip_certain_above & training.aggregation: over = "iteration"
     it omits segments, and what is left of an episode has the weight of all of it; known: token_mean
 algorithm.ratio_level = "episode" | training.behaviour_weight_level = "episode" & training.skip_certain_above
     segments are omitted of a product over all tokens of an episode; known there: token, decision
+curriculum & <agent>
+    an agent has no snapshots, from which groups would start
+curriculum & multi_turn.enable = true
+    a conversation has no snapshots, from which groups would start
+curriculum & algorithm.advantage: needs_branches
+    branches of games that began at a snapshot are not measured; use another estimator
+rollout.reward_function & curriculum
+    it judges whole episodes, and those of the curriculum begin in the middle of one
 rollout.reward_function & algorithm.advantage: needs_branches
     it judges whole episodes, and a branch begins in the middle of one
 rollout_only.model_path & rollout_only.inference_url
@@ -360,6 +368,8 @@ training.skip_certain_above
     probability that is never sampled
 training.max_staleness
     truncated weights of older samples
+curriculum
+    games that start where earlier ones have come
 rollout_only
     truncated weights; docs/mixture.md
 """
