@@ -3,7 +3,7 @@
     python -m bench.study_starts [--quick] [--seeds 0 1 2 3 4] [--arms plain frontier] [--background]
 
 The job is bench/corridor.toml, in the environment of tests/corridor.py: one of two ways is right in each
-cell, and the other ends the game. The key, the door and the treasure earn 1 each. For each seed one warm start
+cell, and the other ends the game. Key, door and treasure earn 1 each. For each seed one warm start
 by random calls; then RL, with as many games an iteration:
 
     plain      every game starts at the beginning

@@ -5,6 +5,7 @@ one for each finished game that began at one. The pool of iteration k follows fr
 k - 1 - `max_staleness`, so a plan is the same in every start of the run.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -58,6 +59,7 @@ class Curriculum:
         self, iteration: int, requests: Sequence[RolloutRequest], rollouts: Sequence[Rollout]
     ) -> dict[str, float]:
         """Keep what the games of an iteration have reached, and return its metrics."""
+        started = time.monotonic()
         asked = {plan_id(request.rollout_id): request for request in requests}
         games = {plan_id(item.rollout_id): item for item in rollouts if item.trajectory is not None}
         gains = [
@@ -77,6 +79,7 @@ class Curriculum:
             "starts/pool": float(len(pool.moments)),
             "starts/pool_mib": pool.mib,
             "starts/cells": float(len(pool.cells())),
+            "time/starts_s": time.monotonic() - started,
         }
         if gains:
             metrics["starts/gain"] = sum(gained for _, gained in gains) / len(gains)
