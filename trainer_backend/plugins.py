@@ -17,6 +17,7 @@ from trainer_backend.core.aggregation import AggregationPlug
 from trainer_backend.core.allocation import ALLOCATIONS as CONSTANT_ALLOCATIONS
 from trainer_backend.core.allocation import AllocationPlug
 from trainer_backend.core.critic import CRITICS, CriticKeys
+from trainer_backend.core.forks import FORK_RULES, ForkPlug
 from trainer_backend.core.losses import LOSSES as LOSSES
 from trainer_backend.core.losses import LossPlug
 from trainer_backend.core.presets import PRESETS
@@ -130,6 +131,7 @@ BUILT_IN = {board: frozenset(plugs) for board, plugs in OPEN_BOARDS.items()}
 # Every key of a job that takes a name of a board; checks and documentation use it.
 BOARDS: dict[str, Mapping[str, Any]] = {
     **OPEN_BOARDS,
+    "algorithm.fork_rule": FORK_RULES,
     "training.learning_rate_schedule": SCHEDULES,
     "curriculum.rule": STARTS,
     "model.preset": PRESETS,
@@ -178,6 +180,11 @@ def refuse_unknown(key: str, name: str) -> None:
 def estimator(name: str) -> EstimatorPlug[Any]:
     """Return the named advantage estimator; JobError, which lists the names, if there is none."""
     return _plug(ESTIMATORS, name, key="algorithm.advantage")
+
+
+def fork_rule(name: str) -> ForkPlug:
+    """Return the rule of that name that chooses forks, or raise JobError."""
+    return _plug(FORK_RULES, name, key="algorithm.fork_rule")
 
 
 def policy_loss(name: str) -> LossPlug:

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 from service_kit.tasks import end_tasks
-from shared_schemas.rollouts import RolloutRequest
+from shared_schemas.rollouts import Rollout, RolloutRequest
 from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.metrics import batch_metrics, evaluation_metrics
 from trainer_backend.collect.plan import digest_tasks, retried
@@ -31,6 +31,7 @@ from trainer_backend.errors import (
 from trainer_backend.evaluation.best import TASKS_DIGEST
 from trainer_backend.parts import Progress
 from trainer_backend.run.curriculum import without_past
+from trainer_backend.run.forks import plan_forks
 from trainer_backend.run.iteration_metrics import (
     IterationResult,
     Moment,
@@ -181,6 +182,9 @@ class Iteration:
         self._is_awaited = False
         # What is planned once more because credit or update rejected it, and whether that was done.
         self._again: list[RolloutRequest] = []
+        self._forks: dict[str, RolloutRequest] = {}  # by plan id: what plays on and is trained
+        self._forks_again: list[RolloutRequest] = []
+        self._unforked: list[Rollout] = []
         self._has_rejected = False
         self._first: asyncio.Task[Batch | None] | None = asyncio.ensure_future(self._first_round())
 
@@ -188,7 +192,8 @@ class Iteration:
     def is_complete(self) -> bool:
         """Whether it has a round, and asks for no other one in place of flat groups or rejected rollouts."""
         most = self._planner.table.refill_rounds
-        return bool(self._rounds) and not self._again and (not self._missing or len(self._rounds) > most)
+        again = self._again or self._forks_again
+        return bool(self._rounds) and not again and (not self._missing or len(self._rounds) > most)
 
     @property
     def _missing(self) -> int:
@@ -196,33 +201,66 @@ class Iteration:
 
     async def add_round(self) -> bool:
         """Collect the next round, credit all rounds, and store them; False where a stop came first."""
-        run, self._is_awaited, is_again = self._run, True, bool(self._again)
+        run, self._is_awaited = self._run, True
+        is_again = bool(self._again or self._forks_again)
         batch = await run.saving.while_written(self._next_round())  # 4 to 6
         await run.settled()  # before the learner is asked, and before anything of this iteration is stored
         if batch is None:
             return False
-        new = self._planner.branches(batch.rollouts)  # 3; none, but for an estimator that needs them
-        if new:  # their parents are stored first, lest an error loses them
-            self._store(self._name, Batch.join([*self._rounds, batch]))
-        branches = await self._collect("branches", new)  # 4 to 6
-        if branches is None:
-            return False
-        if not self._planner.table.max_staleness:  # else later iterations are being collected
-            await run.server.release()
-        with run.timeline.working("learn") as span:
-            if is_again:
-                self._rounds[-1] = self._rounds[-1].merge(batch)
-            else:
-                self._rounds.append(batch)
-            self._branches.append(branches)
-            try:
+        if is_again:
+            self._rounds[-1] = self._rounds[-1].merge(batch)
+        else:
+            self._rounds.append(batch)
+        branches = Batch(())
+        try:
+            found = await self._play_on(batch)  # 3 to 6
+            if found is None:
+                return False
+            self._branches.append(branches := found)
+            await self._release()
+            with run.timeline.working("learn") as span:
+                self._credit_spans.append(span)
                 await self._credit_and_store()  # 7 to 10
-            except CreditError as error:
-                if not self.reject(error):
-                    raise
-        self._credit_spans.append(span)
+        except CreditError as error:
+            if not self.reject(error):
+                raise
         await run.dispatcher.ack(self._planner.run_id, [*batch.all, *branches.all])
         return True
+
+    async def _release(self) -> None:
+        """Let the learner have what the server takes, where no later iteration is being collected."""
+        if not self._planner.table.max_staleness:
+            await self._run.server.release()
+
+    async def _play_on(self, batch: Batch) -> Batch | None:
+        """Rollouts from decisions of a round, to measure them or to be trained; None where a stop came first.
+
+        Their parents are stored first, lest an error loses them.
+        """
+        requests = self._planner.branches(batch.rollouts)  # none, but for an estimator that needs them
+        if requests or self._planner.fork_rule is not None:
+            self._store(self._name, Batch.join(self._rounds))
+        if self._planner.fork_rule is not None:
+            self._unforked += batch.rollouts
+            forks = await until(self._stop, self._plan_forks())
+            if forks is None:
+                return None
+            requests, self._forks_again = [*forks, *self._forks_again], []
+        return await self._collect("branches", requests)
+
+    async def _plan_forks(self) -> list[RolloutRequest]:
+        """What plays on from new rollouts and is trained, once the facts that the rule reads are known."""
+        rule = self._planner.fork_rule
+        if rule is not None and rule.needs_values:
+            await self._release()
+            with self._run.timeline.working("learn"):
+                self._measured = await self._measure(Batch.join(self._rounds), Batch.join(self._branches))
+        with self._run.timeline.working("collect") as span:
+            forks = await plan_forks(self._run, self._planner, self._unforked, self._measured)
+        self._collect_spans.append(span)
+        self._unforked = []
+        self._forks |= {plan_id(request.rollout_id): request for request in forks}
+        return forks
 
     def reject(self, error: TrainerError, *, goes_on: bool = True) -> bool:
         """Set aside the rollouts that credit or update rejects; return whether they are planned once more.
@@ -235,9 +273,17 @@ class Iteration:
         run, name = self._run, f"iteration_{self.number}"
         ids: dict[str, TrainerError] = {}
         if isinstance(error, CreditError):
-            ids |= run.credit.find_rejected(Batch.join(self._rounds).rollouts, self._measured)
+            both = [*self._rounds, *(self._branches if self._planner.fork_rule else ())]
+            ids |= run.credit.find_rejected(Batch.join(both).rollouts, self._measured)
         ids |= dict.fromkeys(rejected_rollouts(error), error)
         parts = (*self._rounds, *self._branches)
+        if self._planner.fork_rule is not None:  # what plays on from a rollout goes with it
+            after = ((item, item.trajectory) for part in self._branches for item in part.rollouts)
+            ids |= {
+                item.rollout_id: ids[episode.parent_rollout_id]
+                for item, episode in after
+                if episode is not None and episode.parent_rollout_id in ids
+            }
         rollouts = [item for part in parts for item in part.rollouts if item.rollout_id in ids]
         if not rollouts:
             return False
@@ -248,6 +294,7 @@ class Iteration:
             self._spool.reject(rollouts)
         self._rounds = [part.without(ids) for part in self._rounds]
         self._branches = [part.without(ids) for part in self._branches]
+        self._unforked = [rollout for rollout in self._unforked if rollout.rollout_id not in ids]
         # A branch cannot be planned without its parent, nor a parent without its branches.
         plans_again = goes_on and not self._has_rejected and not run.credit.estimator.needs_branches
         run.reporter.say(
@@ -257,10 +304,16 @@ class Iteration:
         if plans_again:
             self._has_rejected = True
             planned = {plan_id(request.rollout_id): request for request in self._all_requests}
-            self._again = [
-                retried(planned[plan_id(item.rollout_id)].model_copy(update={"attempt": item.attempt}))
-                for item in rollouts
-            ]
+            self._again, self._forks_again = (
+                [
+                    retried(requests[name].model_copy(update={"attempt": item.attempt}))
+                    for item in rollouts
+                    if (name := plan_id(item.rollout_id)) in requests
+                    # The forks of a parent that is played again are chosen then.
+                    and requests[name].start.parent_rollout_id not in ids
+                ]
+                for requests in (planned, self._forks)
+            )
         return plans_again
 
     async def cancel(self) -> None:
@@ -310,7 +363,8 @@ class Iteration:
             return Batch(())
         if what == "collect":
             self._all_requests += requests
-        refills = 0 if what == "again" else len(self._rounds)
+        # Branches are of the last round.
+        refills = 0 if what == "again" else len(self._rounds) - (what == "branches")
         stage = _stage(what, self.number, refills)
         with self._run.timeline.working("collect") as span:
             batch = await self._run.collect(
@@ -328,10 +382,12 @@ class Iteration:
         batch, branches = Batch.join(self._rounds), Batch.join(self._branches)
         run, credit = self._run, self._run.credit
 
-        def store(credits: Sequence[Credit] | None) -> None:
-            if credit.estimator.needs_branches:  # an empty file too: it says that there was none
-                self._store(f"branches_{self.number}", branches)
-            self._store(self._name, batch, credits)
+        def store(credited: Credited | None) -> None:
+            if credit.has_branches:  # an empty file too: it says that there was none
+                of_forks = {} if credited is None else credited.fork_credits
+                credits = [of_forks[item.rollout_id] for item in branches.rollouts] if of_forks else None
+                self._store(f"branches_{self.number}", branches, credits)
+            self._store(self._name, batch, None if credited is None else credited.credits)
 
         try:
             # First: where a fixed policy plays the whole iteration, it is why the batch is empty.
@@ -344,7 +400,7 @@ class Iteration:
         except TrainerError:
             store(None)
             raise
-        store(self._credited.credits)
+        store(self._credited)
 
     def _store(self, name: str, batch: Batch, credits: Sequence[Credit] | None = None) -> None:
         path = self._run.directory.rollouts_file(name)
@@ -355,7 +411,8 @@ class Iteration:
         earlier, credit, learner = self._measured, self._run.credit, self._run.learner
         values, after, scored = dict(earlier.values), dict(earlier.after or {}), dict(earlier.scored)
         if credit.estimator.needs_values:
-            new = [rollout for rollout in batch.rollouts if rollout.rollout_id not in values]
+            trained = (*batch.rollouts, *(branches.rollouts if credit.algorithm.train_branches else ()))
+            new = [rollout for rollout in trained if rollout.rollout_id not in values]
             episodes, views = credit.segments(new), credit.final_views(new)
             states = {f"{name}{_AFTER}": [view] for name, view in views.items()}
             scores = await asyncio.to_thread(learner.values, episodes | states)
@@ -463,7 +520,8 @@ def _warn_without_signal(run: Run, row: Mapping[str, Any]) -> None:
 
 def _staleness(run: Run, progress: Progress, result: IterationResult) -> dict[str, float]:
     """How old the iteration's tokens are; with `max_staleness`, none may be older than that."""
-    own = run.credit.policies.by_actor(result.batch.rollouts)
+    after_forks = result.branches.rollouts if run.credit.algorithm.train_branches else ()
+    own = run.credit.policies.by_actor([*result.batch.rollouts, *after_forks])
     played = [rollout.trajectory for rollout in own if rollout.trajectory is not None]
     staleness = staleness_metrics(played, progress.policy_version)
     bound = run.planner.table.max_staleness

@@ -155,7 +155,7 @@ class Dispatcher:
     def __init__(self, apps: TaskApps, *, timeout_s: float, max_running: int | None = None) -> None:
         if not apps.members:
             raise ValueError("a dispatcher needs at least one task app")
-        self._apps, self._timeout_s, self._places = apps, timeout_s, max_running or math.inf
+        self.task_apps, self._timeout_s, self._places = apps, timeout_s, max_running or math.inf
         # Those with unfinished rollouts, in the order in which they are served.
         self.queues: list[Queue] = []
         self._run_id = ""  # of the batches under way
@@ -206,14 +206,14 @@ class Dispatcher:
         """Tell the task apps to forget stored rollouts. Each app ignores unknown ids."""
         ids = [rollout.rollout_id for rollout in rollouts]
         if ids:
-            await asyncio.gather(*(self._ack(app, run_id, ids) for app in self._apps.serving))
+            await asyncio.gather(*(self._ack(app, run_id, ids) for app in self.task_apps.serving))
 
     async def abort(self, run_id: str) -> None:
         """End rollouts of a killed start of the run at the task apps; no caller waits for them.
 
         Errors are ignored: a rollout whose gateway is gone ends by itself, only later.
         """
-        await _say_goodbye(app.abort(run_id) for app in self._apps.serving)
+        await _say_goodbye(app.abort(run_id) for app in self.task_apps.serving)
 
     # The queue. Nothing below waits, up to `_leave`.
 
@@ -223,7 +223,7 @@ class Dispatcher:
         if not self._run_id:
             self._run_id, self._has_withdrawn = run_id, False
             self._change, self._is_idle = asyncio.Event(), asyncio.Event()
-            for app in self._apps.members:
+            for app in self.task_apps.members:
                 app.begin_run(run_id, self._change)
         if run_id != self._run_id:
             raise ValueError(f"run {run_id!r} must wait until run {self._run_id!r} is collected")
@@ -232,7 +232,7 @@ class Dispatcher:
                 raise ValueError(f"rollout {rollout_id!r} is being collected already")
         self.queues.append(queue)
         self.queues.sort(key=lambda queue: queue.rank)
-        for app in self._apps.members:
+        for app in self.task_apps.members:
             # New results get more weight than those of earlier batches.
             app.weight = (app.weight + 1) / 2
             queue.join(app)
@@ -251,7 +251,7 @@ class Dispatcher:
             if entry.app is not None:
                 entry.app.stop(entry.rollout_id)
                 entry.app = None
-        for app in self._apps.members:
+        for app in self.task_apps.members:
             # Those of other batches too: they are kept by now (`_serve`).
             app.discard_results()
         queue.error = error
@@ -264,7 +264,7 @@ class Dispatcher:
         The app with the fewest unfinished rollouts for its weight is next. An app without any is always next:
         otherwise it could never show that it has become fast or works again.
         """
-        free = self._places - sum(len(app.requests) for app in self._apps.members)
+        free = self._places - sum(len(app.requests) for app in self.task_apps.members)
         while free > 0 and self._take_one():
             free -= 1
 
@@ -286,7 +286,7 @@ class Dispatcher:
             app.discard.append(rollout.rollout_id)
             return
         # While an idle app waits for work, slower ones overtake it, which says nothing about its speed.
-        if entry.app is app and all(other.requests for other in self._apps.members if other.is_open):
+        if entry.app is app and all(other.requests for other in self.task_apps.members if other.is_open):
             app.judge(finished=is_finished)
         self._take_back(entry, but_from=app)
         if not is_finished and self._retries(entry, app, rollout):
@@ -339,15 +339,15 @@ class Dispatcher:
         assert rollout.failure is not None, "read_page makes it a failure"
         if self.queues:
             self.queues[0].failures[rollout.failure.code] += 1
-        self._apps.tell(f"{rollout.failure.detail}; no request can be found for this result")
+        self.task_apps.tell(f"{rollout.failure.detail}; no request can be found for this result")
 
     def _take_one(self) -> bool:
         """Let one task app take a rollout; return whether one could."""
         takers = sorted(
-            (app for app in self._apps.members if app.has_room),
+            (app for app in self.task_apps.members if app.has_room),
             key=lambda app: len(app.requests) / app.weight,
         )
-        alone = sum(app.is_open for app in self._apps.members) == 1
+        alone = sum(app.is_open for app in self.task_apps.members) == 1
         for queue in filter(lambda queue: queue.waits, self.queues):
             for app in takers:
                 entry = queue.next_for(app, alone=alone)
@@ -426,7 +426,7 @@ class Dispatcher:
             # It forgets its results itself, after its expiry time. While a batch is collected, `_serve` finds
             # out whether it is lost; else the next batch tries it again.
             if self._service is None:
-                self._apps.lose(app, error)
+                self.task_apps.lose(app, error)
 
     # The service: a loop for each task app.
 
@@ -442,7 +442,7 @@ class Dispatcher:
                 self.withdraw(queue, error)
             try:
                 # Without it each finds out by itself what no batch needs.
-                apps = [app for app in self._apps.members if app.fault is None or self._has_withdrawn]
+                apps = [app for app in self.task_apps.members if app.fault is None or self._has_withdrawn]
                 await _say_goodbye(app.let_go() for app in apps)
             finally:
                 self._service, self._run_id, self._is_closing = None, "", False
@@ -450,7 +450,7 @@ class Dispatcher:
     async def _serve_all(self) -> None:
         """Work until no caller waits for a batch, or no task app answers for too long."""
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._serve(app)) for app in self._apps.members]
+            tasks = [group.create_task(self._serve(app)) for app in self.task_apps.members]
 
             def join(app: TaskAppClient) -> None:
                 app.begin_run(self._run_id, self._change)
@@ -458,7 +458,7 @@ class Dispatcher:
                     queue.join(app)
                 tasks.append(group.create_task(self._serve(app)))
 
-            tasks.append(group.create_task(self._apps.refresh_names(join)))
+            tasks.append(group.create_task(self.task_apps.refresh_names(join)))
             tasks.append(group.create_task(self._refuse_to_wait_for_ever()))
             await self._is_idle.wait()
             for task in tasks:
@@ -466,7 +466,7 @@ class Dispatcher:
 
     async def _refuse_to_wait_for_ever(self) -> None:
         """Raise TaskAppLost if no task app answers for too long."""
-        apps = self._apps
+        apps = self.task_apps
         while True:
             self._change.clear()
             any_answers = any(app.answers for app in apps.members)
@@ -497,7 +497,7 @@ class Dispatcher:
                     break
             except* TaskAppLost as errors:
                 self._lose_app(app, first_of(errors))
-        self._apps.drop(app)
+        self.task_apps.drop(app)
 
     async def _receive(self, app: TaskAppClient) -> NoReturn:
         while True:
@@ -535,13 +535,13 @@ class Dispatcher:
 
     def _lose_some(self, app: TaskAppClient, names: Collection[str], why: str) -> None:
         if names:
-            self._apps.tell(f"{why}; its {len(names)} unfinished rollouts are asked for again")
+            self.task_apps.tell(f"{why}; its {len(names)} unfinished rollouts are asked for again")
         self.lose(app, names, why=why)
 
     def _lose_app(self, app: TaskAppClient, error: BaseException) -> None:
         """Give the rollouts of an app that does not answer to the others, or back to the queue."""
         app.strikes = 0
-        self._apps.lose(app, error, f"; {len(app.requests)} of its rollouts are for the others")
+        self.task_apps.lose(app, error, f"; {len(app.requests)} of its rollouts are for the others")
         self.lose_all(app, why=str(error))
         app.note_answer(answers=False)
 
@@ -552,12 +552,12 @@ class Dispatcher:
         """
         if not await app.look():
             return False
-        if self._apps.is_twin(app):
-            self._apps.tell(f"{app.url} is a task app that has another address already")
+        if self.task_apps.is_twin(app):
+            self.task_apps.tell(f"{app.url} is a task app that has another address already")
             return False
         if app.is_same_process:
             await self._fetch_results(app)
-        self._apps.tell(f"task app answers: {app.url}")
+        self.task_apps.tell(f"task app answers: {app.url}")
         app.fault = None
         self.deal()
         return True

@@ -13,13 +13,22 @@ _ATTEMPTS = 2  # of a replay; at two task apps where there are two
 
 
 async def snapshots_at(
-    apps: TaskApps, planner: Planner, rollout: Rollout, turns: Iterable[int], start: Start | None = None
+    apps: TaskApps,
+    planner: Planner,
+    rollout: Rollout,
+    turns: Iterable[int],
+    start: Start | None = None,
+    *,
+    first_app: int = 0,
 ) -> dict[int, str] | None:
     """Snapshots of a finished rollout after these decisions, by turn; 0 is its start.
 
     `start` is where it began, if that was a snapshot.
 
     None where no task app of two can be reached for it.
+
+    Args:
+        first_app: the number of the task app that is asked first.
 
     Raises:
         TaskAppError: the episode goes otherwise when it is replayed.
@@ -39,16 +48,20 @@ async def snapshots_at(
             turns=tuple(map(ReplayTurn.of, episode.steps[: some[-1]])),
             snapshots=some,
         )
-        snapshots = await _replayed(apps, record, rollout.rollout_id)
+        snapshots = await _replayed(apps, record, rollout.rollout_id, first_app=first_app)
         if snapshots is None:
             return None
         found |= snapshots
     return found
 
 
-async def _replayed(apps: TaskApps, record: ReplayRequest, rollout_id: str) -> dict[int, str] | None:
-    serving = apps.serving
-    for client in (*serving, *serving)[:_ATTEMPTS]:
+async def _replayed(
+    apps: TaskApps, record: ReplayRequest, rollout_id: str, *, first_app: int
+) -> dict[int, str] | None:
+    for attempt in range(_ATTEMPTS):
+        if not (serving := apps.serving):
+            return None
+        client = serving[(first_app + attempt) % len(serving)]
         try:
             return await client.snapshots(record)
         except TaskAppLost:

@@ -1,5 +1,6 @@
 """Which rollouts an iteration, a warm-up or an evaluation asks for. Pure: same job, same requests."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -9,6 +10,7 @@ from pydantic import SecretStr
 
 from shared_schemas.rewards import StepRewards
 from shared_schemas.rollouts import EnvSpec, PolicySpec, Rollout, RolloutLimits, RolloutRequest, Start
+from shared_schemas.trajectory import exact_tokens
 from trainer_backend.collect.sources import (
     Allocation,
     Inference,
@@ -18,6 +20,7 @@ from trainer_backend.collect.sources import (
     model_config,
 )
 from trainer_backend.core.advantages.branch import branch_turns
+from trainer_backend.core.forks import ForkPlug, Parent
 from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.core.starts import CurriculumKeys, Moment, Starts
@@ -25,7 +28,7 @@ from trainer_backend.job.mixture_table import RolloutOnlyTable
 from trainer_backend.job.rollout_table import MultiTurnTable, RolloutTable, WarmupTable
 from trainer_backend.job.schema import EvaluationTable
 from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
-from trainer_backend.plugins import estimator
+from trainer_backend.plugins import estimator, fork_rule
 
 __all__ = ["Inference", "Planner", "digest_tasks", "retried"]
 
@@ -177,19 +180,64 @@ class Planner:
         They get the rest of the parent's limits, its time included. A lost branch is asked for again like
         any other rollout.
         """
-        requests = []
-        for parent in parents:
-            name = parent.rollout_id
-            for step in () if parent.trajectory is None else parent.trajectory.steps:
-                if step.snapshot is None:
-                    continue
-                group_id = f"{name.replace(':', '.')}/branch-{step.turn}"
-                start = Start(snapshot=step.snapshot, parent_rollout_id=name, parent_turn=step.turn - 1)
-                for sibling in range(self.algorithm.branch_rollouts):
-                    seed_parts = ("branch", parent.group_id, parent.sibling, step.turn, sibling)
-                    request = self.continuation(parent, start, group_id, sibling, seed_parts=seed_parts)
-                    requests.append(request)
-        return requests
+        return [
+            request
+            for parent in parents
+            for step in (() if parent.trajectory is None else parent.trajectory.steps)
+            if step.snapshot is not None
+            for request in self._branches_from(parent, step.turn, step.snapshot)
+        ]
+
+    @property
+    def fork_rule(self) -> ForkPlug | None:
+        """What chooses the decisions that others play on from, to be trained; None where none are."""
+        return fork_rule(self.algorithm.fork_rule) if self.algorithm.train_branches else None
+
+    def fork_turns(self, parent: Rollout, td_errors_T: Sequence[float] = ()) -> tuple[int, ...]:
+        """The decisions of a finished episode that the job's rule forks, by their turns.
+
+        None of an episode that began at a snapshot, which cannot be replayed from its seed.
+        """
+        rule, episode = self.fork_rule, parent.trajectory
+        if rule is None or episode is None or episode.parent_rollout_id is not None:
+            return ()
+        surprise_T = [-math.fsum(call.logprobs if call else ()) for call in map(exact_tokens, episode.steps)]
+        facts = Parent(self._first_branch, self.players.max_decisions, surprise_T, td_errors_T)
+        seed = derived_seed(self.players.seed, "forks", parent.group_id, parent.sibling)
+        return rule.choose(facts, self.algorithm.branches_per_episode, seed)
+
+    def forks(
+        self, parent: Rollout, snapshots: Mapping[int, str], *, fresh_draws: bool
+    ) -> list[RolloutRequest]:
+        """Rollouts that play on from a finished one and are trained.
+
+        Args:
+            snapshots: by the number of decisions before it.
+            fresh_draws: whether the world draws other numbers than in the parent, the same for all of a fork.
+        """
+        return [
+            request.model_copy(
+                update={
+                    "state_keys": self._state_keys,
+                    "final_view": self.algorithm.bootstrap_truncated,
+                }
+            )
+            for done, snapshot in sorted(snapshots.items())
+            for request in self._branches_from(parent, done + 1, snapshot, fresh_draws=fresh_draws)
+        ]
+
+    def _branches_from(
+        self, parent: Rollout, turn: int, snapshot: str, *, fresh_draws: bool = False
+    ) -> list[RolloutRequest]:
+        """A group that plays on from before a decision."""
+        name, origin = parent.rollout_id, (parent.group_id, parent.sibling, turn)
+        draws = derived_seed(self.players.seed, "fork draws", *origin) if fresh_draws else None
+        start = Start(snapshot=snapshot, draws_seed=draws, parent_rollout_id=name, parent_turn=turn - 1)
+        group_id = f"{name.replace(':', '.')}/branch-{turn}"
+        return [
+            self.continuation(parent, start, group_id, sibling, seed_parts=("branch", *origin, sibling))
+            for sibling in range(self.algorithm.branch_rollouts)
+        ]
 
     def warmup(self, key: SecretStr | None = None, *, most: int | None = None) -> list[RolloutRequest]:
         """The teacher's episodes, an origin each, or the first `most`; `key`: of the server in its config."""
@@ -255,20 +303,16 @@ class Planner:
         """A group on each origin; `siblings`: only so many of each, the first ones."""
         size = siblings or self.table.group_size
         samplers = self.allocation.samplers(stage, iteration, groups=len(origins), siblings=size)
-        algorithm, requests = self.algorithm, []
-        # Those that the job names, and the one that its estimator compares decisions by.
-        compares = estimator(algorithm.advantage).needs_state_keys
-        own = [algorithm.state_hashing_function] if compares else []
-        state_keys = tuple(dict.fromkeys((*self.players.rollout.state_keys, *own)))
+        requests = []
         for group, origin in enumerate(origins):
             for sibling, policy in enumerate(samplers[group]):
                 slot = Slot(stage, iteration, group, sibling)
                 spec = self.players.sampled_by(policy, self._rollout_id(slot), *slot)
                 request = self._request(
                     slot, origin, spec, self.table.step_rewards,
-                    state_keys=state_keys,
+                    state_keys=self._state_keys,
                     snapshot_turns=self._snapshot_turns(slot),
-                    final_view=algorithm.bootstrap_truncated,
+                    final_view=self.algorithm.bootstrap_truncated,
                 )  # fmt: skip
                 requests.append(request)
         return requests
@@ -316,15 +360,28 @@ class Planner:
             snapshot_turns=snapshot_turns,
         )
 
+    @property
+    def _state_keys(self) -> tuple[str, ...]:
+        """Those that the job names, and the one that its estimator compares decisions by."""
+        algorithm = self.algorithm
+        compares = estimator(algorithm.advantage).needs_state_keys
+        own = [algorithm.state_hashing_function] if compares else []
+        return tuple(dict.fromkeys((*self.players.rollout.state_keys, *own)))
+
+    @property
+    def _first_branch(self) -> int:
+        """The first turn that has branches; never the first one where siblings are its branches."""
+        return 1 if self.table.group_size == 1 else 2
+
     def _snapshot_turns(self, slot: Slot) -> tuple[int, ...]:
-        """The turns before which a snapshot is taken; never the first one where siblings are its branches."""
-        if not estimator(self.algorithm.advantage).needs_branches:
+        """The turns before which a snapshot is taken; those of branches that are trained come by replay."""
+        if not estimator(self.algorithm.advantage).needs_branches or self.algorithm.train_branches:
             return ()
         return branch_turns(
             derived_seed(self.players.seed, "branch turns", *slot),
             count=self.algorithm.branches_per_episode,
             max_decisions=self.players.max_decisions,
-            first=1 if self.table.group_size == 1 else 2,
+            first=self._first_branch,
         )
 
     def _origins(self, iteration: int) -> list[Origin]:

@@ -262,6 +262,7 @@ async def _check(
     places = {
         "algorithm.advantage": estimator(planner.algorithm.advantage).needs_branches,
         "curriculum.rule": planner.curriculum is not None,
+        "algorithm.train_branches": planner.algorithm.train_branches,
     }
     for place in (place for place, needs_snapshots in places.items() if needs_snapshots):
         try:

@@ -3,9 +3,10 @@
 Pure: a stored rollout file gives the same numbers anywhere.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any
 
 from shared_schemas.rollouts import Rollout
@@ -16,6 +17,7 @@ from trainer_backend.core.advantages.episodes import Advantages, EpisodeRewards,
 from trainer_backend.core.advantages.gae import foretold
 from trainer_backend.core.advantages.spread import flat_groups
 from trainer_backend.core.critic import ByToken, CriticTargets, OfEpisode, firsts, targets_of
+from trainer_backend.core.forks import compare_at_forks, cut_rest
 from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.rewards import discounted_returns
@@ -25,7 +27,7 @@ from trainer_backend.credit.rewards import Earned, Policies, Rewards, kl_metrics
 from trainer_backend.errors import AdvantageError, CreditError, place
 from trainer_backend.job.training_table import AlgorithmTable
 from trainer_backend.parts import CreditedEpisode
-from trainer_backend.plugins import estimator
+from trainer_backend.plugins import estimator, fork_rule
 from trainer_backend.rundir.rollout_files import Credit
 
 
@@ -56,14 +58,16 @@ class Credited:
     """One for every episode, in the order given."""
     metrics: dict[str, float]
     flat: list[str]
-    """Ids of the groups whose advantages are all 0 (core.flat_groups), with no cost of KL in them: it differs
-    a little between any two episodes, which is no spread to learn from."""
+    """Ids of the groups of whole episodes whose advantages are all 0 (core.flat_groups), without the cost of
+    KL: it differs a little between any two episodes, which is no spread to learn from."""
+    fork_credits: Mapping[str, Credit] = field(default_factory=dict)
+    """Of trained continuations, by rollout id."""
 
 
-def _flat(rollouts: Sequence[Rollout], estimate: "_Estimate") -> list[str]:
+def _flat(estimate: "_Estimate") -> list[str]:
     """Flat groups, by the groups that were played, whichever of their episodes were compared."""
     advantages = [item.flat if isinstance(item, ByToken) else item for item in estimate.trained]
-    played = zip(estimate.episodes, rollouts, strict=True)
+    played = zip(estimate.episodes, estimate.rollouts, strict=True)
     return flat_groups([replace(item, group_id=rollout.group_id) for item, rollout in played], advantages)
 
 
@@ -71,6 +75,7 @@ def _flat(rollouts: Sequence[Rollout], estimate: "_Estimate") -> list[str]:
 class _Estimate:
     """Stops 9 and 10; all lists in the order of the rollouts."""
 
+    rollouts: Sequence[Rollout]
     trajectories: list[Trajectory]
     policies: list[str]
     """Who sampled each."""
@@ -125,6 +130,11 @@ class CreditAssignment:
     """Groups whose advantages are all 0 are not trained."""
 
     @property
+    def has_branches(self) -> bool:
+        """Whether others play on from decisions, to measure or to be trained."""
+        return self.estimator.needs_branches or self.algorithm.train_branches
+
+    @property
     def estimator(self) -> EstimatorPlug[Any]:
         return estimator(self.algorithm.advantage)
 
@@ -134,34 +144,52 @@ class CreditAssignment:
         `measured` is what the job's estimator needs beside them. Raises CreditError, by the name of its
         rollout, for what an episode lacks, or has broken.
         """
-        estimate = without_kl = self._estimate(rollouts, measured)
+        estimate, forks = estimates = self._estimates(rollouts, measured)
+        without_kl = estimates
         if self.rewards.pays_kl:
-            without_kl = replace(self, rewards=self.rewards.without_kl())._estimate(rollouts, measured)
-        flat = _flat(rollouts, without_kl)
-        skipped = set(flat) if self.skips_flat_groups else set()
-        columns = zip(rollouts, estimate.policies, estimate.trained, estimate.targets, strict=True)
-        episodes = [
-            CreditedEpisode(
-                rollout.rollout_id,
-                self.policies.segments_by(rollout),
-                advantages,
-                critic=critic,
-                policy=policy,
-            )
-            for rollout, policy, advantages, critic in columns
-            if rollout.group_id not in skipped
-        ]
+            without_kl = replace(self, rewards=self.rewards.without_kl())._estimates(rollouts, measured)
+        flat, flat_forks = map(_flat, without_kl)
+        skipped = {*flat, *flat_forks} if self.skips_flat_groups else set()
+        trained, after_forks = (self._credited(item, skipped) for item in estimates)
         metrics = {
             **estimate.actor_metrics(self.algorithm.gamma),
             **kl_metrics(estimate.earned),
+            **(self._fork_metrics(estimates, trained, after_forks) if self.algorithm.train_branches else {}),
+            **({"forks/flat": float(len(flat_forks))} if self.algorithm.train_branches else {}),
             "group/count": float(len({rollout.group_id for rollout in rollouts})),
             "group/flat": float(len(flat)),
         }
-        return Credited(episodes, estimate.credits(self.algorithm), metrics, flat)
+        credits, of_forks = (item.credits(self.algorithm) for item in estimates)
+        names = (rollout.rollout_id for rollout in forks.rollouts)
+        return Credited(
+            [*trained, *after_forks], credits, metrics, flat, dict(zip(names, of_forks, strict=True))
+        )
 
     def credits(self, rollouts: Sequence[Rollout], measured: Measured = NOTHING) -> list[Credit]:
         """The credits of `credit` alone, without what only an update and its logs need; else the same."""
         return self._estimate(rollouts, measured).credits(self.algorithm)
+
+    def continuations(self, measured: Measured) -> list[Rollout]:
+        """Those that are trained, fork by fork."""
+        if not self.algorithm.train_branches:
+            return []
+        forks = (fork for by_turn in (measured.branches or {}).values() for fork in by_turn.values())
+        return list(chain.from_iterable(forks))
+
+    def fork_credits(self, rollouts: Sequence[Rollout], measured: Measured) -> list[Credit]:
+        """The credits of `continuations`, whose parents are all among these rollouts."""
+        _, forks = self._estimates(rollouts, measured)
+        return forks.credits(self.algorithm)
+
+    def td_errors(self, rollout: Rollout, measured: Measured) -> list[float]:
+        """[T] r_t + gamma V(s_{t+1}) - V(s_t) of a finished rollout whose values were measured."""
+        episode = rollout.trajectory
+        assert episode is not None, "only finished rollouts have values"
+        rewards_T = self._earned(rollout, measured).rewards_T
+        values_T = firsts(measured.values[rollout.rollout_id])
+        after = self._value_after(rollout, episode, measured) or 0.0
+        following = zip(rewards_T, [*values_T[1:], after], values_T, strict=True)
+        return [reward + self.algorithm.gamma * then - value for reward, then, value in following]
 
     def find_rejected(
         self, rollouts: Sequence[Rollout], measured: Measured = NOTHING
@@ -208,7 +236,75 @@ class CreditAssignment:
         done = None if rollout.trajectory is None else rollout.trajectory.parent_turn
         return self.rewards.earned_by(rollout, measured.scored, decisions_done=done or 0)
 
-    def _estimate(self, rollouts: Sequence[Rollout], measured: Measured) -> _Estimate:
+    def _credited(self, estimate: _Estimate, skipped: Container[str]) -> list[CreditedEpisode]:
+        """What an update needs of those whose group is not skipped."""
+        columns = zip(estimate.rollouts, estimate.policies, estimate.trained, estimate.targets, strict=True)
+        return [
+            CreditedEpisode(
+                rollout.rollout_id,
+                self.policies.segments_by(rollout),
+                advantages,
+                critic=critic,
+                policy=policy,
+            )
+            for rollout, policy, advantages, critic in columns
+            if rollout.group_id not in skipped
+        ]
+
+    def _estimates(self, rollouts: Sequence[Rollout], measured: Measured) -> tuple[_Estimate, _Estimate]:
+        """Of whole episodes, and of the continuations that are trained; those are groups of their own."""
+        estimate = self._estimate(rollouts, measured)
+        continuations = self.continuations(measured)
+        forks = self._estimate_forks(continuations, estimate, measured) if continuations else _NO_FORKS
+        return estimate, forks
+
+    def _estimate_forks(
+        self, continuations: Sequence[Rollout], parents: _Estimate, measured: Measured
+    ) -> _Estimate:
+        """Continuations by the job's estimator, their first decisions by leave-one-out.
+
+        Where the rule that chose the fork read nothing that was sampled, the parent's rest is one more
+        sibling, which is trained with the parent alone.
+        """
+        is_blind = not fork_rule(self.algorithm.fork_rule).reads_samples
+        rests = [
+            cut_rest(episode, turn, members[0].group_id)
+            for episode in (parents.episodes if is_blind else ())
+            for turn, members in (measured.branches or {}).get(episode.rollout_id, {}).items()
+        ]
+        found = self._estimate(continuations, measured, rests)
+        advantages = compare_at_forks(found.advantages, found.episodes, rests, self.algorithm.gamma)
+        return replace(found, advantages=advantages, trained=advantages.per_token or advantages.per_episode)
+
+    def _fork_metrics(
+        self,
+        estimates: tuple[_Estimate, _Estimate],
+        trained: Sequence[CreditedEpisode],
+        after_forks: Sequence[CreditedEpisode],
+    ) -> dict[str, float]:
+        """How much of the update comes after forks, and what continuations earned more than their parents."""
+        parents, forks = estimates
+        gamma = self.algorithm.gamma
+        returns = {
+            episode.rollout_id: discounted_returns(episode.rewards_T, gamma) for episode in parents.episodes
+        }
+        gains = [
+            discounted_returns(episode.rewards_T, gamma)[0]
+            - returns[trajectory.parent_rollout_id or ""][trajectory.parent_turn or 0]
+            for episode, trajectory in zip(forks.episodes, forks.trajectories, strict=True)
+        ]
+        counts = [sum(len(firsts(item.advantages)) for item in part) for part in (trained, after_forks)]
+        return {
+            "forks/count": float(len({rollout.group_id for rollout in forks.rollouts})),
+            "forks/rollouts": float(len(forks.rollouts)),
+            "forks/share": counts[1] / max(sum(counts), 1),
+            **({"forks/gain": math.fsum(gains) / len(gains)} if gains else {}),
+        }
+
+    def _estimate(
+        self, rollouts: Sequence[Rollout], measured: Measured, rests: Sequence[EpisodeRewards] = ()
+    ) -> _Estimate:
+        """The job's estimator over these rollouts, and over `rests` that are only compared with."""
         trajectories = finished_trajectories(rollouts, "credit")
         policies = [self.policies.policy_by(rollout) for rollout in rollouts]
         earned = [self._earned(rollout, measured) for rollout in rollouts]
@@ -217,15 +313,16 @@ class CreditAssignment:
             for rollout, item, earnings in zip(rollouts, trajectories, earned, strict=True)
         ]
         keys = self.algorithm.read(self.estimator.keys, self.algorithm.advantage)
-        advantages = self.estimator.compute(episodes, keys)
-        trained: Sequence[OfEpisode] = advantages.per_token or advantages.per_episode
+        advantages = self.estimator.compute([*episodes, *rests], keys)
+        trained: Sequence[OfEpisode] = (advantages.per_token or advantages.per_episode)[: len(episodes)]
         targets = [
             targets_of(episode.token_values or episode.values_T, item) if episode.values_T else None
             for episode, item in zip(episodes, trained, strict=True)
         ]
         return _Estimate(
-            trajectories, policies, earned, episodes, advantages=advantages, trained=trained, targets=targets
-        )
+            rollouts, trajectories, policies, earned, episodes,
+            advantages=advantages, trained=trained, targets=targets,
+        )  # fmt: skip
 
     def _rewarded(
         self, rollout: Rollout, trajectory: Trajectory, rewards_T: Sequence[float], measured: Measured
@@ -274,6 +371,14 @@ class CreditAssignment:
     def _branch_returns(self, parent: Trajectory, measured: Measured, rollout_id: str) -> list[list[float]]:
         """[T] the discounted return of each branch from before a decision."""
         of_episode = (measured.branches or {}).get(rollout_id, {})
+        rule = self.algorithm.fork_rule
+        if self.algorithm.train_branches and of_episode and fork_rule(rule).reads_samples:
+            raise AdvantageError(
+                f"algorithm.fork_rule = {rule!r} chose its branches by what was sampled, so they are no "
+                "baseline of its own decisions",
+                where=place(rollout_id),
+                hint="fork_rule = 'uniform' chooses them by seed alone.",
+            )
         return [
             [
                 # It counts decisions from 1, so its horizon is the rest of the parent's.
@@ -285,6 +390,10 @@ class CreditAssignment:
             ]
             for step in parent.steps
         ]
+
+
+# Where no continuation is trained.
+_NO_FORKS = _Estimate([], [], [], [], [], Advantages([]), [], [])
 
 
 def _texts(trajectory: Trajectory, rollout_id: str) -> list[str]:

@@ -50,7 +50,7 @@ class Recredited:
     """What estimators made of the same decisions."""
 
     rollouts: list[Rollout]
-    """Those that finished, iteration after iteration."""
+    """Those that finished, iteration after iteration; then the continuations that were trained."""
     credits: Mapping[str, list[Credit]]
     """By estimator, in the order of the rollouts."""
     refused: Mapping[str, str]
@@ -102,7 +102,9 @@ def _measured(path: Path) -> Measured:
         return Measured(read_values(path), read_values_after(path), None, read_token_scores(path))
     branches = by_parent(with_records(item) for item in read_rollouts(beside))
     scored = {**read_token_scores(path), **read_token_scores(beside)}
-    return Measured(read_values(path), read_values_after(path), branches, scored)
+    values = {**read_values(path), **read_values(beside)}
+    after = {**(read_values_after(path) or {}), **(read_values_after(beside) or {})}
+    return Measured(values, after or None, branches, scored)
 
 
 def recredited(
@@ -123,6 +125,7 @@ def recredited(
             credit.rewards.earned_by(rollout, of_them.scored)  # what fails here fails for every estimator
     batches = list(zip(iterations, beside, strict=True))
     credits: dict[str, list[Credit]] = {}
+    after_forks = chain.from_iterable(map(credit.continuations, beside))
     refused: dict[str, str] = {}
     for name in names:
         try:
@@ -136,7 +139,7 @@ def recredited(
         if kind in kinds
     }
     met = {kind: sum(map(bool, row)) / max(len(row), 1) for kind, row in others.items()}
-    return Recredited(list(chain.from_iterable(iterations)), credits, refused, met)
+    return Recredited([*chain.from_iterable(iterations), *after_forks], credits, refused, met)
 
 
 _Batch = tuple[Sequence[Rollout], Measured]
@@ -145,7 +148,8 @@ _Batch = tuple[Sequence[Rollout], Measured]
 def _credits(credit: CreditAssignment, batches: Sequence[_Batch], **algorithm: object) -> list[Credit]:
     """Of all batches, with these keys of [algorithm] in place of the job's."""
     changed = replace(credit, algorithm=credit.algorithm.model_copy(update=algorithm))
-    return [item for rollouts, of_them in batches for item in changed.credits(rollouts, of_them)]
+    credits = [item for rollouts, of_them in batches for item in changed.credits(rollouts, of_them)]
+    return [*credits, *(item for batch in batches for item in changed.fork_credits(*batch))]
 
 
 def _compared(name: str) -> str:

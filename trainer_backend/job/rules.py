@@ -40,6 +40,8 @@ _MOST_ASKED = 1_000  # iterations for which a schedule is tried
 # Keys that get advice instead, or stand in every job so that jobs that differ in one name can be compared.
 _ALWAYS_ALLOWED = frozenset({"training.clip_low", "training.clip_high", "training.learning_rate_final"})
 
+_OF_FORKS = frozenset({"algorithm.branches_per_episode", "algorithm.branch_rollouts"})
+
 
 def _that_policy(test: Callable[[JobConfig, RolloutOnlyTable], bool], *names: str) -> Term:
     keys = tuple(f"rollout_only.{name}" for name in names)
@@ -149,6 +151,7 @@ learner.url: cluster.launcher = "external"
 multi_turn.context_tools: multi_turn.statelm_enabled = true
 training.kl_kind: training.kl_coef
 training.kl_reward_kind: training.kl_reward_coef
+algorithm.fork_rule: algorithm.train_branches = true
 rollout_only.api_key_env rollout_only.logprobs: rollout_only.inference_url
 """
 _NOT_READ = """
@@ -274,6 +277,16 @@ rollout.reward_function & curriculum
     it judges whole episodes, and those of the curriculum begin in the middle of one
 rollout.reward_function & algorithm.advantage: needs_branches
     it judges whole episodes, and a branch begins in the middle of one
+rollout.reward_function & algorithm.train_branches
+    it judges whole episodes, and a continuation begins in the middle of one
+algorithm.train_branches & <agent>
+    no snapshot holds an agent, so nothing can play on from its decisions (docs/captures.md)
+algorithm.fork_rule: reads_samples & algorithm.advantage: needs_branches
+    the measured decision would be chosen by its own sample, which biases it; known there: uniform
+algorithm.fork_rule: reads_samples & algorithm.branch_rollouts = 1
+    its continuations are compared with each other alone, and one has no other; give branch_rollouts 2 or more
+algorithm.fork_rule: needs_values & no algorithm.advantage: needs_values
+    it reads a critic's values, which this estimator has not. Did you mean advantage = 'gae'?
 rollout_only.model_path & rollout_only.inference_url
     which of them is it?
 rollout_only.inference_url & no rollout_only.model
@@ -310,11 +323,15 @@ rollout.reward_function & no training.step_rewards_mode = "off" & training.step_
 no algorithm.episode_score = "outcome"
     its base_reward is added to each decision, and its score is told but trains nothing; with an estimator
     that has episode scores, algorithm.episode_score = 'outcome' trains on both
-training.group_size = 1 & no algorithm.advantage: needs_values & no algorithm.advantage: needs_branches
+training.group_size = 1 & no algorithm.advantage: needs_values & no algorithm.advantage: needs_branches &
+no algorithm.train_branches
     group-relative advantages are all 0, nothing will be learned
 rollout.max_turns = 1 & algorithm.advantage: needs_branches & no training.group_size = 1
     it asks for no branches from a first decision, whose branches are its siblings, so every decision is
     compared as in 'stepwise'
+algorithm.train_branches & algorithm.advantage: divides_by_std & algorithm.fnorm = "std"
+    first decisions after forks have advantages in rewards, all others in standard deviations; use an
+    estimator that does not divide
 training.kl_reward_coef & algorithm.advantage: divides_by_std & algorithm.fnorm = "std"
     it divides by a standard deviation: where siblings earned the same, the KL alone is blown up to advantages
     of size 1, whatever the coefficient; use an estimator that does not divide
@@ -370,6 +387,8 @@ training.max_staleness
     truncated weights of older samples
 curriculum
     games that start where earlier ones have come
+algorithm.train_branches
+    also trained from the states of forks; docs/credit.md
 rollout_only
     truncated weights; docs/mixture.md
 """
@@ -579,6 +598,8 @@ def not_read_rules(config: JobConfig) -> Iterator[Rule[JobConfig]]:
     for board in READ_BY:
         name = Case(config).value(board)
         for key, readers in not_read(board, name).items() if name is not None else ():
+            if key in _OF_FORKS and config.algorithm.train_branches:
+                continue
             if key not in _ALWAYS_ALLOWED and is_key(key):  # a plug's own key is not: [TABLE.NAME] has it
                 choice = f"{board} = {name!r}"
                 told = f"is not read by {choice}"

@@ -75,6 +75,11 @@ TASK_APP_RULES = (
         "groups would start at snapshots, and {rollout.env_name!r} has none",
     ),
     _in_play(
+        ("algorithm.train_branches", "rollout.env_name"),
+        lambda p: not (p.conversation and p.algorithm.train_branches),
+        "it plays on from snapshots, and {rollout.env_name!r} is a conversation, which no snapshot holds",
+    ),
+    _in_play(
         ("data.interaction", "rollout.env_name"),
         lambda p: not (p.conversation and p.has_interactions) or p.takes_answers,
         "it, or interaction_kwargs of a row, names an interaction that is never asked in "

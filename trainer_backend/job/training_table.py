@@ -14,6 +14,7 @@ from trainer_backend.core.advantages.graphgpo import GraphgpoKeys
 from trainer_backend.core.aggregation import ConstantKeys
 from trainer_backend.core.behaviour import WeightKeys
 from trainer_backend.core.critic import CriticKeys
+from trainer_backend.core.forks import ForkKeys
 from trainer_backend.core.keys import Table
 from trainer_backend.core.kl import KlKeys
 from trainer_backend.core.kl_reward import KlRewardKeys
@@ -202,6 +203,7 @@ class AdvantageKeys(Table):
 
 
 class AlgorithmTable(
+    ForkKeys,
     BranchKeys,
     GraphgpoKeys,
     SoftKeys,

@@ -57,7 +57,9 @@ def show_episode(dashboard: Dashboard, job_id: str, rollout_id: str, turn: int) 
     pictures, key = dashboard.frames.cached(run_dir, rollout), decision["state_key"]
     # Decisions of the group in the same state, this one among them.
     anchors = reads_rollouts.anchors(store, job_id, row, key, limit=_ANCHORS_SHOWN) if key else ()
+    branches = reads_rollouts.branches(store, job_id, row, turn)
     return values | {
+        "branches": branches,
         "lines": decision_lines(episode, columns), "decision": decision, "turn": turn, "anchors": anchors,
         "address": f"{rollout_address(job_id, row.rollout_id)}?",
         "pager": (
@@ -85,6 +87,9 @@ def _describe(row: RolloutRow, episode: Trajectory | None, learned: int | None) 
         ("ended by", spaced(row.stop_reason or "")),
         ("learned from by", "" if learned is None else f"iteration {learned}"),
     ]
+    if episode is not None and episode.parent_rollout_id is not None:
+        parent = short_id(episode.parent_rollout_id)
+        facts.append(("began at", f"a snapshot of {parent}, after {episode.parent_turn} of its decisions"))
     if episode is not None and (reward := episode.user_reward) is not None:
         environment = number(reward.environment_outcome_reward)
         facts.append(("judged by", f"{reward.reward_function}; by its environment {environment}"))

@@ -10,7 +10,7 @@ from typing import Any
 
 from shared_schemas.messages import Message, ToolCall
 from shared_schemas.trajectory import StepData, Trajectory, exact_tokens
-from trainer_backend.core.advantages.derivation import PARTS
+from trainer_backend.core.advantages.derivation import AT_FORK, PARTS
 from trainer_backend.core.statistics import step_deltas
 from trainer_backend.pages.figures import MINUS, TIMES, clip, number, signed, spaced
 from trainer_backend.plugins import ESTIMATORS
@@ -251,8 +251,11 @@ def credit_lines(stored: Columns) -> list[tuple[str, str]]:
 
     Files of earlier versions tell neither parts nor estimator; nothing is returned.
     """
-    plug = ESTIMATORS.get(stored.get("estimator") or "")
-    return [] if plug is None else plug.derivation.lines(_numbers(stored), _shown)
+    plug, numbers = ESTIMATORS.get(stored.get("estimator") or ""), _numbers(stored)
+    if plug is None:
+        return []
+    is_first_after_fork = numbers.get("continuations") is not None
+    return (AT_FORK if is_first_after_fork else plug.derivation).lines(numbers, _shown)
 
 
 def _numbers(stored: Columns) -> dict[str, float | None]:

@@ -57,7 +57,7 @@ class IterationResult:
 
     batch: Batch
     branches: Batch
-    """Rollouts that play on from decisions of the collected ones, to measure with and not to train on."""
+    """Rollouts that play on from decisions of the collected ones, to measure with, or to be trained too."""
     credited: Credited
     start: Moment
     """When its rollouts were asked for."""
@@ -371,7 +371,9 @@ def _is_unpaid(row: Mapping[str, Any]) -> bool:
 
 
 def _is_flat(row: Mapping[str, Any]) -> bool:
-    return bool(0 < row.get("group/count", 0.0) <= row["group/flat"])
+    groups, flat = ("group/count", "forks/count"), ("group/flat", "forks/flat")
+    count = sum(row.get(name, 0.0) for name in groups)
+    return bool(0 < count <= sum(row.get(name, 0.0) for name in flat))
 
 
 def _count_since(rows: Sequence[Mapping[str, Any]], test: Callable[[Mapping[str, Any]], bool]) -> int:

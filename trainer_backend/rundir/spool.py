@@ -372,7 +372,7 @@ class LedgerEntry:
     policy_version: int
     """The version after the update."""
     rollout_ids: tuple[str, ...]
-    """The episodes in the update: without omitted flat groups, and without branches, which only measure."""
+    """The episodes in the update: without omitted flat groups, and without branches that only measure."""
 
 
 def append_to_ledger(folder: Path, entry: LedgerEntry) -> None:

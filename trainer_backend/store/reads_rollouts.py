@@ -184,6 +184,12 @@ def siblings(store: Store, job_id: str, row: RolloutRow) -> tuple[RolloutRow, ..
         return tuple(RolloutRow(*item) for item in rows)
 
 
+def branches(store: Store, job_id: str, row: RolloutRow, turn: int) -> tuple[RolloutRow, ...]:
+    """Return the rollouts that play on from before a decision of this one, by sibling and attempt."""
+    group = f"{row.rollout_id.replace(':', '.')}/branch-{turn}"
+    return siblings(store, job_id, replace(row, group_id=group, stage="branches"))
+
+
 def _group(job: int, row: RolloutRow) -> tuple[ColumnElement[bool], ...]:
     same = (
         ROLLOUTS.c.group_id == row.group_id,

@@ -7,7 +7,7 @@ from starlette.datastructures import QueryParams
 
 from shared_schemas.rollouts import RolloutFailure
 from tests.conftest import tiny_job
-from tests.trainer_backend.pages.hand_made import LOST, empty_run, iteration_row
+from tests.trainer_backend.pages.hand_made import LOST, empty_run, iteration_row, rollout
 from tests.trainer_backend.pages.shown import PNG, Shown, numbered_run
 from trainer_backend.pages.run import list_rollouts
 from trainer_backend.rundir.rollout_files import Credit, read_rollouts, write_rollouts
@@ -179,6 +179,25 @@ def test_of_lost_rollouts_the_list_says_why_each_stage_lost_some(shown: Shown, t
     assert [row.failure_code for row in page["rows"]] == ["task_app_lost"]
     assert page["losses"] == [(f"iteration {n}", "1 of 5", LOST) for n in (1, 2)]
     assert page["caption"] == "1 of 1 rollouts, newest first"
+
+
+def test_a_fork_is_drawn_at_the_decision_that_others_play_on_from(shown: Shown, tmp_path):
+    run = numbered_run(tmp_path / "tiny")
+    group = f"{FIRST_ROLLOUT}/branch-2"
+    left = {"parent_rollout_id": FIRST_ROLLOUT, "parent_turn": 1}
+    branches = [
+        rollout(1, [()], group=group, sibling=k).model_copy(update={"rollout_id": f"{group}/{k}"})
+        for k in range(2)
+    ]
+    write_rollouts(
+        run.rollouts_file("branches_1"),
+        [b.model_copy(update={"trajectory": b.trajectory.model_copy(update=left)}) for b in branches],
+    )
+    job_id = shown.add(run)
+    text = shown.page(f"/runs/{job_id}/rollouts/{FIRST_ROLLOUT}?turn=2")
+    assert f'<a href="/runs/{job_id}/rollouts/{group}/1">continuation 1</a>' in text
+    assert "continuation" not in shown.page(f"/runs/{job_id}/rollouts/{FIRST_ROLLOUT}?turn=1")
+    assert "after 1 of its decisions" in shown.page(f"/runs/{job_id}/rollouts/{group}/0")
 
 
 def test_no_number_of_an_address_is_an_error_of_ours(shown: Shown, job_id):

@@ -25,9 +25,9 @@ class BranchKeys(EstimatorKeys):
     """How many branches are played; the estimator reads their returns."""
 
     branches_per_episode: int = Field(default=2, ge=1, le=64)
-    """branch: decisions per episode from which others play on"""
+    """branch, train_branches: decisions per episode from which others play on"""
     branch_rollouts: int = Field(default=2, ge=1, le=64)
-    """branch: rollouts that start before each of them"""
+    """branch, train_branches: rollouts that start before each of them"""
 
 
 def branch(episodes: Sequence[EpisodeRewards], keys: BranchKeys) -> Advantages:
@@ -42,8 +42,7 @@ def branch(episodes: Sequence[EpisodeRewards], keys: BranchKeys) -> Advantages:
     and them a_t is as likely as ever. As which decisions have branches is settled before they are made
     (`branch_turns`), the policy gradient is unbiased (gamma 1, fixed denominators). The
     variance of A_t would be that of G_t given s_t, times 1 + 1/K, if the world drew anew; what both share
-    lowers it as a rule. Branches themselves are not trained: their states are not those of an episode's
-    start.
+    lowers it as a rule. Branches themselves are trained only with `train_branches` (`credit.forks`).
 
     Source: Monte Carlo values from intermediate states: Kazemnejad et al., VinePPO, arXiv:2410.01679, which
     takes r_t + V(s_{t+1}) - V(s_t) where this takes G_t - V(s_t), as most decisions have no branches.

@@ -11,6 +11,7 @@ PARTS: dict[str, str] = {
     "baseline": "what the return or score is compared with",
     "compared": "number of others that the baseline is made of; 0: its own return or score stands there",
     "branches": "number of branches that the baseline is the mean of",
+    "continuations": "number of others that play on from the same moment and the baseline is the mean of",
     "scale": "divisor; 1 where what is compared has no spread",
     "batch_baseline": "mean over the batch, subtracted beside the baseline",
     "value": "V of the state before the decision",
@@ -79,6 +80,13 @@ class Derivation:
             for equation in self.equations
             if (names := set(_NAME.findall(equation))) <= known.keys()
         ]
+
+
+# Of the first decision after a fork, whichever estimator credits those that follow (core/forks.py).
+AT_FORK = Derivation(
+    ("advantage = return - baseline",),
+    (("baseline", "mean of {continuations} other[s] from the same moment"),),
+)
 
 
 def two_levels(steps: Sequence[str], *words: tuple[str, str]) -> Derivation:

@@ -1,0 +1,177 @@
+"""Continuations that are trained, for real: HTTP, replays, engine, credit, files, a kill amid forks."""
+
+import math
+from itertools import pairwise
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.conftest import ListReporter, rows_of, tiny_job, train_job, warmed_up
+from tests.contract.test_killed_and_resumed import actions_of, killed, paths
+from trainer_backend.core.rewards import discounted_returns
+from trainer_backend.credit.recredit import recredit_run
+from trainer_backend.rundir.rollout_files import read_rollouts
+from trainer_backend.rundir.spool import read_ledger
+
+GAMMA = 0.9
+FORKS = {"algorithm__train_branches": True, "algorithm__branches_per_episode": 2}
+
+
+def forked(trained, path, **overrides):
+    job = tiny_job(
+        **{
+            **warmed_up(trained), **FORKS, "algorithm__gamma": GAMMA, "rollout__episodes_per_batch": 4,
+            "training__iterations": 1, "evaluation__instances": 1, **overrides,
+        }
+    )  # fmt: skip
+    return train_job(job, path)
+
+
+@pytest.fixture(scope="module")
+def run(trained, tmp_path_factory):
+    directory, reporter, progress = forked(
+        trained, tmp_path_factory.mktemp("runs") / "forks", algorithm__fork_rule="surprise"
+    )
+    assert progress.iteration == 1
+    return directory, reporter
+
+
+def stored(directory, name):
+    return read_rollouts(directory.rollouts_file(name))
+
+
+def decisions_of(path):
+    return {
+        (row["rollout_id"], decision["turn"]): decision
+        for row in pq.read_table(path).to_pylist()
+        for decision in row["decisions"]
+    }
+
+
+def test_continuations_are_trained_with_leave_one_out_at_the_fork(run):
+    directory, _ = run
+    branches = stored(directory, "branches_1")
+    credits = decisions_of(directory.rollouts_file("branches_1"))
+    assert branches
+    for one, other in list(pairwise(branches))[::2]:
+        assert one.group_id == other.group_id and one.trajectory.parent_turn >= 1
+        returns = []
+        for item in (one, other):
+            rewards_T = [step.metadata.decision_rewards.unique_delta for step in item.trajectory.steps]
+            returns.append(discounted_returns(rewards_T, GAMMA)[0])
+        first = credits[one.rollout_id, 1]
+        assert first["advantage"] == pytest.approx(returns[0] - returns[1])
+        assert first["advantage_parts"]["continuations"] == 1.0
+        assert one.trajectory.steps[0].observation_data.messages == (
+            other.trajectory.steps[0].observation_data.messages
+        )
+    (line,) = read_ledger(directory.path)
+    whole = stored(directory, "iteration_1")
+    assert set(line.rollout_ids) == {item.rollout_id for item in (*whole, *branches)}
+    [row] = rows_of(directory, "iteration")
+    after = sum(len(item.trajectory.steps) for item in branches)
+    before = sum(len(item.trajectory.steps) for item in whole)
+    assert row["forks/rollouts"] == len(branches) == row["branch/rollouts"]
+    assert row["forks/share"] == after / (after + before)
+    assert row["rollout/finished"] == 4.0, "whole episodes are counted apart"
+    assert math.isfinite(row["forks/gain"])
+
+
+def test_recredit_gives_the_same_advantages_to_what_was_trained(run, tmp_path):
+    directory, _ = run
+    names = ["stepwise", "branch", "rloo"]
+    recredit_run(directory.path, names, [], None, tmp_path, (), reporter=ListReporter())
+    again = decisions_of(tmp_path / "stepwise.parquet")
+    first = decisions_of(directory.rollouts_file("iteration_1"))
+    first |= decisions_of(directory.rollouts_file("branches_1"))
+    assert {place: item["advantage"] for place, item in again.items()} == {
+        place: item["advantage"] for place, item in first.items()
+    }
+    assert (tmp_path / "rloo.parquet").exists()
+    assert not (tmp_path / "branch.parquet").exists(), "its baselines would be chosen by their own samples"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"algorithm__advantage": "gae", "algorithm__fork_rule": "critic"},
+        {"algorithm__advantage": "branch"},
+    ],
+    ids=["critic", "branch"],
+)
+def test_other_rules_and_estimators_train_too(trained, tmp_path, keys):
+    directory, _, progress = forked(trained, tmp_path / "run", **keys)
+    assert progress.iteration == 1
+    [row] = rows_of(directory, "iteration")
+    assert row["forks/rollouts"] > 0 and row["optim/steps"] > 0
+    decisions = decisions_of(directory.rollouts_file("branches_1")).values()
+    assert all(item["advantage"] is not None for item in decisions)
+
+
+KILLED = {"training__iterations": 3, "rollout__max_turns": 4, **FORKS, "algorithm__fork_rule": "surprise"}
+
+
+@pytest.mark.timeout(240)
+def test_a_run_that_is_killed_amid_forks_is_the_run_that_it_would_have_been(tmp_path):
+    from tests.contract.test_killed_and_resumed import exact_job
+
+    whole, _, _ = train_job(exact_job(**KILLED), tmp_path / "whole")
+    # Four whole episodes are kept first, so this is the second continuation.
+    run = killed(tmp_path, part="rollouts/iteration_2.spool.jsonl", number=6, **KILLED)
+    resumed, _, progress = train_job(exact_job(**KILLED), run.path, resume=run)
+    assert progress.iteration == 3
+    assert rows_of(resumed, "iteration")[1]["recovery/rollouts_reused"] >= 5.0
+    for iteration in (1, 2, 3):
+        assert actions_of(resumed, iteration) == actions_of(whole, iteration)
+        mine, others = (
+            {
+                tuple(place[0].split("/")[1:]) + place[1:]: item["advantage"]
+                for place, item in decisions_of(one.rollouts_file(f"branches_{iteration}")).items()
+            }
+            for one in (resumed, whole)
+        )
+        assert mine == others != {}
+    lines, others = read_ledger(run.path), read_ledger(whole.path)
+    assert [paths(line.rollout_ids) for line in lines] == [paths(line.rollout_ids) for line in others]
+
+
+OTHERS = {
+    "babyai": {
+        "rollout__env_config": {"text": "compact", "level": "GoToRedBallNoDists"},
+        "warmup__policy_name": "babyai_teacher", "warmup__policy_config": {},
+    },
+    "sokoban": {
+        "rollout__env_config": {"text": "compact", "size": 5, "boxes": 2},
+        "warmup__policy_name": "sokoban_teacher", "warmup__policy_config": {},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("env_name", OTHERS)
+def test_other_environments_are_forked_too(env_name, tmp_path):
+    if env_name == "babyai":
+        pytest.importorskip("minigrid")
+    job = tiny_job(
+        **FORKS, **OTHERS[env_name], rollout__env_name=env_name, rollout__max_turns=6,
+        rollout__episodes_per_batch=4, training__iterations=1, evaluation__instances=1,
+        algorithm__fork_rule="surprise",
+    )  # fmt: skip
+    directory, _, progress = train_job(job, tmp_path / "run")
+    assert progress.iteration == 1
+    [row] = rows_of(directory, "iteration")
+    assert row["forks/rollouts"] > 0 and row["branch/failed"] == 0.0
+    parents = {item.rollout_id: item.trajectory for item in stored(directory, "iteration_1")}
+    for branch in stored(directory, "branches_1"):
+        episode = branch.trajectory
+        left = parents[episode.parent_rollout_id].steps[episode.parent_turn]
+        assert episode.steps[0].observation_data.messages == left.observation_data.messages
+
+
+def test_an_iteration_that_is_collected_ahead_is_forked_when_it_is_waited_for(trained, tmp_path):
+    directory, _, progress = forked(
+        trained, tmp_path / "run", training__iterations=3, training__max_staleness=1,
+        algorithm__fork_rule="surprise",
+    )  # fmt: skip
+    assert progress.iteration == 3
+    rows = rows_of(directory, "iteration")
+    assert all(row["forks/rollouts"] > 0 and row["policy/staleness_max"] <= 1 for row in rows)
