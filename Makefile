@@ -13,7 +13,7 @@ TEST_THREADS := GOMP_SPINCOUNT=0 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 # In the order of their names, in which the dearest files come first; xdist's own order puts files of few tests last.
 PYTEST := $(TEST_THREADS) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-fast test-kernel test-real-model test-families test-foreign test-compose test-clients gpu-wheels check fmt lint types size setup clean study-demo study-reward-modes study-credit study-truth study-ahead study-statelm study-dialogue study-mixture study-soak study-faults study-ray study-vllm study-broadcast study-ranks study-hosts study-scale bench
+.PHONY: help demo test test-fast test-kernel test-real-model test-families test-foreign test-compose test-clients gpu-wheels check fmt lint types size setup clean study-demo study-reward-modes study-credit study-truth study-ahead study-statelm study-dialogue study-starts study-mixture study-soak study-faults study-ray study-vllm study-broadcast study-ranks study-hosts study-scale bench
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 24
@@ -118,6 +118,9 @@ study-credit: $(VENV)/.ready ## five estimators of credit, one warm start and eq
 
 study-dialogue: $(VENV)/.ready ## turn scores against the outcome alone in dialogues, 3 seeds each (a quarter of an hour; resumable)
 	$(BIN)/python -m bench.study_dialogue
+
+study-starts: $(VENV)/.ready ## starts at snapshots against starts at the beginning in a corridor, 5 seeds each (an hour; resumable)
+	$(BIN)/python -m bench.study_starts --seeds 0 1 2 3 4
 
 study-ahead: $(VENV)/.ready ## collecting ahead, in one process and in several, against taking turns, 3 seeds each (an hour; resumable)
 	$(BIN)/python -m bench.study_ahead

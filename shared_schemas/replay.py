@@ -7,7 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from shared_schemas.base import Body
 from shared_schemas.messages import ToolCall
-from shared_schemas.rollouts import Name, Seed
+from shared_schemas.rollouts import Name, Seed, Start
 from shared_schemas.trajectory import StepData
 
 # Crafter's textures are 16 pixels wide and 9 cells fill a side: nothing is lost or blurred.
@@ -54,8 +54,11 @@ class ReplayRequest(Body):
     env_name: Name
     config: dict[str, Any] = Field(default_factory=dict)
     seed: Seed
+    start: Start | None = Field(
+        default=None, description="where the episode began, if that was a snapshot; null: the seed's world"
+    )
     turns: tuple[ReplayTurn, ...] = Field(
-        default=(), max_length=10_000, description="the decisions of the episode, from the first"
+        default=(), max_length=10_000, description="the decisions of the episode, from its start"
     )
     frames: tuple[FrameTurn, ...] = Field(
         default=(), description="turns to draw the environment after; 0 is the start of the episode"

@@ -540,6 +540,10 @@ class Trajectory(Body):
     steps: tuple[StepData, ...]
     outcome_reward: float
     outcome_definition: str
+    outcome_before: float = Field(
+        default=0.0,
+        description="what outcome_reward was at the snapshot where the episode began; 0 in a world of a seed",
+    )
     achievements_counts: dict[str, Whole] = Field(default_factory=dict)
     env_steps: Count
     terminated: bool
@@ -565,6 +569,11 @@ class Trajectory(Body):
         description="of the environment before the decision that a limit prevented, if snapshot_turns names "
         "that decision",
     )
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether the episode began at a snapshot of another one."""
+        return self.parent_rollout_id is not None
 
     @property
     def cut_short(self) -> bool:

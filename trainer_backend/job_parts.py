@@ -127,6 +127,7 @@ def planner(
         table=job.training,
         algorithm=job.algorithm,
         teacher=job.warmup,
+        curriculum=job.curriculum,
     )
 
 

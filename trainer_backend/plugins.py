@@ -22,6 +22,7 @@ from trainer_backend.core.losses import LOSSES as LOSSES
 from trainer_backend.core.losses import LossPlug
 from trainer_backend.core.presets import PRESETS
 from trainer_backend.core.schedules import SCHEDULES, FallPlug
+from trainer_backend.core.starts import STARTS, StartPlug
 from trainer_backend.errors import JobError
 from trainer_backend.sinks import OpenSink, TensorBoard, Trackio, Wandb
 from trainer_backend.tool_formats.calls import ToolFormat
@@ -132,6 +133,7 @@ BOARDS: dict[str, Mapping[str, Any]] = {
     **OPEN_BOARDS,
     "algorithm.fork_rule": FORK_RULES,
     "training.learning_rate_schedule": SCHEDULES,
+    "curriculum.rule": STARTS,
     "model.preset": PRESETS,
     "model.tool_call_format": TOOL_FORMATS,
 }
@@ -198,6 +200,11 @@ def aggregation(name: str) -> AggregationPlug:
 def schedule(name: str) -> FallPlug:
     """Return the course of the learning rate after its rise, or raise JobError."""
     return _plug(SCHEDULES, name, key="training.learning_rate_schedule")
+
+
+def start_rule(name: str) -> StartPlug:
+    """Return the rule that chooses starts from snapshots, or raise JobError."""
+    return _plug(STARTS, name, key="curriculum.rule")
 
 
 def allocation(name: str) -> AllocationPlug:

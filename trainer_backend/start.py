@@ -19,7 +19,7 @@ from trainer_backend.collect.client import Show, TaskAppClient
 from trainer_backend.collect.client import State as AppState
 from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.task_apps import describe
-from trainer_backend.collect.trial import try_job
+from trainer_backend.collect.trial import describe_environment, try_job
 from trainer_backend.errors import LearnerLost
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
@@ -28,6 +28,7 @@ from trainer_backend.processes.launching import Launcher
 from trainer_backend.processes.vllm_servers import check_servers
 from trainer_backend.run.beginning import Beginning, ModelSetup, Stopped
 from trainer_backend.run.checkpointing import Saving
+from trainer_backend.run.curriculum import Curriculum
 from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.run.reporters import RecordingReporter
 from trainer_backend.run.stopping import Stop, stop_on_signals, until
@@ -200,6 +201,7 @@ async def _run(
                 run = Run(
                     planner, job_parts.credit(job), dispatcher, actor,
                     saving=saving, reporter=reporter, resumes=reporter.resumes,
+                    curriculum=await _curriculum(planner, apps, directory, reporter),
                 )  # fmt: skip
                 # Not before: a start that fails, or has nothing left to play, accepts no rows.
                 if models.checkpoint is not None and work_left(run, progress):
@@ -215,6 +217,17 @@ async def _try(job: JobConfig, planner: Planner, apps: TaskApps, stop: Stop, *, 
     await until(stop, try_job(planner, apps, from_scratch=from_scratch, preset=preset))
     if stop.is_set():
         raise Stopped("before anything was played; nothing new to save")
+
+
+async def _curriculum(
+    planner: Planner, apps: TaskApps, directory: RunDirectory, reporter: Reporter
+) -> Curriculum | None:
+    if planner.curriculum is None:
+        return None
+    _, info = await describe_environment(planner, apps)
+    return Curriculum(
+        planner.curriculum, planner, apps, directory, tell=reporter.say, reseedable=info.reseedable
+    )
 
 
 def _fixed_of(job: JobConfig, learners: LearnerFactory, checkpoint: Path | None) -> FixedSetup:

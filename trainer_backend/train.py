@@ -30,6 +30,7 @@ from trainer_backend.errors import (
 )
 from trainer_backend.evaluation.best import TASKS_DIGEST
 from trainer_backend.parts import Progress
+from trainer_backend.run.curriculum import without_past
 from trainer_backend.run.forks import plan_forks
 from trainer_backend.run.iteration_metrics import (
     IterationResult,
@@ -167,7 +168,7 @@ class Iteration:
     def __init__(self, run: Run, number: int, progress: Progress, stop: asyncio.Event) -> None:
         self._run, self._stop, self.number = run, stop, number
         self._name = f"iteration_{number}"
-        self._planner = run.current_planner()
+        self._planner = run.planner_of_iteration(number)
         self._requests = self._planner.training(number)  # 2, 3
         self._all_requests: list[RolloutRequest] = []
         self._spool = run.iteration_spool(number, self._requests, progress)
@@ -335,6 +336,7 @@ class Iteration:
             credit_spans=self._credit_spans,
             mixture=metrics_by_policy(policies, requests, batch.rollouts, credits, alpha=alpha),
             refilled=self._refilled,
+            requests=self._all_requests,
         )
 
     async def _next_round(self) -> Batch | None:
@@ -369,6 +371,8 @@ class Iteration:
                 stage, requests, spool=self._spool, stop=self._stop, shown=lambda: self._is_awaited
             )
         self._collect_spans.append(span)
+        if batch is not None and what != "branches":  # whose outcomes are compared with their parents'
+            batch = without_past(batch)
         if batch is not None:
             self._run.losses.report(batch, _stage(_NAMES[what], self.number, refills))
         return batch
@@ -458,7 +462,9 @@ async def _learn_or_reject(
 async def _learn(ahead: Ahead, progress: Progress, result: IterationResult) -> Progress:
     """Stops 11 to 13: update, serve the new weights, write down the consumed rollouts and the metrics."""
     run, iteration = ahead.run, progress.iteration + 1
-    staleness = _staleness(run, progress, result)
+    staleness, starts = _staleness(run, progress, result), dict[str, float]()
+    if run.curriculum is not None:
+        starts = await run.curriculum.keep(iteration, result.requests, result.batch.rollouts)
     with run.timeline.working("learn") as learning:
         run.reporter.stage(f"update {iteration}", 0, 1)
         update = await _update(run, result, progress)  # 8 (log-probs), 11
@@ -482,6 +488,7 @@ async def _learn(ahead: Ahead, progress: Progress, result: IterationResult) -> P
         **update,
         "policy/version": progress.policy_version,
         **staleness,
+        **starts,
         "time/update_s": learning.seconds - publish_s,
         "time/publish_s": publish_s,
         "time/checkpoint_s": run.saving.take_seconds(),

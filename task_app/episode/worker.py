@@ -124,6 +124,7 @@ class RLRolloutWorker:
         self._keep, self._wants_final_view = keep, final_view
         self._final_view: PolicyLogprobs | None = None
         self._final_snapshot: str | None = None
+        self._outcome_before = 0.0
         self._spans = spans or Spans()
         self._threads, self._clock = threads, clock
         self._multi_turn = multi_turn or MultiTurn()
@@ -232,6 +233,7 @@ class RLRolloutWorker:
             steps=tuple(self._steps),
             outcome_reward=outcome_reward,
             outcome_definition=outcome_definition,
+            outcome_before=self._outcome_before,
             achievements_counts=dict(self._observation.achievements_counts),
             env_steps=sum(len(step.env_rewards or ()) for step in self._steps),
             terminated=last.terminated,
@@ -257,6 +259,8 @@ class RLRolloutWorker:
                 self._observation, past = await self._start_at.begin(self._environment)
         except TimeoutError as exc:
             raise DeadlineExceeded("the world was not ready within limits.timeout_s") from exc
+        if self._start_at.is_snapshot:
+            self._outcome_before = self._outcome()[0]
         self._prompts.begin(past)
         self._tools = [tool.model_dump(mode="json") for tool in self._prompts.tools]
 

@@ -22,7 +22,15 @@ from shared_schemas.rollouts import EnvSpec, Rollout
 from task_app.environment_calls import reset_environment, take_decision
 from task_app.episode.actions import tool_request
 from task_app.episode.release import close
-from task_app.errors import Conflict, EpisodeOver, InvalidRequest, TaskAppError, UnknownId, boundary
+from task_app.errors import (
+    Conflict,
+    EpisodeOver,
+    InvalidRequest,
+    SnapshotRefused,
+    TaskAppError,
+    UnknownId,
+    boundary,
+)
 from task_app.plugins import PlugBoards
 from task_app.protocols import (
     AnsweredEnvironment,
@@ -33,7 +41,8 @@ from task_app.protocols import (
 from task_app.rollouts.results import Record
 from task_app.sessions.snapshots import EnvironmentFacts, EnvironmentSnapshot
 from task_app.sessions.switches import take_step_rewards
-from task_app.snapshots.starts import require_restorable
+from task_app.snapshots.envelope import from_text
+from task_app.snapshots.starts import require_reseedable, require_restorable, reseed, restore
 
 _PALETTE_FROM = 8  # pictures: dawn to night, when an episode is that long
 Picture = npt.NDArray[np.uint8]
@@ -89,6 +98,10 @@ class Replay:
     """The environment, with every setting written out."""
     record: Sequence[ReplayTurn]
     seed: int
+    snapshot_of_start: EnvironmentSnapshot | None = None
+    """Where the episode began; None: in the seed's world."""
+    draws_seed: int | None = None
+    """With a snapshot: of the draws after it; None: those that it holds."""
 
     def every(self, at_most: int) -> int:
         """The smallest n so that the start, every n-th decision and the last are at most so many frames."""
@@ -116,8 +129,7 @@ class Replay:
             ReplayDeparts, RequestDeadline, CriticalError: the record cannot be played to the last of them.
         """
         try:
-            reset_environment(self.environment, self.seed)
-            moment = EnvironmentFacts.begin(self.spec, self.seed)
+            moment = self._begin()
             if 0 in turns:
                 yield moment
             for recorded in self.record[: max(turns)]:
@@ -131,6 +143,17 @@ class Replay:
                     yield moment
         finally:
             close(self.environment)
+
+    def _begin(self) -> EnvironmentFacts:
+        """Bring the environment to the start; turns count from there."""
+        snapshot = self.snapshot_of_start
+        if snapshot is None:
+            reset_environment(self.environment, self.seed)
+            return EnvironmentFacts.begin(self.spec, self.seed)
+        restore(self.environment, snapshot.state)
+        if self.draws_seed is not None:
+            reseed(self.environment, self.draws_seed)
+        return snapshot.facts.model_copy(update={"turn": 0, "step_rewards": None})
 
     def picture(self, side: int) -> Picture:
         """The environment as it is at this moment; `side` of the square in pixels."""
@@ -198,11 +221,14 @@ def replay_of(record: Record, boards: PlugBoards) -> Replay:
     return Replay(environment, boards.resolve(spec), turns, record.seed)
 
 
-def replay_in(request: ReplayRequest, boards: PlugBoards) -> Replay:
+def replay_in(request: ReplayRequest, boards: PlugBoards, *, at_most_bytes: int) -> Replay:
     """Return the replay of an episode that a request records.
+
+    `at_most_bytes` bounds the snapshot that it may begin at.
 
     Raises:
         InvalidRequest: there is no such environment, or not with this config.
+        SnapshotRefused: the episode cannot have begun at this snapshot.
         NoPictures, NotRestorable: the environment draws none, or has no snapshots, and they are asked for.
     """
     config, _ = take_step_rewards(request.config, where="config")
@@ -216,4 +242,15 @@ def replay_in(request: ReplayRequest, boards: PlugBoards) -> Replay:
                 f"{environment.name!r} is a conversation, which no snapshot holds", where="snapshots"
             )
     spec = EnvSpec(env_name=request.env_name, config=config)
-    return Replay(environment, boards.resolve(spec), request.turns, request.seed)
+    resolved, start = boards.resolve(spec), request.start
+    if start is None or start.snapshot is None:
+        seed = request.seed if start is None or start.seed is None else start.seed
+        return Replay(environment, resolved, request.turns, seed)
+    require_restorable(environment, where="start.snapshot")
+    if start.draws_seed is not None:
+        require_reseedable(environment, where="start.draws_seed")
+    data = from_text(start.snapshot, where="start.snapshot")
+    snapshot = EnvironmentSnapshot.open(data, at_most_bytes=at_most_bytes)
+    if snapshot.facts.env != resolved:
+        raise SnapshotRefused("the snapshot is of another environment or config", where="start.snapshot")
+    return Replay(environment, resolved, request.turns, snapshot.facts.seed, snapshot, start.draws_seed)

@@ -24,7 +24,6 @@ from task_app.episode.worker import Keep, RLRolloutWorker
 from task_app.errors import (
     DeadlineExceeded,
     InvalidRequest,
-    NotReseedable,
     SnapshotRefused,
     boundary,
     refuse_used,
@@ -38,7 +37,6 @@ from task_app.protocols import (
     ConversationalEnvironment,
     Environment,
     PastDecision,
-    ReseedableEnvironment,
     RestorableEnvironment,
     steps_quickly,
     takes_answers,
@@ -46,7 +44,7 @@ from task_app.protocols import (
 from task_app.sessions.snapshots import EnvironmentFacts, EnvironmentSnapshot
 from task_app.sessions.switches import agree_on_step_rewards, take_step_rewards
 from task_app.snapshots.envelope import from_text
-from task_app.snapshots.starts import EpisodeStart, Worlds, require_restorable
+from task_app.snapshots.starts import EpisodeStart, Worlds, require_reseedable, require_restorable
 from task_app.threads import Threads, in_thread
 
 Worker = RLRolloutWorker | AgentWorker
@@ -81,12 +79,8 @@ class Assembly:
         environment = self.boards.environment(env.env_name, env.config, where=where + "env.")
         if isinstance(environment, AgentEnvironment):
             return self._agent_worker(request, environment, policy_config, context, where=where)
-        if request.start.draws_seed is not None and not isinstance(environment, ReseedableEnvironment):
-            raise NotReseedable(
-                f"environment {environment.name!r} cannot be given other draws: it has no reseed()",
-                where=where + "start.draws_seed",
-                hint="leave draws_seed out: its draws then are those of the snapshot's generator, if any",
-            )
+        if request.start.draws_seed is not None:
+            require_reseedable(environment, where=where + "start.draws_seed")
         seed, start = self._start(request, env, context, where=where)
         known = self.boards.state_keys(env.env_name, environment, where=where + "env.")
         keys = select_keys(request.state_keys, known, where=where + "state_keys")

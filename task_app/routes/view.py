@@ -241,7 +241,7 @@ async def replay_episode(request: Request, body: ReplayRequest) -> ReplayReply:
             f"{len(drawn)} frames are asked for; at most {settings.max_frames} in one request", where="frames"
         )
     async with request.app.state.replays:
-        replay = replay_in(body, services.boards)
+        replay = replay_in(body, services.boards, at_most_bytes=settings.max_snapshot_bytes)
 
         def play() -> ReplayReply:
             frames, snapshots = [], []

@@ -24,7 +24,6 @@ from task_app.protocols import (
     DecisionOutcome,
     Environment,
     PastDecision,
-    ReseedableEnvironment,
     RestorablePolicy,
     ToolRequest,
     policy_name,
@@ -36,6 +35,7 @@ from task_app.snapshots.starts import (
     StartView,
     refusal_of,
     require_restorable,
+    reseed,
     restore,
     restore_in_thread,
 )
@@ -148,12 +148,10 @@ class EnvironmentSnapshot:
         async def begin(environment: Environment) -> StartView:
             observation = await restore_in_thread(environment, self.state, threads)
             if start.draws_seed is not None:
-                assert isinstance(environment, ReseedableEnvironment), "checked when the request was accepted"
-                with boundary("environment.reseed"):  # at once: a generator is made in microseconds
-                    environment.reseed(start.draws_seed)
+                reseed(environment, start.draws_seed)
             return observation, self.facts.past
 
-        return EpisodeStart(begin, start.parent_rollout_id, start.parent_turn)
+        return EpisodeStart(begin, start.parent_rollout_id, start.parent_turn, is_snapshot=True)
 
 
 class PolicySnapshot(Body):

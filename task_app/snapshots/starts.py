@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from shared_schemas.rollouts import EnvSpec
 from task_app.environment_calls import reset_environment
-from task_app.errors import NotRestorable, SnapshotRefused, boundary
+from task_app.errors import NotReseedable, NotRestorable, SnapshotRefused, boundary
 from task_app.protocols import (
     Environment,
     Observation,
     PastDecision,
+    ReseedableEnvironment,
     RestorableEnvironment,
     steps_quickly,
 )
@@ -33,6 +34,7 @@ class EpisodeStart:
     begin: Callable[[Environment], Awaitable[StartView]]
     parent_rollout_id: str | None = None
     parent_turn: int | None = None
+    is_snapshot: bool = False
 
 
 def world_of(seed: int, threads: Threads | None = None) -> EpisodeStart:
@@ -59,6 +61,23 @@ def require_restorable(environment: Environment, *, where: str) -> RestorableEnv
     if not isinstance(environment, RestorableEnvironment):
         raise NotRestorable("environment", environment.name, where=where)
     return environment
+
+
+def require_reseedable(environment: Environment, *, where: str) -> None:
+    """Refuse an environment that cannot be given other draws."""
+    if not isinstance(environment, ReseedableEnvironment):
+        raise NotReseedable(
+            f"environment {environment.name!r} cannot be given other draws: it has no reseed()",
+            where=where,
+            hint="leave draws_seed out: its draws then are those of the snapshot's generator, if any",
+        )
+
+
+def reseed(environment: Environment, seed: int) -> None:
+    """Give the environment other draws from here on."""
+    assert isinstance(environment, ReseedableEnvironment), "checked when the request was accepted"
+    with boundary("environment.reseed"):  # at once: a generator is made in microseconds
+        environment.reseed(seed)
 
 
 async def restore_in_thread(environment: Environment, state: bytes, threads: Threads | None) -> Observation:

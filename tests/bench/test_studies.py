@@ -20,6 +20,7 @@ from bench import (
     study_results,
     study_reward_modes,
     study_runs,
+    study_starts,
     study_statelm,
 )
 from bench.kit import ROOT
@@ -28,7 +29,15 @@ from trainer_backend import job_parts
 from trainer_backend.collect.plan import Inference
 from trainer_backend.job.load import load_job
 
-STUDIES = (study_ahead, study_credit, study_dialogue, study_mixture, study_reward_modes, study_statelm)
+STUDIES = (
+    study_ahead,
+    study_credit,
+    study_dialogue,
+    study_mixture,
+    study_reward_modes,
+    study_starts,
+    study_statelm,
+)
 # An iteration of 40 decisions, and a warm start that has seen next to nothing.
 TINY = ("warmup.episodes=8", "warmup.epochs=1", "evaluation.instances=2", "training.threads=1")
 WHOLE_EPISODES = {"grpo", "stepwise", "gigpo", "gae"}

@@ -294,6 +294,29 @@ async def test_other_draws_make_another_episode_of_a_moment_and_equal_draws_the_
     assert "draws_seed goes with a snapshot" in refused.text
 
 
+async def test_an_episode_that_began_at_a_snapshot_is_replayed_from_there_with_its_draws():
+    night = CRAFTER | {"limits": {"max_decisions": 30}}
+    async with running_app(default_plug_boards()) as client:
+        trajectory, body = await played(client, **CRAFTER)
+        answer = await client.post("/replay", json=body | {"frames": [], "snapshots": [3]})
+        start = {"snapshot": answer.json()["snapshots"][0]["snapshot"], "draws_seed": 1}
+        rest = await continued(client, "b", start["snapshot"], night, draws_seed=1)
+        turns = [ReplayTurn.of(step).model_dump(mode="json") for step in rest.steps]
+        body |= {"turns": turns, "frames": [], "snapshots": [20]}
+        again = await client.post("/replay", json=body | {"start": start})
+        departs = await client.post("/replay", json=body | {"start": start | {"draws_seed": 2}})
+        other = await client.post(
+            "/replay", json=body | {"start": start, "config": {"text": "compact", "max_actions": 3}}
+        )
+        last = await continued(client, "c", again.json()["snapshots"][0]["snapshot"], night)
+    before = trajectory.steps[3].observation_data.achievements_counts
+    assert rest.outcome_before == sum(count > 0 for count in before.values())
+    assert trajectory.outcome_before == 0
+    assert did(last)[:10] == did(rest)[20:]
+    assert (departs.status_code, departs.json()["code"]) == (409, "replay_departs")
+    assert (other.status_code, other.json()["where"]) == (422, "start.snapshot")
+
+
 async def test_other_draws_of_an_environment_without_reseed_are_refused():
     async with running_app() as client:
         start = {"snapshot": "any", "parent_rollout_id": "a", "parent_turn": 1, "draws_seed": 1}

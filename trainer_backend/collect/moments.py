@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from shared_schemas.replay import MOST_SNAPSHOTS, ReplayRequest, ReplayTurn
-from shared_schemas.rollouts import Rollout
+from shared_schemas.rollouts import Rollout, Start
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.wire import ReplayDeparts, TaskAppLost
@@ -13,9 +13,17 @@ _ATTEMPTS = 2  # of a replay; at two task apps where there are two
 
 
 async def snapshots_at(
-    apps: TaskApps, planner: Planner, rollout: Rollout, turns: Iterable[int], *, first_app: int = 0
+    apps: TaskApps,
+    planner: Planner,
+    rollout: Rollout,
+    turns: Iterable[int],
+    start: Start | None = None,
+    *,
+    first_app: int = 0,
 ) -> dict[int, str] | None:
     """Snapshots of a finished rollout after these decisions, by turn; 0 is its start.
+
+    `start` is where it began, if that was a snapshot.
 
     None where no task app of two can be reached for it.
 
@@ -36,6 +44,7 @@ async def snapshots_at(
             env_name=env.env_name,
             config=env.config,
             seed=episode.seed,
+            start=start,
             turns=tuple(map(ReplayTurn.of, episode.steps[: some[-1]])),
             snapshots=some,
         )

@@ -23,6 +23,7 @@ from trainer_backend.core.advantages.branch import branch_turns
 from trainer_backend.core.forks import ForkPlug, Parent
 from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.core.seeds import derived_seed
+from trainer_backend.core.starts import CurriculumKeys, Moment, Starts
 from trainer_backend.job.mixture_table import RolloutOnlyTable
 from trainer_backend.job.rollout_table import MultiTurnTable, RolloutTable, WarmupTable
 from trainer_backend.job.schema import EvaluationTable
@@ -144,10 +145,14 @@ class Planner:
     algorithm: AlgorithmTable
     teacher: WarmupTable | None = None
     """[warmup]; None: the job has no such table."""
+    curriculum: CurriculumKeys | None = None
+    """[curriculum]; None: likewise."""
+    starts: Starts | None = None
+    """The snapshots that groups of the planned iteration may start at; None: all begin in their worlds."""
 
     def training(self, iteration: int) -> list[RolloutRequest]:
         """The groups of an iteration: siblings share their origin, and each has its own sampling seed."""
-        return self._groups("train", iteration, self._origins(iteration))
+        return self._groups("train", iteration, self._with_starts(self._origins(iteration), iteration))
 
     def first_training(self) -> RolloutRequest:
         """The first request of the first iteration, made alone: a larger job costs no more."""
@@ -385,6 +390,24 @@ class Planner:
         first = max(iteration - 1, 0) * count
         return self.source.training("train", range(first, first + count), iteration)
 
+    def _with_starts(self, origins: Sequence[Origin], iteration: int) -> list[Origin]:
+        """The origins of an iteration, with snapshots in the place of the last ones."""
+        starts = self.starts
+        moments = [] if starts is None else starts.choose(iteration, len(origins))
+        first = len(origins) - len(moments)
+        draws = [starts.draws_seed(iteration, first + n) if starts else None for n in range(len(moments))]
+        return [*origins[:first], *map(self._origin_at, moments, draws)]
+
+    def _origin_at(self, moment: Moment, draws_seed: int | None) -> Origin:
+        start = Start(
+            snapshot=moment.snapshot,
+            draws_seed=draws_seed,
+            parent_rollout_id=moment.rollout_id,
+            parent_turn=moment.turn,
+        )
+        world = self.source.of_group(moment.group_id, moment.seed)
+        return replace(world, start=start, decisions_done=moment.turn, invalid=moment.invalid)
+
     def _rollout_id(self, slot: Slot) -> str:
         return f"{self.run_id}/{slot.stage}/{slot.iteration}/{slot.group}/{slot.sibling}"
 
@@ -399,11 +422,12 @@ class Planner:
             iteration=slot.iteration,
             group_id=group_name(slot.stage, slot.iteration, slot.group, origin),
             sibling=slot.sibling,
-            start=Start(seed=origin.seed),
+            start=origin.start or Start(seed=origin.seed),
             env=players.env(origin),
             policy=policy,
             step_rewards=step_rewards,
-            limits=players.limits(),
+            # With all of the time: what their game has used of it is not the same when it is played again.
+            limits=players.limits(decisions_done=origin.decisions_done, invalid=origin.invalid),
             multi_turn=players.multi_turn.for_requests(),
             state_keys=state_keys,
             snapshot_turns=snapshot_turns,

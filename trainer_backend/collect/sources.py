@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from pydantic import JsonValue, SecretStr
 
-from shared_schemas.rollouts import InteractionSpec, RolloutRequest
+from shared_schemas.rollouts import InteractionSpec, RolloutRequest, Start
 from shared_schemas.trajectory import Sampling
 from trainer_backend.core.allocation import ByReward, DrawnSchedule, Selection, Weighted
 from trainer_backend.core.mixture_history import Past, past_of
@@ -45,6 +45,12 @@ class Origin:
     ground_truth: JsonValue = None
     interaction: InteractionSpec | None = None
     """The user in a conversation."""
+    start: Start | None = None
+    """The snapshot that they start at; None: in the world."""
+    decisions_done: int = 0
+    """Decisions of its game before the snapshot, which their limits are less by."""
+    invalid: int = 0
+    """How many of them were invalid."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -249,6 +249,8 @@ async def _check(
         ),
         state_keys=tuple(info.state_keys),
         has_interactions=has_interactions,
+        has_curriculum=planner.curriculum is not None,
+        restorable=info.restorable,
         reward_functions=tuple((await client.about()).capabilities.reward_functions) if is_judged else (),
     )  # fmt: skip
     found = [finding for rule in TASK_APP_RULES for finding in rule.findings(played)]
@@ -259,6 +261,7 @@ async def _check(
     warnings.extend(finding.sentence for finding in found)
     places = {
         "algorithm.advantage": estimator(planner.algorithm.advantage).needs_branches,
+        "curriculum.rule": planner.curriculum is not None,
         "algorithm.train_branches": planner.algorithm.train_branches,
     }
     for place in (place for place, needs_snapshots in places.items() if needs_snapshots):

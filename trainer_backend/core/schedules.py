@@ -19,12 +19,26 @@ class FallKeys(Table):
     """share of learning_rate that it falls to; reached one step after the last"""
 
 
+class DesiredKlKeys(Table):
+    """Of a rate that follows how far an iteration moves the policy."""
+
+    desired_kl: float = Field(default=0.01, gt=0)
+    """nats per decision that is not certain by which an iteration is to move the policy: where the last one
+    moved it more than twice as far, the rate is divided by 1.5, where less than half as far, multiplied"""
+    desired_kl_final: float = Field(default=1.0, ge=0, le=1)
+    """share of desired_kl that it falls to, linearly; reached one iteration after the last"""
+
+
 @dataclass(frozen=True, slots=True)
 class FallPlug:
-    """A course of the learning rate on the plug board, and the keys that it reads."""
+    """A course of the learning rate on the plug board, and the keys that it reads.
+
+    `follows_kl`: after each iteration `followed_rate` moves the peak.
+    """
 
     fall: Fall
     keys: type[Table] = FallKeys
+    follows_kl: bool = False
 
 
 def linear(behind: float) -> float:
@@ -45,7 +59,15 @@ def constant(behind: float) -> float:
     return 0.0
 
 
-SCHEDULES = {"linear": FallPlug(linear), "cosine": FallPlug(cosine), "constant": FallPlug(constant, Table)}
+SCHEDULES = {
+    "linear": FallPlug(linear),
+    "cosine": FallPlug(cosine),
+    "constant": FallPlug(constant, Table),
+    "desired_kl": FallPlug(constant, DesiredKlKeys, follows_kl=True),
+}
+# The rate moves by this factor, once the KL is further from the desired one than by the factor of the margin;
+# it stays between these shares of where it began.
+_FACTOR, _MARGIN, _LOWEST, _HIGHEST = 1.5, 2.0, 0.01, 10.0
 
 
 def learning_rate(peak: float, *, progress: float, rise: float, final: float, fall: Fall = linear) -> float:
@@ -73,3 +95,23 @@ def learning_rate(peak: float, *, progress: float, rise: float, final: float, fa
         return peak * progress / rise
     behind = (progress - rise) / (1.0 - rise)
     return peak * (1.0 - (1.0 - final) * fall(behind))
+
+
+def followed_rate(rate: float, kl: float, *, desired: float, begin: float) -> float:
+    """The rate after an iteration that moved the policy by `kl`.
+
+        kl > 2 * desired:        rate / 1.5, at least begin / 100
+        0 < kl < desired / 2:    rate * 1.5, at most begin * 10
+        otherwise:               rate
+
+    A KL grows with the square of a small step, so rates between these two lie within a factor of 2, which one
+    move cannot leap over. Both numbers are in nats; `begin` is the rate of the first iteration.
+
+    Source: RSL-RL, github.com/leggedrobotics/rsl_rl, algorithms/ppo.py (schedule "adaptive", with its 1e-5 to
+    1e-2 around the usual 1e-3); the idea: Schulman et al., PPO, arXiv:1707.06347, section 4.
+    """
+    if kl > desired * _MARGIN:
+        return max(rate / _FACTOR, begin * _LOWEST)
+    if 0.0 < kl < desired / _MARGIN:
+        return min(rate * _FACTOR, begin * _HIGHEST)
+    return rate

@@ -91,6 +91,11 @@ def episode_view(
         f"{episode.env_name}, seed {episode.seed}; {player}; outcome "
         f"{episode.outcome_reward:g} ({episode.outcome_definition}); ended by {episode.stop_reason}"
     )
+    if episode.is_continued:
+        yield Text(
+            f"began at a snapshot of {episode.parent_rollout_id}, after {episode.parent_turn} decisions of "
+            f"its game, when the outcome was {episode.outcome_before:g}"
+        )
     earned = [step.metadata.decision_rewards for step in episode.steps if step.metadata.decision_rewards]
     if earned:
         unique, every = sum(one.unique_delta for one in earned), sum(one.ach_delta for one in earned)

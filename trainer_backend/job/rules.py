@@ -155,6 +155,8 @@ algorithm.fork_rule: algorithm.train_branches = true
 rollout_only.api_key_env rollout_only.logprobs: rollout_only.inference_url
 """
 _NOT_READ = """
+training.learning_rate_rise & training.learning_rate_schedule = "desired_kl"
+    the rate begins at learning_rate, and small steps at first would be taken for a rate that is too low
 algorithm.bootstrap_truncated | multi_turn.enable | rollout.termination_regex |
 rollout.invalid_action_penalty | algorithm.advantage: needs_branches & <agent>
     it has no effect on an agent that makes its own prompts and state (docs/captures.md)
@@ -265,6 +267,14 @@ training.skip_certain_above & training.aggregation: over = "iteration"
     it omits segments, and what is left of an episode has the weight of all of it; known: token_mean
 algorithm.ratio_level = "episode" | training.behaviour_weight_level = "episode" & training.skip_certain_above
     segments are omitted of a product over all tokens of an episode; known there: token, decision
+curriculum & <agent>
+    an agent has no snapshots, from which groups would start
+curriculum & multi_turn.enable = true
+    a conversation has no snapshots, from which groups would start
+curriculum & algorithm.advantage: needs_branches
+    branches of games that began at a snapshot are not measured; use another estimator
+rollout.reward_function & curriculum
+    it judges whole episodes, and those of the curriculum begin in the middle of one
 rollout.reward_function & algorithm.advantage: needs_branches
     it judges whole episodes, and a branch begins in the middle of one
 rollout.reward_function & algorithm.train_branches
@@ -345,7 +355,7 @@ algorithm.advantage: needs_state_keys & algorithm.state_hashing_function = "text
 algorithm.episode_score = "outcome" & no algorithm.advantage: needs_state_keys &
 no algorithm.advantage: needs_texts
     it reads scores alone: what decisions earn (step rewards, penalties, KL) trains nothing
-training.learning_rate_final & training.learning_rate_schedule = "constant"
+training.learning_rate_final & training.learning_rate_schedule = ["constant", "desired_kl"]
     it is never reached: the rate does not fall
 inference.sleep & model.device = "cpu"
     vLLM on a CPU keeps its memory while it sleeps
@@ -375,6 +385,8 @@ training.skip_certain_above
     probability that is never sampled
 training.max_staleness
     truncated weights of older samples
+curriculum
+    games that start where earlier ones have come
 algorithm.train_branches
     also trained from the states of forks; docs/credit.md
 rollout_only

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 
 from shared_schemas.rollouts import Seed
 from trainer_backend.core.keys import Table
+from trainer_backend.core.starts import CurriculumKeys
 from trainer_backend.job.layers import JOB_NAME, LONGEST_NAME
 from trainer_backend.job.mixture_table import AllocationTable, RolloutOnlyTable
 from trainer_backend.job.rollout_table import (
@@ -47,6 +48,10 @@ class JobTable(Table):
     """SHA-256 of each file of trainer_plugins; a run refuses a file with another one"""
 
 
+class CurriculumTable(CurriculumKeys):
+    """[curriculum]: groups that start at snapshots of the run's own games."""
+
+
 class EvaluationTable(Table):
     """[evaluation]"""
 
@@ -68,7 +73,8 @@ class JobConfig(Table):
     """A whole job. Absent tables have their defaults.
 
     Without [warmup] there is no warm-up, without [lora] all weights are trained, without [data] the
-    environment makes its own worlds, and without [cluster] there is one process.
+    environment makes its own worlds, without [curriculum] games start at the beginning, and without [cluster]
+    there is one process.
     """
 
     job: JobTable = JobTable()
@@ -86,6 +92,7 @@ class JobConfig(Table):
     training: TrainingTable = TrainingTable()
     lora: LoraTable | None = None
     algorithm: AlgorithmTable = AlgorithmTable()
+    curriculum: CurriculumTable | None = None
     warmup: WarmupTable | None = None
     evaluation: EvaluationTable = EvaluationTable()
     sinks: SinksTable = SinksTable()

@@ -28,6 +28,10 @@ class Played:
     """A decision may earn something: by an achievement, an interaction, or as a call of an agent."""
     state_keys: tuple[str, ...]
     has_interactions: bool
+    has_curriculum: bool
+    """Groups start at snapshots."""
+    restorable: bool | None
+    """It has snapshots; None: the task app is too old to say."""
     reward_functions: tuple[str, ...]
 
 
@@ -64,6 +68,11 @@ TASK_APP_RULES = (
         lambda p: not (p.conversation and estimator(p.algorithm.advantage).needs_branches),
         "{algorithm.advantage!r} plays on from snapshots, and {rollout.env_name!r} is a conversation, which "
         "no snapshot holds",
+    ),
+    _in_play(
+        ("curriculum.rule", "rollout.env_name"),
+        lambda p: not p.has_curriculum or p.restorable is not False,
+        "groups would start at snapshots, and {rollout.env_name!r} has none",
     ),
     _in_play(
         ("algorithm.train_branches", "rollout.env_name"),

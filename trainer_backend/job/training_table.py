@@ -20,7 +20,7 @@ from trainer_backend.core.kl import KlKeys
 from trainer_backend.core.kl_reward import KlRewardKeys
 from trainer_backend.core.losses import ClipKeys, RatioLevel, SapoKeys
 from trainer_backend.core.router_loss import RouterKeys
-from trainer_backend.core.schedules import FallKeys
+from trainer_backend.core.schedules import DesiredKlKeys, FallKeys
 from trainer_backend.job.plug_table import PlugTable
 
 # Nats between sampler and learner: a hundred times the measured value of a correct pair (float32: 1e-4).
@@ -42,9 +42,10 @@ class LoopKeys(Table):
     group_size: int = Field(default=8, ge=1, le=100_000)
     """G: episodes with the same start"""
     learning_rate: float = Field(default=5e-4, gt=0)
-    """highest learning rate of AdamW"""
+    """highest learning rate of AdamW; with the schedule desired_kl the first one"""
     learning_rate_schedule: str = "linear"
-    """its course after the rise; constant stays at the highest"""
+    """its course after the rise; constant stays at the highest; desired_kl moves it after each iteration, so
+    that the next one moves the policy by so many nats"""
     learning_rate_rise: float = Field(default=0.0, ge=0, lt=1)
     """share of the run over which it rises, from 0 at the first step"""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -134,6 +135,7 @@ class TrainingTable(
     SapoKeys,
     ClipKeys,
     FallKeys,
+    DesiredKlKeys,
     LoopKeys,
     PlugTable,
 ):

@@ -7,7 +7,7 @@
                                digests.json    of all other files, see rundir.digests; written last
                                training_state/    for resuming: optimizer.safetensors rng.safetensors, and
                                                   value_head.safetensors with a critic, and critic.safetensors
-                                   where it has layers of its own
+                                   where it has layers of its own; learning_rate.json of "desired_kl"
                                with several ranks a model-n-of-m.safetensors of each and an index,
                                    and training_state/optimizer/ with the share of each
                                adapter/    with [lora], in peft's layout: a model beside it has it merged
@@ -38,6 +38,7 @@ from trainer_backend.learner.lora import Adapter
 from trainer_backend.learner.own_critic import OwnCritic
 from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.learner.shares import restore_moments, save_moments, write_weights
+from trainer_backend.learner.step_size import StepSize
 from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.models import save_model_folder
 from trainer_backend.models.folder import save_settings, weights_of
@@ -58,6 +59,7 @@ def save_checkpoint(
     progress: Progress,
     adapter: Adapter | None = None,
     critic: ValueHead | OwnCritic | None = None,
+    step_size: StepSize | None = None,
     base: Path | None = None,
     ranks: Ranks = ALONE,
 ) -> None:
@@ -83,6 +85,8 @@ def save_checkpoint(
         if torch.cuda.is_available():  # the dropout of adapters on a GPU draws there
             states["cuda"] = torch.cuda.get_rng_state()
         save_file(states, own / "rng.safetensors")
+        if step_size is not None:
+            step_size.save(own)
 
     def end() -> None:
         (aside / STATE_FILE).write_text(json.dumps(asdict(progress)), encoding="utf-8")

@@ -59,6 +59,7 @@ from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.learner.scoring import Scorer, read_pieces, refuse_unknown, score_by
 from trainer_backend.learner.sharding import gathered_copy, shard
 from trainer_backend.learner.shares import sample_of
+from trainer_backend.learner.step_size import StepSize
 from trainer_backend.learner.stepping import checkpoint_layers, memory_watched
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.learner.update import LogprobCache, PolicyUpdate, Reference
@@ -130,6 +131,7 @@ class LocalLearner:
         self._optimizer = adamw_of(
             model, training.learning_rate, training.weight_decay, offload=training.optimizer_offload
         )
+        self._step_size = StepSize(training, config.seed, ranks)
         level = config.value_level
         self._head: ValueHead | None = None
         self._critic: OwnCritic | None = None  # a fresh one is a copy of the policy that RL starts from
@@ -202,6 +204,7 @@ class LocalLearner:
         learner._refuse_other_models()
         if config.has_own_critic:
             learner._own_critic().restore(checkpoint)
+        learner._step_size.restore(checkpoint / TRAINING_FOLDER)
         return learner, restore_progress(checkpoint, learner._optimizer, ranks)
 
     @cached_property
@@ -363,7 +366,8 @@ class LocalLearner:
         """The update of the weights as they are now, from this share of the sampled tokens."""
         reference = None if self.config.training.kl_coef == 0 else self._held_reference()
         parts = self.scorer, self._optimizer, self.config
-        return PolicyUpdate(*parts, reference=reference, head=self._head, share=share)
+        head, step_size = self._head, self._step_size
+        return PolicyUpdate(*parts, reference=reference, head=head, share=share, step_size=step_size)
 
     def save(self, folder: Path, progress: Progress) -> None:
         """A whole checkpoint, or a CheckpointError and nothing."""
@@ -377,6 +381,7 @@ class LocalLearner:
             progress=progress,
             adapter=self._adapter,
             critic=self._critic or self._head,
+            step_size=self._step_size,
             base=None if whole else base,  # adapters alone are written over it
             ranks=self._ranks,
         )

@@ -31,6 +31,7 @@ from trainer_backend.learner.policy_terms import DRIFT, PolicyTerms, StepSums
 from trainer_backend.learner.ranks import Ranks
 from trainer_backend.learner.scoring import Scorer, refuse_unknown, score_by
 from trainer_backend.learner.sharding import clip_gradient
+from trainer_backend.learner.step_size import StepSize
 from trainer_backend.learner.stepping import Scored, in_steps, memory_watched, stepping, together
 from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.parts import CreditedEpisode
@@ -64,6 +65,7 @@ class PolicyUpdate:
     """Updates the scorer's model in place, and with it `head`, a critic's, where episodes have targets.
 
     A KL term pulls towards `reference`. The episodes of `run` hold `share` of the iteration's sampled tokens.
+    `step_size` has the peak of the learning rate; None: the job's.
     """
 
     def __init__(
@@ -75,9 +77,11 @@ class PolicyUpdate:
         reference: Reference | None = None,
         head: ValueHead | None = None,
         share: float = 1.0,
+        step_size: StepSize | None = None,
     ) -> None:
         self._scorer, self._optimizer, self._reference, self._head = scorer, optimizer, reference, head
         self._config, self._table, self._ranks = config, config.training, scorer.ranks
+        self._step_size = step_size or StepSize(config.training, config.seed, scorer.ranks)
         self._terms = PolicyTerms(config.objectives, config.training, share)
         name = config.training.aggregation
         self._aggregation = aggregation(name)
@@ -141,14 +145,21 @@ class PolicyUpdate:
         metrics = mean_metrics(parts)
         return {
             **metrics,
+            **self._follow(scores, iteration),
             **gaps,
             "optim/steps": float(len(parts)),
             "optim/steps_skipped": float(len(steps) - len(parts)),
-            "optim/lr": self._rate(),
             DRIFT: moved,
             **self._told_of_pieces(),
             **mixture_metrics(self._terms.objectives, scores.samples, metrics),
         }
+
+    def _follow(self, scores: Scores, iteration: int) -> dict[str, float]:
+        """The rate of the last step; where it follows the KL, how far the steps have moved the policy."""
+        with memory_watched("measuring the steps ran out of memory", hint=less_memory(self._config)):
+            return {"optim/lr": self._rate()} | self._step_size.follow(
+                scores.samples.scored, iteration, lambda segments: self._scorer.score(segments, self._table)
+            )
 
     def _told_of_pieces(self) -> dict[str, float]:
         """Tokens of the steps, how much of their pieces was padding, and how evenly these were dealt out."""
@@ -436,7 +447,7 @@ class PolicyUpdate:
     def _set_learning_rate(self, iterations_done: float) -> None:
         table = self._table
         rate = learning_rate(
-            table.learning_rate,
+            self._step_size.rate,
             progress=min(iterations_done / max(table.iterations, 1), 1.0),
             rise=table.learning_rate_rise,
             final=table.learning_rate_final,

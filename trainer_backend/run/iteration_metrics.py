@@ -67,6 +67,8 @@ class IterationResult:
     """Metrics by policy (`metrics_by_policy`)."""
     refilled: int = 0
     """Groups that were asked for beyond the plan, in place of flat ones."""
+    requests: Sequence[RolloutRequest] = ()
+    """Of all rounds."""
 
 
 def iteration_metrics(
@@ -75,11 +77,11 @@ def iteration_metrics(
     """The metrics of an iteration, with the speed and the inference between two moments.
 
     Metrics of skill are of the actor's rollouts alone, and absent where it has none. Metrics of time and
-    of failures are of all.
+    of failures are of all. Episodes that began at a snapshot have other metrics of skill (`run.curriculum`).
     """
     batch = result.batch
     collect_s = sum(span.seconds for span in result.collect_spans)
-    own = policies.by_actor(batch.rollouts)
+    own = [item for item in policies.by_actor(batch.rollouts) if _is_whole(item)]
     episodes = [rollout.trajectory for rollout in own if rollout.trajectory is not None]
     trajectories = [item.trajectory for item in batch.rollouts if item.trajectory is not None]
     steps = [step.step_info for item in trajectories for step in item.steps]
@@ -106,6 +108,11 @@ def iteration_metrics(
         "perf/decisions_per_s": decisions / (now.seconds - since.seconds),
         "perf/collect_decisions_per_s": decisions / collect_s if collect_s else 0.0,
     }
+
+
+def _is_whole(rollout: Rollout) -> bool:
+    """Whether it has no trajectory that began at a snapshot."""
+    return rollout.trajectory is None or not rollout.trajectory.is_continued
 
 
 def metrics_by_policy(
@@ -305,6 +312,7 @@ def _refuse_other_sampler(policies: Policies, requests: Sequence[RolloutRequest]
 
 def _means(played: Sequence[tuple[Rollout, Credit]]) -> Mapping[str, float]:
     """Means over one policy's episodes; empty where it has none."""
+    played = [pair for pair in played if _is_whole(pair[0])]
     episodes = [rollout.trajectory for rollout, _ in played if rollout.trajectory is not None]
     if not episodes:
         return {}

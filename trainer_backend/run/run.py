@@ -13,6 +13,7 @@ from trainer_backend.collect.plan import Planner
 from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.parts import InferenceServer, Learner, Progress, Reporter
 from trainer_backend.run.checkpointing import Saving
+from trainer_backend.run.curriculum import Curriculum
 from trainer_backend.run.row_lines import Pace, word_evaluation, word_iteration
 from trainer_backend.run.stopping import until
 from trainer_backend.run.timeline import Timeline
@@ -35,6 +36,8 @@ class Run:
     """How often the run was continued so far."""
     timeline: Timeline = field(default_factory=Timeline)
     pace: Pace = field(default_factory=Pace)
+    curriculum: Curriculum | None = None
+    """None: every game begins in its world."""
 
     @property
     def learner(self) -> Learner:
@@ -49,12 +52,14 @@ class Run:
         most, directory = self.planner.table.max_lost_share, self.directory
         return LossCheck(directory.task_app_log, most, self.reporter.say, directory.append_last_stage)
 
-    def current_planner(self) -> Planner:
-        """The planner of the next iteration, whose schedule may look back on the finished ones."""
+    def planner_of_iteration(self, number: int) -> Planner:
+        """The planner of an iteration, whose schedule and starts may look back on the finished ones."""
         planner, allocation = self.planner, self.planner.allocation
-        if not allocation.looks_back:
-            return planner
-        return replace(planner, allocation=allocation.after(self.directory.metrics()))
+        if allocation.looks_back:
+            planner = replace(planner, allocation=allocation.after(self.directory.metrics()))
+        if self.curriculum is not None:
+            planner = replace(planner, starts=self.curriculum.starts(number))
+        return planner
 
     def spool(self, stage: str, requests: Sequence[RolloutRequest], versions: range) -> Spool:
         """The spool of a stage, with the rollouts of these requests that an earlier start has left there.

@@ -86,6 +86,10 @@ class RunDirectory:
     def rollouts_file(self, name: str) -> Path:
         return self.rollouts / f"{name}.parquet"
 
+    def curriculum_file(self, iteration: int) -> Path:
+        """The snapshots that an iteration of training adds to the starts of later ones."""
+        return self.path / "curriculum" / f"iteration_{iteration}.jsonl"
+
     def iteration_files(self) -> list[Path]:
         """List the stored rollouts of training iterations, unordered."""
         return list(self.rollouts.glob("iteration_*.parquet"))
@@ -187,6 +191,10 @@ class RunDirectory:
         `policy_version` is that of `tidy_spools`.
         """
         self.forget_after(iteration)
+        for path in self.path.glob("curriculum/iteration_*.jsonl"):
+            if int(path.stem.removeprefix("iteration_")) > iteration:
+                with write_errors(path):
+                    path.unlink()
         tidy_spools(self.rollouts, iteration, tell, policy_version=policy_version)
 
     def forget_after(self, iteration: int) -> None:

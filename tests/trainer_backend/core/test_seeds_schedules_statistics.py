@@ -13,7 +13,7 @@ from shared_schemas.trajectory import (
     StopReason,
     Trajectory,
 )
-from trainer_backend.core.schedules import constant, cosine, learning_rate, linear
+from trainer_backend.core.schedules import constant, cosine, followed_rate, learning_rate, linear
 from trainer_backend.core.statistics import (
     Interval,
     ach_by_turn,
@@ -151,6 +151,31 @@ def test_a_cosine_falls_slowly_at_both_ends_and_a_constant_not_at_all():
 def test_every_schedule_rises_the_same(fall):
     assert learning_rate(2.0, progress=0.1, rise=0.4, final=0.5, fall=fall) == 0.5
     assert learning_rate(2.0, progress=0.4, rise=0.4, final=0.5, fall=fall) == 2.0
+
+
+def test_the_rate_moves_by_a_bounded_factor_towards_the_desired_kl():
+    moves = {kl: followed_rate(3.0, kl, desired=0.1, begin=3.0) for kl in (0.0, 0.04, 0.06, 0.2, 0.21)}
+    assert moves == {0.0: 3.0, 0.04: 4.5, 0.06: 3.0, 0.2: 3.0, 0.21: 2.0}
+    assert followed_rate(29.0, 0.01, desired=0.1, begin=3.0) == 30.0
+    assert followed_rate(0.031, 1.0, desired=0.1, begin=3.0) == 0.03
+
+
+@pytest.mark.parametrize("begin", [0.1, 0.4, 4.0, 20.0])
+def test_a_bandit_gets_the_rate_whose_steps_have_the_desired_size(begin: float):
+    """Two arms, each with probability 1/2, and a step of rate * 0.1 on the difference of their logits.
+
+    A step by x has KL = ln((1 + cosh x) / 2) / 2, about x^2 / 8: the right rate is 10 * sqrt(8 * desired).
+    """
+    desired = 0.002
+    right = 10 * math.sqrt(8 * desired)
+    rate, rates = begin, []
+    for _ in range(20):
+        step = 0.1 * rate
+        kl = math.log((1 + math.cosh(step)) / 2) / 2
+        rate = followed_rate(rate, kl, desired=desired, begin=begin)
+        rates.append(rate)
+    reachable = min(right, begin * 10)
+    assert rates[-1] == rates[-2] and reachable / 1.45 < rates[-1] < right * 1.45
 
 
 def test_shares_outside_their_range_are_refused():

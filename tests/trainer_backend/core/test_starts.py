@@ -1,0 +1,108 @@
+"""Which snapshots of a run are kept, and which are started from: numbers worked by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from trainer_backend.core.starts import (
+    STARTS,
+    Candidate,
+    CurriculumKeys,
+    Moment,
+    Pool,
+    Starts,
+    candidates,
+    frontier,
+    kept,
+    late,
+    uncertain,
+)
+
+KEYS = CurriculumKeys(share=0.5, pool=4)
+WOOD, BOTH = ("wood",), ("stone", "wood")
+
+
+def moment(number: int, cell: tuple[str, ...] = (), *, turn: int = 1, size: int = 10) -> Moment:
+    return Moment(
+        f"train/1/0/{number}:{turn}", 1, f"run/train/1/0/{number}", "train/1/0", 7, turn, 0, cell, "x" * size
+    )
+
+
+def starts(pool: Pool, rule: str = "frontier", **keys: float) -> Starts:
+    return Starts(KEYS.model_copy(update=keys), STARTS[rule].weights, pool, job_seed=3, reseedable=True)
+
+
+def test_the_oldest_of_the_most_common_cell_goes_first_by_number_and_by_bytes():
+    common, rare = [moment(n, WOOD) for n in range(4)], moment(9, BOTH)
+    pool = Pool().after([rare, *common], [], KEYS)
+    assert pool.moments == (rare, *common[1:])
+    narrow = KEYS.model_copy(update={"pool_mib": 25 / 2**20})  # of moments of 10 bytes each
+    assert Pool().after([rare, *common], [], narrow).moments == (rare, common[3])
+
+
+def test_a_pool_of_all_iterations_is_that_of_one_after_the_other():
+    added = [[moment(10 * k + n, WOOD if n % 2 else ()) for n in range(3)] for k in range(5)]
+    pools = [Pool()]
+    for moments in added:
+        pools.append(pools[-1].after(moments, [(moments[0].key, True)], KEYS))
+    again = Pool()
+    for moments in added:
+        again = again.after(moments, [(moments[0].key, True)], KEYS)
+    assert again == pools[-1] and len(again.moments) == 4
+    assert set(again.results) <= {item.key for item in again.moments}, "of what is gone nothing is remembered"
+
+
+def test_the_frontier_draws_a_cell_by_the_root_of_its_snapshots():
+    pool = Pool((*(moment(n, WOOD) for n in range(4)), moment(9, BOTH)))
+    # 1/sqrt(4) in four parts, and 1/sqrt(1)
+    assert frontier(pool) == [0.125] * 4 + [1.0]
+
+
+def test_uncertain_are_those_without_starts_and_those_between_20_and_80_percent():
+    pool = Pool(tuple(moment(n) for n in range(4)))
+    keys = [item.key for item in pool.moments]
+    # With one gain and one miss as the prior: 1/2; (0 + 1)/(8 + 2); (1 + 1)/(8 + 2); (8 + 1)/(8 + 2)
+    results = {keys[1]: (0, 8), keys[2]: (1, 8), keys[3]: (8, 8)}
+    assert uncertain(replace(pool, results=results)) == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_late_has_every_turn_as_often():
+    pool = Pool((moment(0, turn=1), moment(1, turn=1), moment(2, turn=5)))
+    assert late(pool) == [0.5, 0.5, 1.0]
+
+
+@pytest.mark.parametrize("rule", STARTS)
+def test_choices_follow_from_seed_and_pool_and_take_the_share_of_the_groups(rule: str):
+    pool = Pool(tuple(moment(n, turn=n + 1) for n in range(20)))
+    first, again, other = (starts(pool, rule).choose(k, 5) for k in (4, 4, 5))
+    assert first == again != other
+    assert len(first) == 2, "half of five groups, rounded down"
+    assert starts(Pool(), rule).choose(4, 5) == []
+
+
+def test_no_group_starts_where_nothing_is_uncertain():
+    only = moment(0)
+    pool = Pool((only,), {only.key: (8, 8)})
+    assert starts(pool, "uncertain").choose(4, 8) == []
+
+
+def test_each_group_has_draws_of_its_own_where_there_are_some():
+    one = starts(Pool())
+    assert one.draws_seed(2, 5) != one.draws_seed(2, 6) != one.draws_seed(3, 6)
+    assert replace(one, reseedable=False).draws_seed(2, 5) is None
+
+
+def test_a_game_offers_the_moment_after_each_rise_and_one_at_random():
+    cells = [(), (), WOOD, WOOD, BOTH, BOTH]
+    found = candidates("train/1/0/0", cells, seed=1)
+    assert {one.turn for one in found} >= {2, 4} and len(found) <= 3
+    assert all(one.cell == cells[one.turn] and one.turn > 0 for one in found)
+    assert candidates("train/1/0/0", [()], seed=1) == []
+
+
+def test_of_many_candidates_every_cell_gets_its_turn():
+    many = [Candidate(f"train/1/0/{n}", 1, WOOD) for n in range(50)]
+    few = [Candidate("train/1/1/0", 3, BOTH), Candidate("train/1/1/1", 2, ())]
+    found = kept([*many, *few], seed=1, most=4)
+    assert sorted(one.cell for one in found) == [(), BOTH, WOOD, WOOD]
+    assert found == kept([*few, *reversed(many)], seed=1, most=4), "in whatever order they come"

@@ -1,0 +1,199 @@
+"""Groups that start at snapshots of the run's own games: which are kept, and which are started from. Pure.
+
+A *cell* is a set of achievements. A snapshot with a rare one is at the frontier of what the policy reaches.
+"""
+
+import math
+import random
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pydantic import Field
+
+from trainer_backend.core.keys import Table
+from trainer_backend.core.seeds import derived_seed
+
+Cell = tuple[str, ...]
+# Snapshots that an iteration adds, at most.
+MOST_NEW = 64
+
+
+class CurriculumKeys(Table):
+    """Of starts from the run's own snapshots."""
+
+    share: float = Field(default=0.25, gt=0, lt=1)
+    """share of an iteration's groups that start at a snapshot, rounded down; none while none is kept"""
+    rule: str = "frontier"
+    """which snapshots are started from; frontier: whose set of achievements is rare among those kept;
+    uncertain: from which 20 to 80 % of the starts gained something; late: every turn as often"""
+    pool: int = Field(default=256, ge=1, le=100_000)
+    """snapshots that are kept, at most; the oldest one of the most common set of achievements goes first"""
+    pool_mib: float = Field(default=64.0, gt=0)
+    """what the snapshots that are kept may take together, in MiB"""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A snapshot of a game of training, from which others may start."""
+
+    key: str
+    """Its game's place in the plan, and `turn`."""
+    iteration: int
+    rollout_id: str
+    """The game, or the last part of it where it began at a snapshot itself."""
+    group_id: str
+    seed: int
+    """Of the world."""
+    turn: int
+    """Decisions of the whole game before it."""
+    invalid: int
+    """How many of them were invalid."""
+    cell: Cell
+    """What was achieved before it."""
+    snapshot: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The snapshots that are kept, oldest first, and what starts from them gave."""
+
+    moments: tuple[Moment, ...] = ()
+    results: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """By key of a moment, how many starts gained something, and how many there were."""
+
+    @property
+    def mib(self) -> float:
+        return sum(len(item.snapshot) for item in self.moments) / 2**20
+
+    def cells(self) -> Counter[Cell]:
+        """How many snapshots each set of achievements has."""
+        return Counter(item.cell for item in self.moments)
+
+    def after(
+        self, moments: Iterable[Moment], gains: Iterable[tuple[str, bool]], keys: CurriculumKeys
+    ) -> "Pool":
+        """The pool after an iteration, which added `moments` and whose starts had these `gains`, by key."""
+        results = dict(self.results)
+        for key, gained in gains:
+            gain, count = results.get(key, (0, 0))
+            results[key] = (gain + gained, count + 1)
+        kept = _bounded([*self.moments, *moments], keys.pool, keys.pool_mib * 2**20)
+        names = {item.key for item in kept}
+        return Pool(tuple(kept), {key: found for key, found in results.items() if key in names})
+
+
+def _bounded(moments: Sequence[Moment], most: int, most_bytes: float) -> list[Moment]:
+    """Without the oldest of the most common cells, until the rest is within both bounds."""
+    by_cell: defaultdict[Cell, deque[int]] = defaultdict(deque)
+    for number, item in enumerate(moments):
+        by_cell[item.cell].append(number)
+    gone, size = set[int](), sum(len(item.snapshot) for item in moments)
+    while len(moments) - len(gone) > most or size > most_bytes:
+        crowded = max(by_cell, key=lambda cell: (len(by_cell[cell]), -by_cell[cell][0]))
+        number = by_cell[crowded].popleft()
+        gone.add(number)
+        size -= len(moments[number].snapshot)
+        if not by_cell[crowded]:
+            del by_cell[crowded]
+    return [item for number, item in enumerate(moments) if number not in gone]
+
+
+# From the pool to the weight of each of its moments; a start is drawn by them.
+Rule = Callable[[Pool], Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class StartPlug:
+    """A rule of the plug board."""
+
+    weights: Rule
+
+
+def frontier(pool: Pool) -> list[float]:
+    """A cell in proportion to 1/sqrt of its snapshots, then each of them alike.
+
+    Source: Ecoffet et al., First return, then explore (Go-Explore), arXiv:2004.12919, whose cells are drawn
+    with 1/sqrt(C_seen + 1); C_seen is here how often the run's games left a snapshot in the cell.
+    """
+    cells = pool.cells()
+    return [cells[item.cell] ** -1.5 for item in pool.moments]
+
+
+def uncertain(pool: Pool) -> list[float]:
+    """Those from which 20 to 80 % of the starts gained something, with one gain and one miss as the prior.
+
+    A snapshot without starts so counts as one of 50 %. All weights may be 0: then no group starts at one.
+
+    Source: the bounds: Florensa et al., Reverse Curriculum Generation, arXiv:1707.05300, section 4.2, who
+    keep starts of intermediate success.
+    """
+    found = (pool.results.get(item.key, (0, 0)) for item in pool.moments)
+    return [float(0.2 <= (gain + 1) / (count + 2) <= 0.8) for gain, count in found]
+
+
+def late(pool: Pool) -> list[float]:
+    """Each turn that a snapshot was taken at alike, then each snapshot of it alike."""
+    turns = Counter(item.turn for item in pool.moments)
+    return [1.0 / turns[item.turn] for item in pool.moments]
+
+
+STARTS = {"frontier": StartPlug(frontier), "uncertain": StartPlug(uncertain), "late": StartPlug(late)}
+
+
+@dataclass(frozen=True, slots=True)
+class Starts:
+    """Where the groups of an iteration start that begin at snapshots."""
+
+    keys: CurriculumKeys
+    rule: Rule
+    pool: Pool
+    job_seed: int
+    reseedable: bool
+    """Whether each group gets draws of its own."""
+
+    def choose(self, iteration: int, groups: int) -> list[Moment]:
+        """The moments that the last groups of an iteration start from, in the order of the groups."""
+        count = math.floor(self.keys.share * groups)
+        weights = self.rule(self.pool) if self.pool.moments else []
+        if not count or not any(weights):
+            return []
+        draws = random.Random(derived_seed(self.job_seed, "starts", iteration))
+        return draws.choices(self.pool.moments, weights, k=count)
+
+    def draws_seed(self, iteration: int, group: int) -> int | None:
+        """The seed of a group's draws; None: those of the snapshot."""
+        return derived_seed(self.job_seed, "start draws", iteration, group) if self.reseedable else None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A moment of a game that may be kept: after `turn` of its own decisions, with this cell."""
+
+    plan: str
+    turn: int
+    cell: Cell
+
+
+def candidates(plan: str, cells: Sequence[Cell], seed: int) -> list[Candidate]:
+    """The moments of a game that may be kept: after each new set of achievements, and one at random.
+
+    Args:
+        plan: the game's place in the plan.
+        cells: the set of achievements before each decision that could be played on from, from the first.
+        seed: of the random one, which is never the start.
+    """
+    rises = [turn for turn in range(1, len(cells)) if cells[turn] != cells[turn - 1]]
+    some = random.Random(derived_seed(seed, "kept", plan)).randrange(1, len(cells)) if len(cells) > 1 else 0
+    turns = sorted({*rises, *([some] if some else [])})
+    return [Candidate(plan, turn, cells[turn]) for turn in turns]
+
+
+def kept(found: Iterable[Candidate], seed: int, most: int = MOST_NEW) -> list[Candidate]:
+    """At most so many of an iteration's candidates: of each set of achievements in turn, at random."""
+    by_cell: defaultdict[Cell, list[Candidate]] = defaultdict(list)
+    for item in sorted(found, key=lambda one: derived_seed(seed, "kept", one.plan, one.turn)):
+        by_cell[item.cell].append(item)
+    rounds = [(number, cell, item) for cell in by_cell for number, item in enumerate(by_cell[cell])]
+    rounds.sort(key=lambda one: one[:2])
+    return [item for _, _, item in rounds[:most]]

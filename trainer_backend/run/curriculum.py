@@ -1,0 +1,209 @@
+"""The snapshots of a run's own games that groups of later iterations start at, and their files.
+
+`curriculum/iteration_j.jsonl` of a run directory has what iteration j added: a line for each snapshot, and
+one for each finished game that began at one. The pool of iteration k follows from the files up to
+k - 1 - `max_staleness`, so a plan is the same in every start of the run.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from shared_schemas.rollouts import Rollout, RolloutRequest
+from shared_schemas.trajectory import Trajectory
+from trainer_backend.collect.apps import TaskApps
+from trainer_backend.collect.batch import Batch
+from trainer_backend.collect.moments import snapshots_at
+from trainer_backend.collect.plan import Planner
+from trainer_backend.core.starts import (
+    Candidate,
+    Cell,
+    CurriculumKeys,
+    Moment,
+    Pool,
+    Starts,
+    candidates,
+    kept,
+)
+from trainer_backend.plugins import start_rule
+from trainer_backend.rundir.files import each_line, replace_lines
+from trainer_backend.rundir.layout import RunDirectory
+from trainer_backend.rundir.spool import plan_id
+
+Gain = tuple[str, bool]
+
+
+@dataclass(slots=True)
+class Curriculum:
+    """The pool of a run: `starts` plans from it, and `keep` adds what an iteration has reached."""
+
+    keys: CurriculumKeys
+    planner: Planner
+    apps: TaskApps
+    directory: RunDirectory
+    tell: Callable[[str], None]
+    reseedable: bool
+    """Whether the environment can be given other draws after a snapshot."""
+    _pool: Pool = field(default_factory=Pool)
+    _folded: int = 0
+
+    def starts(self, iteration: int) -> Starts:
+        """Where the groups of an iteration may start that begin at snapshots."""
+        seed = self.planner.players.seed
+        pool = self._pool_after(iteration - 1 - self.planner.table.max_staleness)
+        return Starts(self.keys, start_rule(self.keys.rule).weights, pool, seed, self.reseedable)
+
+    async def keep(
+        self, iteration: int, requests: Sequence[RolloutRequest], rollouts: Sequence[Rollout]
+    ) -> dict[str, float]:
+        """Keep what the games of an iteration have reached, and return its metrics."""
+        started = time.monotonic()
+        asked = {plan_id(request.rollout_id): request for request in requests}
+        games = {plan_id(item.rollout_id): item for item in rollouts if item.trajectory is not None}
+        gains = [
+            _gain(asked[plan], item.trajectory) for plan, item in games.items() if _is_start(asked[plan])
+        ]
+        moments = await self._moments(iteration, asked, games)
+        rows: list[Mapping[str, Any]] = [asdict(item) for item in moments]
+        rows += [{"from": key, "gained": gained} for key, gained in gains]
+        path = self._file(iteration)
+        path.parent.mkdir(exist_ok=True)
+        replace_lines(path, rows, durable=True)
+        if iteration <= self._folded:  # other rollouts than before, since the update rejected some
+            self._pool, self._folded = Pool(), 0
+        pool = self._pool_after(iteration)
+        metrics = {
+            "starts/share": len(gains) / max(len(games), 1),
+            "starts/pool": float(len(pool.moments)),
+            "starts/pool_mib": pool.mib,
+            "starts/cells": float(len(pool.cells())),
+            "time/starts_s": time.monotonic() - started,
+        }
+        if gains:
+            metrics["starts/gain"] = sum(gained for _, gained in gains) / len(gains)
+        by_cell = {cell: float(count) for cell, count in sorted(pool.cells().items(), key=_by_size)[:_SHOWN]}
+        return metrics | {f"starts/{name_cell(cell)}/kept": count for cell, count in by_cell.items()}
+
+    async def _moments(
+        self, iteration: int, asked: Mapping[str, RolloutRequest], games: Mapping[str, Rollout]
+    ) -> list[Moment]:
+        """The snapshots that an iteration adds; task apps play its games again up to them."""
+        seed = self.planner.players.seed
+        found = [one for plan, item in games.items() for one in candidates(plan, _cells(item), seed)]
+        by_game: dict[str, list[Candidate]] = {}
+        for one in kept(found, seed):
+            by_game.setdefault(one.plan, []).append(one)
+        moments = []
+        for plan in sorted(by_game):
+            item, request = games[plan], asked[plan]
+            start = request.start if _is_start(request) else None
+            turns = [one.turn for one in by_game[plan]]
+            snapshots = await snapshots_at(self.apps, self.planner, item, turns, start)
+            if snapshots is None:
+                self.tell(
+                    f"iteration {iteration}: no task app plays {item.rollout_id} again for its snapshots"
+                )
+                continue
+            moments += [
+                self._moment(item, request, one, snapshots[one.turn])
+                for one in sorted(by_game[plan], key=lambda one: one.turn)
+            ]
+        return moments
+
+    def _moment(self, item: Rollout, request: RolloutRequest, one: Candidate, snapshot: str) -> Moment:
+        players, episode = self.planner.players, item.trajectory
+        assert episode is not None, "it was played"
+        turn = players.max_decisions - request.limits.max_decisions + one.turn
+        own = sum(step.step_info.invalid_reason is not None for step in episode.steps[: one.turn])
+        return Moment(
+            key=_key(item.rollout_id, turn),
+            iteration=item.iteration,
+            rollout_id=item.rollout_id,
+            group_id=item.group_id,
+            seed=episode.seed,
+            turn=turn,
+            invalid=players.rollout.max_invalid_decisions - request.limits.max_invalid_decisions + own,
+            cell=one.cell,
+            snapshot=snapshot,
+        )
+
+    def _pool_after(self, iteration: int) -> Pool:
+        """The pool after an iteration, from the files of all up to it."""
+        if iteration < self._folded:
+            self._pool, self._folded = Pool(), 0
+        for number in range(self._folded + 1, iteration + 1):
+            self._pool = self._pool.after(*_read(self._file(number)), self.keys)
+            self._folded = number
+        return self._pool
+
+    def _file(self, iteration: int) -> Path:
+        return self.directory.curriculum_file(iteration)
+
+
+def without_past(batch: Batch) -> Batch:
+    """The batch with outcomes that count only what games added to the snapshot where they began.
+
+    What an operator's reward function says of them stays: it has judged their own decisions.
+    """
+    return replace(batch, rollouts=tuple(map(_without_past, batch.rollouts)))
+
+
+def _without_past(item: Rollout) -> Rollout:
+    episode = item.trajectory
+    if episode is None or not episode.is_continued or episode.user_reward is not None:
+        return item
+    own = {"outcome_reward": episode.outcome_reward - episode.outcome_before}
+    return item.model_copy(update={"trajectory": episode.model_copy(update=own)})
+
+
+def name_cell(cell: Cell) -> str:
+    """A set of achievements as a part of a metric's name."""
+    return "+".join(cell) or "nothing"
+
+
+# Sets of achievements that a row of metrics tells of, those with most in them.
+_SHOWN = 12
+
+
+def _by_size(item: tuple[Cell, int]) -> tuple[int, Cell]:
+    return -len(item[0]), item[0]
+
+
+def _is_start(request: RolloutRequest) -> bool:
+    return request.start.snapshot is not None
+
+
+def _key(rollout_id: str, turn: int) -> str:
+    return f"{plan_id(rollout_id)}:{turn}"
+
+
+def _achieved(counts: Mapping[str, int]) -> Cell:
+    return tuple(sorted(name for name, count in counts.items() if count > 0))
+
+
+def _cells(item: Rollout) -> list[Cell]:
+    """What was achieved before each decision of a game."""
+    assert item.trajectory is not None, "it was played"
+    return [_achieved(step.observation_data.achievements_counts) for step in item.trajectory.steps]
+
+
+def _gain(request: RolloutRequest, episode: Trajectory | None) -> Gain:
+    """The moment where a game began, and whether it added an achievement or to its outcome."""
+    start = request.start
+    assert episode is not None and start.parent_rollout_id is not None and start.parent_turn is not None
+    before = _achieved(episode.steps[0].observation_data.achievements_counts)
+    gained = _achieved(episode.achievements_counts) != before or episode.outcome_reward > 0
+    return _key(start.parent_rollout_id, start.parent_turn), gained
+
+
+def _read(path: Path) -> tuple[list[Moment], list[Gain]]:
+    """What an iteration added; nothing where it has no file: the job had no [curriculum] then."""
+    moments, gains = [], []
+    for row in each_line(path):
+        if "from" in row:
+            gains.append((str(row["from"]), bool(row["gained"])))
+        else:
+            moments.append(Moment(**row | {"cell": tuple(row["cell"])}))
+    return moments, gains
