@@ -5,10 +5,10 @@
 The policy is a table of logits, its value is exact, and credit, fork rules and comparisons are those of the
 trainer. Left out: a language model, the replay of a parent, and every other cost than env steps.
 
-Found with 8 cells, 20 seeds, median env steps to a return of 0.8 (quartiles): `branch` 17.8k (15.4k to 22.3k),
-`uniform` 13.8k (13.4k to 14.7k), `surprise` 16.2k (14.9k to 17.8k), `stepwise` without forks 6.7k (5.3k to
-7.5k). So forks that are trained take 0.77 of the steps of `branch`, not the 0.6 that was hoped for, and here no
-fork at all takes fewest: by iterations 11 with `uniform`, 14 with `branch` and 15 with `stepwise`.
+Found with 8 cells, 20 seeds, median env steps to a return of 0.8 (quartiles): `branch` 17.8k (15.4k to
+22.3k), `uniform` 13.8k (13.4k to 14.7k), `surprise` 16.2k (14.9k to 17.8k), `stepwise` without forks 6.7k
+(5.3k to 7.5k). So forks that are trained take 0.77 of the steps of `branch`, not the 0.6 that was hoped for,
+and here no fork at all takes fewest: by iterations 11 with `uniform`, 14 with `branch`, 15 with `stepwise`.
 """
 
 import argparse
