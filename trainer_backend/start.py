@@ -199,8 +199,7 @@ async def _run(
                 actor.watch(reporter)
                 reporter.say(f"gateway: {', '.join(actor.inference.urls)} serves {actor.inference.model}")
                 run = Run(
-                    planner, job_parts.credit(job), dispatcher, actor,
-                    saving=saving, reporter=reporter, resumes=reporter.resumes,
+                    planner, job_parts.credit(job), dispatcher, actor, saving, reporter, reporter.resumes,
                     curriculum=await _curriculum(planner, apps, directory, reporter),
                 )  # fmt: skip
                 # Not before: a start that fails, or has nothing left to play, accepts no rows.

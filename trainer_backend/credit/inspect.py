@@ -70,6 +70,15 @@ def _credited(run: RunDirectory, path: Path, rollout_id: str, advantage: str) ->
     return found
 
 
+def _beginning(episode: Trajectory) -> Iterator[Text]:
+    """Where an episode began, if that was a snapshot."""
+    if episode.is_continued:
+        yield Text(
+            f"began at a snapshot of {episode.parent_rollout_id}, after {episode.parent_turn} decisions of "
+            f"its game, when the outcome was {episode.outcome_before:g}"
+        )
+
+
 @group()
 def episode_view(
     rollout: Rollout, credits: Sequence[dict[str, Any]], *, full: bool, tokens: bool = False
@@ -91,11 +100,7 @@ def episode_view(
         f"{episode.env_name}, seed {episode.seed}; {player}; outcome "
         f"{episode.outcome_reward:g} ({episode.outcome_definition}); ended by {episode.stop_reason}"
     )
-    if episode.is_continued:
-        yield Text(
-            f"began at a snapshot of {episode.parent_rollout_id}, after {episode.parent_turn} decisions of "
-            f"its game, when the outcome was {episode.outcome_before:g}"
-        )
+    yield from _beginning(episode)
     earned = [step.metadata.decision_rewards for step in episode.steps if step.metadata.decision_rewards]
     if earned:
         unique, every = sum(one.unique_delta for one in earned), sum(one.ach_delta for one in earned)
