@@ -462,21 +462,24 @@ async def _learn_or_reject(
 async def _learn(ahead: Ahead, progress: Progress, result: IterationResult) -> Progress:
     """Stops 11 to 13: update, serve the new weights, write down the consumed rollouts and the metrics."""
     run, iteration = ahead.run, progress.iteration + 1
-    staleness, starts = _staleness(run, progress, result), dict[str, float]()
-    if run.curriculum is not None:
-        starts = await run.curriculum.keep(iteration, result.requests, result.batch.rollouts)
-    with run.timeline.working("learn") as learning:
-        run.reporter.stage(f"update {iteration}", 0, 1)
-        update = await _update(run, result, progress)  # 8 (log-probs), 11
-        updated, steps = time.monotonic(), int(update["optim/steps"])
-        progress = replace(
-            progress,
-            iteration=iteration,
-            policy_version=progress.policy_version + (steps > 0),
-            updates=progress.updates + steps,
-        )
-        error = await _publish(ahead, progress) if steps else None  # 12
-        publish_s = time.monotonic() - updated
+    staleness = _staleness(run, progress, result)
+    keeping = asyncio.ensure_future(_keep_starts(run, iteration, result))  # while the learner works
+    try:
+        with run.timeline.working("learn") as learning:
+            run.reporter.stage(f"update {iteration}", 0, 1)
+            update = await _update(run, result, progress)  # 8 (log-probs), 11
+            updated, steps = time.monotonic(), int(update["optim/steps"])
+            progress = replace(
+                progress,
+                iteration=iteration,
+                policy_version=progress.policy_version + (steps > 0),
+                updates=progress.updates + steps,
+            )
+            error = await _publish(ahead, progress) if steps else None  # 12
+            publish_s = time.monotonic() - updated
+        starts = await keeping
+    finally:
+        await end_tasks(keeping)
     # Of iterations that are collected at the same time, each tells what happened since the row before.
     since = max(ahead.last_row, result.start, key=attrgetter("seconds"))
     now = await moment(run.server)
@@ -507,6 +510,13 @@ async def _learn(ahead: Ahead, progress: Progress, result: IterationResult) -> P
         await _save_last(run, progress)
         raise error
     return progress
+
+
+async def _keep_starts(run: Run, iteration: int, result: IterationResult) -> dict[str, float]:
+    """Keep the snapshots that later iterations may start at, where the job has [curriculum]."""
+    if run.curriculum is None:
+        return {}
+    return await run.curriculum.keep(iteration, result.requests, result.batch.rollouts)
 
 
 def _warn_without_signal(run: Run, row: Mapping[str, Any]) -> None:

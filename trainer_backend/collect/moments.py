@@ -1,15 +1,47 @@
 """Moments of finished rollouts, from which others play on: task apps replay the episode up to them."""
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import NamedTuple
 
 from shared_schemas.replay import MOST_SNAPSHOTS, ReplayRequest, ReplayTurn
 from shared_schemas.rollouts import Rollout, Start
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.plan import Planner
-from trainer_backend.collect.wire import ReplayDeparts, TaskAppLost
+from trainer_backend.collect.wire import ReplayDeparts, TaskAppLost, first_of
 from trainer_backend.errors import TaskAppError
 
 _ATTEMPTS = 2  # of a replay; at two task apps where there are two
+
+
+class Wanted(NamedTuple):
+    """A finished rollout, and the decisions after which others begin."""
+
+    rollout: Rollout
+    turns: Sequence[int]
+    start: Start | None = None
+    """Where it began, if that was a snapshot."""
+
+
+async def replay_all(
+    apps: TaskApps, planner: Planner, wanted: Sequence[Wanted]
+) -> list[dict[int, str] | None]:
+    """Snapshots of each rollout, as `snapshots_at`. A task app replays one at a time: a lane for each."""
+    places = count()
+    found: dict[int, dict[int, str] | None] = {}
+
+    async def replay_next(lane: int) -> None:
+        while (place := next(places)) < len(wanted):
+            found[place] = await snapshots_at(apps, planner, *wanted[place], first_app=lane)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for lane in range(max(1, len(apps.serving))):
+                group.create_task(replay_next(lane))
+    except BaseExceptionGroup as errors:
+        raise first_of(errors) from errors
+    return [found[place] for place in range(len(wanted))]
 
 
 async def snapshots_at(

@@ -15,8 +15,8 @@ from trainer_backend.core.keys import Table
 from trainer_backend.core.seeds import derived_seed
 
 Cell = tuple[str, ...]
-# Snapshots that an iteration adds, at most.
-MOST_NEW = 64
+# Snapshots that an iteration adds, at most: for most of them a game is played again.
+MOST_NEW = 16
 
 
 class CurriculumKeys(Table):

@@ -15,7 +15,7 @@ from shared_schemas.rollouts import Rollout, RolloutRequest
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.batch import Batch
-from trainer_backend.collect.moments import snapshots_at
+from trainer_backend.collect.moments import Wanted, replay_all
 from trainer_backend.collect.plan import Planner
 from trainer_backend.core.starts import (
     Candidate,
@@ -95,19 +95,25 @@ class Curriculum:
         by_game: dict[str, list[Candidate]] = {}
         for one in kept(found, seed):
             by_game.setdefault(one.plan, []).append(one)
+        plans = sorted(by_game)
+        wanted = [
+            Wanted(
+                games[plan],
+                [one.turn for one in by_game[plan]],
+                asked[plan].start if _is_start(asked[plan]) else None,
+            )
+            for plan in plans
+        ]
         moments = []
-        for plan in sorted(by_game):
-            item, request = games[plan], asked[plan]
-            start = request.start if _is_start(request) else None
-            turns = [one.turn for one in by_game[plan]]
-            snapshots = await snapshots_at(self.apps, self.planner, item, turns, start)
+        for plan, snapshots in zip(plans, await replay_all(self.apps, self.planner, wanted), strict=True):
+            item = games[plan]
             if snapshots is None:
                 self.tell(
                     f"iteration {iteration}: no task app plays {item.rollout_id} again for its snapshots"
                 )
                 continue
             moments += [
-                self._moment(item, request, one, snapshots[one.turn])
+                self._moment(item, asked[plan], one, snapshots[one.turn])
                 for one in sorted(by_game[plan], key=lambda one: one.turn)
             ]
         return moments

@@ -1,14 +1,11 @@
 """Stop 3 of the route for continuations that are trained: finished episodes are forked and replayed."""
 
-import asyncio
 from collections.abc import Sequence
-from itertools import count
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
-from trainer_backend.collect.moments import snapshots_at
+from trainer_backend.collect.moments import Wanted, replay_all
 from trainer_backend.collect.plan import Planner
 from trainer_backend.collect.trial import describe_environment
-from trainer_backend.collect.wire import first_of
 from trainer_backend.credit.credit import Measured
 from trainer_backend.run.run import Run
 
@@ -32,12 +29,15 @@ async def plan_forks(
     if rule is None or not chosen:
         return []
     is_fresh = rule.reads_samples and (await describe_environment(planner, apps))[1].reseedable
-    replayed = await _replay(run, planner, chosen)
-    if lost := len(chosen) - len(replayed):
+    # Snapshots by the decisions before them.
+    wanted = [Wanted(parent, [turn - 1 for turn in turns]) for parent, turns in chosen]
+    replayed = await replay_all(apps, planner, wanted)
+    if lost := replayed.count(None):
         run.reporter.say(f"no task app can be reached to replay {lost} episodes; nothing plays on from them")
     return [
         request
-        for parent, snapshots in replayed
+        for (parent, _), snapshots in zip(chosen, replayed, strict=True)
+        if snapshots is not None
         for request in planner.forks(parent, snapshots, fresh_draws=is_fresh)
     ]
 
@@ -51,26 +51,3 @@ def choose_forks(run: Run, planner: Planner, parents: Sequence[Rollout], measure
         for parent in credit.policies.by_actor(parents)
     ]
     return [(parent, turns) for parent, turns in chosen if turns]
-
-
-async def _replay(
-    run: Run, planner: Planner, chosen: Sequence[Forked]
-) -> list[tuple[Rollout, dict[int, str]]]:
-    """Snapshots by the decisions before them. A task app replays one episode at a time: a lane for each."""
-    apps, places = run.dispatcher.task_apps, count()
-    found: dict[int, dict[int, str] | None] = {}
-
-    async def replay_next(lane: int) -> None:
-        while (place := next(places)) < len(chosen):
-            parent, turns = chosen[place]
-            done = [turn - 1 for turn in turns]
-            found[place] = await snapshots_at(apps, planner, parent, done, first_app=lane)
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            for lane in range(max(1, len(apps.serving))):
-                group.create_task(replay_next(lane))
-    except BaseExceptionGroup as errors:
-        raise first_of(errors) from errors
-    pairs = [(parent, found[place]) for place, (parent, _) in enumerate(chosen)]
-    return [(parent, snapshots) for parent, snapshots in pairs if snapshots is not None]
