@@ -32,10 +32,6 @@ MARK = "(no data committed)"
 # Rows of README: the row of docs/figures.md that they repeat, and the numbers that both hold.
 REPEATED = (
     ("log-probs of sampled tokens, recomputed", "**Log-probs of sampled tokens**", ("2.5e-5", "4.5e-5")),
-    (
-        "ten actions over HTTP", "**HTTP**: 10 actions in one request",
-        ("x20.5 on a quiet machine", "x15 to x27 beside other work"),
-    ),
 )  # fmt: skip
 
 
