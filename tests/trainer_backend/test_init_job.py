@@ -112,7 +112,9 @@ def test_a_key_behind_a_hash_has_its_default(choices: Choices):
     # Keys of a table whose absence means something have their defaults only once the table is there; [data]
     # and [rollout_allocation_schedule], which have a key without one, stay away.
     shown = re.sub(r"(?m)^#(?=\[)(?!\[(data|rollout_allocation_schedule)\])", "", shown)
-    tables = [name for name in ("cluster", "curriculum", "lora", "warmup", "rollout_only") if f"#[{name}]" in text]
+    tables = [
+        name for name in ("cluster", "curriculum", "lora", "warmup", "rollout_only") if f"#[{name}]" in text
+    ]
     there = text + "".join(f"[{name}]\n" for name in tables)
     configs = [parse_job(tomli.loads(each), where="test").config for each in (shown, there)]
     assert configs[0] == configs[1]
