@@ -1,4 +1,4 @@
-"""vLLM beside the learner for this year's families: log-probs of what it samples, token by token.
+"""vLLM against the learner for this year's families: log-probs of what it samples, token by token.
 
     python -m bench.vllm_families --vllm-python VENV/bin/python [--family NAME]
 

@@ -288,5 +288,16 @@ def warmed_up(trained: tuple[RunDirectory, ListReporter, Any]) -> dict[str, Any]
     }
 
 
+def decisions_by_turn(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """The stored decisions of a file of rollouts, by rollout and turn."""
+    import pyarrow.parquet as pq  # a run of the pure core's tests alone needs none
+
+    return {
+        (row["rollout_id"], decision["turn"]): decision
+        for row in pq.read_table(path).to_pylist()
+        for decision in row["decisions"]
+    }
+
+
 def rows_of(directory: RunDirectory, kind: str) -> Sequence[dict[str, Any]]:
     return [row for row in directory.metrics() if row["kind"] == kind]

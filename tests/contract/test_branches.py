@@ -2,11 +2,10 @@
 
 import math
 
-import pyarrow.parquet as pq
 import pytest
 from pydantic import SecretStr
 
-from tests.conftest import ListReporter, rows_of, tiny_job, train_job, warmed_up
+from tests.conftest import ListReporter, decisions_by_turn, rows_of, tiny_job, train_job, warmed_up
 from trainer_backend import job_parts
 from trainer_backend.collect.plan import Inference
 from trainer_backend.collect.trial import try_job
@@ -35,14 +34,6 @@ def stored(directory, name):
     return read_rollouts(directory.rollouts_file(name))
 
 
-def decisions_of(path):
-    return {
-        (row["rollout_id"], decision["turn"]): decision
-        for row in pq.read_table(path).to_pylist()
-        for decision in row["decisions"]
-    }
-
-
 def test_branches_are_what_is_left_of_their_parents_under_the_same_policy_version(run):
     directory, _ = run
     parents = {rollout.rollout_id: rollout.trajectory for rollout in stored(directory, "iteration_1")}
@@ -69,7 +60,7 @@ def test_the_advantage_of_a_measured_decision_is_its_return_less_the_mean_of_its
         rewards_T = [step.metadata.decision_rewards.unique_delta for step in branch.trajectory.steps]
         place = (branch.trajectory.parent_rollout_id, branch.trajectory.parent_turn + 1)
         returns.setdefault(place, []).append(discounted_returns(rewards_T, GAMMA)[0])
-    decisions = decisions_of(directory.rollouts_file("iteration_1"))
+    decisions = decisions_by_turn(directory.rollouts_file("iteration_1"))
     assert {place for place, found in decisions.items() if found["branch_returns"]} == set(returns)
     for place, found in returns.items():
         decision = decisions[place]
@@ -92,12 +83,12 @@ def test_a_row_of_metrics_counts_them_apart(run):
 def test_recredit_gives_the_same_from_what_is_stored_and_other_rewards_too(run, tmp_path):
     directory, _ = run
     recredit_run(directory.path, ["branch"], [], None, tmp_path / "same", (), reporter=ListReporter())
-    again = decisions_of(tmp_path / "same" / "branch.parquet")
-    first = decisions_of(directory.rollouts_file("iteration_1"))
+    again = decisions_by_turn(tmp_path / "same" / "branch.parquet")
+    first = decisions_by_turn(directory.rollouts_file("iteration_1"))
     assert [again[place]["advantage"] for place in first] == [item["advantage"] for item in first.values()]
     other = ["training.step_rewards_indicator_lambda=1"]  # so every first unlock is paid twice
     recredit_run(directory.path, ["branch"], [], None, tmp_path / "other", other, reporter=ListReporter())
-    paid = decisions_of(tmp_path / "other" / "branch.parquet")
+    paid = decisions_by_turn(tmp_path / "other" / "branch.parquet")
     before = [found for item in first.values() for found in item["branch_returns"]]
     after = [found for place in first for found in paid[place]["branch_returns"]]
     assert any(before) and after == [2 * found for found in before]

@@ -3,10 +3,9 @@
 import math
 from itertools import pairwise
 
-import pyarrow.parquet as pq
 import pytest
 
-from tests.conftest import ListReporter, rows_of, tiny_job, train_job, warmed_up
+from tests.conftest import ListReporter, decisions_by_turn, rows_of, tiny_job, train_job, warmed_up
 from tests.contract.test_killed_and_resumed import actions_of, killed, paths
 from trainer_backend.core.rewards import discounted_returns
 from trainer_backend.credit.recredit import recredit_run
@@ -40,18 +39,10 @@ def stored(directory, name):
     return read_rollouts(directory.rollouts_file(name))
 
 
-def decisions_of(path):
-    return {
-        (row["rollout_id"], decision["turn"]): decision
-        for row in pq.read_table(path).to_pylist()
-        for decision in row["decisions"]
-    }
-
-
 def test_continuations_are_trained_with_leave_one_out_at_the_fork(run):
     directory, _ = run
     branches = stored(directory, "branches_1")
-    credits = decisions_of(directory.rollouts_file("branches_1"))
+    credits = decisions_by_turn(directory.rollouts_file("branches_1"))
     assert branches
     for one, other in list(pairwise(branches))[::2]:
         assert one.group_id == other.group_id and one.trajectory.parent_turn >= 1
@@ -81,9 +72,9 @@ def test_recredit_gives_the_same_advantages_to_what_was_trained(run, tmp_path):
     directory, _ = run
     names = ["stepwise", "branch", "rloo"]
     recredit_run(directory.path, names, [], None, tmp_path, (), reporter=ListReporter())
-    again = decisions_of(tmp_path / "stepwise.parquet")
-    first = decisions_of(directory.rollouts_file("iteration_1"))
-    first |= decisions_of(directory.rollouts_file("branches_1"))
+    again = decisions_by_turn(tmp_path / "stepwise.parquet")
+    first = decisions_by_turn(directory.rollouts_file("iteration_1"))
+    first |= decisions_by_turn(directory.rollouts_file("branches_1"))
     assert {place: item["advantage"] for place, item in again.items()} == {
         place: item["advantage"] for place, item in first.items()
     }
@@ -104,7 +95,7 @@ def test_other_rules_and_estimators_train_too(trained, tmp_path, keys):
     assert progress.iteration == 1
     [row] = rows_of(directory, "iteration")
     assert row["forks/rollouts"] > 0 and row["optim/steps"] > 0
-    decisions = decisions_of(directory.rollouts_file("branches_1")).values()
+    decisions = decisions_by_turn(directory.rollouts_file("branches_1")).values()
     assert all(item["advantage"] is not None for item in decisions)
 
 
@@ -126,7 +117,7 @@ def test_a_run_that_is_killed_amid_forks_is_the_run_that_it_would_have_been(tmp_
         mine, others = (
             {
                 tuple(place[0].split("/")[1:]) + place[1:]: item["advantage"]
-                for place, item in decisions_of(one.rollouts_file(f"branches_{iteration}")).items()
+                for place, item in decisions_by_turn(one.rollouts_file(f"branches_{iteration}")).items()
             }
             for one in (resumed, whole)
         )

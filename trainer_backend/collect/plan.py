@@ -19,7 +19,7 @@ from trainer_backend.collect.sources import (
     group_name,
     model_config,
 )
-from trainer_backend.core.advantages.branch import branch_turns
+from trainer_backend.core.advantages.branch import branch_group, branch_turns
 from trainer_backend.core.forks import ForkPlug, Parent
 from trainer_backend.core.policies import ACTOR, model_of
 from trainer_backend.core.seeds import derived_seed
@@ -199,7 +199,7 @@ class Planner:
         None of an episode that began at a snapshot, which cannot be replayed from its seed.
         """
         rule, episode = self.fork_rule, parent.trajectory
-        if rule is None or episode is None or episode.parent_rollout_id is not None:
+        if rule is None or episode is None or episode.is_continued:
             return ()
         surprise_T = [-math.fsum(call.logprobs if call else ()) for call in map(exact_tokens, episode.steps)]
         facts = Parent(self._first_branch, self.players.max_decisions, surprise_T, td_errors_T)
@@ -233,7 +233,7 @@ class Planner:
         name, origin = parent.rollout_id, (parent.group_id, parent.sibling, turn)
         draws = derived_seed(self.players.seed, "fork draws", *origin) if fresh_draws else None
         start = Start(snapshot=snapshot, draws_seed=draws, parent_rollout_id=name, parent_turn=turn - 1)
-        group_id = f"{name.replace(':', '.')}/branch-{turn}"
+        group_id = branch_group(name, turn)
         return [
             self.continuation(parent, start, group_id, sibling, seed_parts=("branch", *origin, sibling))
             for sibling in range(self.algorithm.branch_rollouts)
@@ -392,10 +392,11 @@ class Planner:
 
     def _with_starts(self, origins: Sequence[Origin], iteration: int) -> list[Origin]:
         """The origins of an iteration, with snapshots in the place of the last ones."""
-        starts = self.starts
-        moments = [] if starts is None else starts.choose(iteration, len(origins))
+        if self.starts is None:
+            return list(origins)
+        moments = self.starts.choose(iteration, len(origins))
         first = len(origins) - len(moments)
-        draws = [starts.draws_seed(iteration, first + n) if starts else None for n in range(len(moments))]
+        draws = [self.starts.draws_seed(iteration, group) for group in range(first, len(origins))]
         return [*origins[:first], *map(self._origin_at, moments, draws)]
 
     def _origin_at(self, moment: Moment, draws_seed: int | None) -> Origin:

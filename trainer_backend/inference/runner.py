@@ -16,7 +16,7 @@ from trainer_backend.inference.paged_runner import BY_DEVICE, PagedRunner, PageL
 from trainer_backend.inference.request import Request, read_rests
 from trainer_backend.inference.row_attention import RowAttentions
 from trainer_backend.models.cpu_kernels import kernels_for
-from trainer_backend.models.kinds import why_not_by_position
+from trainer_backend.models.kinds import head_dim_of, why_not_by_position
 from trainer_backend.models.part_attention import why_no_parts
 from trainer_backend.models.routers import Routers
 
@@ -67,7 +67,9 @@ class DecoderRunner:
     """
 
     def __init__(self, model: PreTrainedModel, *, slots: int, max_len: int) -> None:
-        cpu = kernels_for(model)
+        cpu = kernels_for(
+            model.device, in_float32=model.dtype == torch.float32, head_dim=head_dim_of(model.config)
+        )
         self._decoder = Decoder(model, max_len=max_len, cpu=cpu)
         self._device = model.device
         shares = self._device.type == "cpu" and model.dtype == torch.float32

@@ -32,7 +32,6 @@ from trainer_backend.learner.by_length import (
     padded_groups,
     reads_of,
 )
-from trainer_backend.learner.by_path import attend_by_path
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.joined import (
     Flash,
@@ -45,8 +44,8 @@ from trainer_backend.learner.joined import (
     levels_of,
 )
 from trainer_backend.learner.ranks import ALONE, Ranks
-from trainer_backend.models.cpu_kernels import WIDEST_HEAD, CpuKernels, Depths, cpu_kernels
-from trainer_backend.models.part_attention import why_no_parts
+from trainer_backend.models.cpu_kernels import CpuKernels, Depths, kernels_for
+from trainer_backend.models.part_attention import why_no_parts, widened
 
 # How transformers knows our attention function.
 ONE_ROW = "turnwise_one_row"
@@ -133,9 +132,41 @@ class OneRow:
         return row.to(device), {"attention_mask": None, "turnwise_attend": attend}
 
 
+def attend_by_path(kernels: CpuKernels, depths: Depths) -> Attend:
+    """Attention over one row of tries by the kernels of a CPU, in float32: of the queries of `depths`.
+
+    A token sees what lies above it, which the kernels keep by depth (`models.cpu_kernels`): no mask, no
+    padding, no parts to join. Keys and values, of all tokens, may have fewer heads; what a beginning's get
+    from all tokens below them is summed in float64.
+    """
+
+    def attend(q_NHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float) -> Tensor:
+        size, wide = v_LHD.shape[-1], widened(v_LHD, q_NHD.shape[-1])
+        out: Tensor = _ByPath.apply(kernels, depths, q_NHD, k_LHD, wide, scale)  # type: ignore[no-untyped-call]
+        return out[..., :size]
+
+    return attend
+
+
+class _ByPath(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, kernels: CpuKernels, depths: Depths, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> Tensor:
+        out, lse = kernels.path_forward(depths, q, k, v, scale)
+        ctx.kernels, ctx.depths, ctx.scale = kernels, depths, scale
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        dq, dk, dv = ctx.kernels.path_backward(ctx.depths, gradients[0], *ctx.saved_tensors, ctx.scale)
+        return None, None, dq, dk, dv, None
+
+
 @dataclass(frozen=True, slots=True)
 class ByLength:
-    """One row of all tokens, as `OneRow`: by `kernels` of a CPU (`learner.by_path`), or where they are not by
+    """One row of all tokens, as `OneRow`: by `kernels` of a CPU (`attend_by_path`), or where they are not by
     `learner.by_length`, and of tries `learner.joined`."""
 
     kernels: CpuKernels | None = None
@@ -222,8 +253,7 @@ class PaddedRows:
 def attention_for(placement: Placement, *, head_dim: int) -> PackedAttention:
     """OneRow where its kernel runs, ByLength on a CPU, BlockMask elsewhere."""
     if placement.device.type == "cpu":
-        fits = placement.low is None and head_dim <= WIDEST_HEAD
-        return ByLength(cpu_kernels() if fits else None)
+        return ByLength(kernels_for(placement.device, in_float32=placement.low is None, head_dim=head_dim))
     if why_masked(placement, head_dim=head_dim) is not None:
         return BlockMask()
     return OneRow(varlen_kernel, Flash() if flash_is_here() else None)

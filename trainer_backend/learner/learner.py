@@ -66,9 +66,8 @@ from trainer_backend.learner.update import LogprobCache, PolicyUpdate, Reference
 from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.learner.warmup import demonstrations, prompt_texts, tool_words, warm_up
 from trainer_backend.models import build_preset, train_tokenizer
-from trainer_backend.models.cpu_kernels import head_dim_of
 from trainer_backend.models.folder import embedding_rows
-from trainer_backend.models.kinds import logit_map, own_attention
+from trainer_backend.models.kinds import head_dim_of, logit_map, own_attention
 from trainer_backend.models.part_attention import why_no_parts
 from trainer_backend.parts import CreditedEpisode, Hardware, Progress, WeightPart
 from trainer_backend.rundir.checkpoint_paths import CRITIC_FILE, STARTED_FROM, TRAINING_FOLDER

@@ -16,7 +16,8 @@ from trainer_backend.inference.paged_attention import kernels_are_here
 from trainer_backend.learner import kernel_operators
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.packed_decoder import Operators, heads_apart
-from trainer_backend.models.cpu_kernels import WIDEST_HEAD, cpu_kernels, head_dim_of
+from trainer_backend.models.cpu_kernels import kernels_for
+from trainer_backend.models.kinds import head_dim_of
 
 
 def rms_norm(norm: Any, states: Tensor) -> Tensor:
@@ -117,13 +118,8 @@ def operators_for(placement: Placement, config: Any) -> Operators:
         return BY_TORCH
     if placement.low is not None and computes_by_kernels(placement):
         return by_kernels(placement.low)
-    if (
-        placement.device.type != "cpu"
-        or placement.low is not None
-        or head_dim_of(config.get_text_config()) > WIDEST_HEAD
-    ):
-        return BY_TORCH
-    cpu = cpu_kernels()
+    head_dim = head_dim_of(config.get_text_config())
+    cpu = kernels_for(placement.device, in_float32=placement.low is None, head_dim=head_dim)
     return BY_TORCH if cpu is None else _in_float32(kernel_operators.operators(cpu, torch.float32, None))
 
 

@@ -14,11 +14,11 @@ from trainer_backend.job.training_table import LoraTable
 from trainer_backend.learner.lora import adapted_experts, adapted_layers
 from trainer_backend.learner.operators import gates_are_known
 from trainer_backend.learner.packed_decoder import is_known
-from trainer_backend.models.cpu_kernels import head_dim_of
 from trainer_backend.models.folder import config_alone, folder_config
 from trainer_backend.models.kinds import (
     STATELESS,
     STATES,
+    head_dim_of,
     largest,
     layer_kinds,
     own_attention,

@@ -146,7 +146,7 @@ void swiglu(const float *gate, whole gate_stride, const float *up, whole up_stri
     }
 }
 
-/* By gate, and beside it by up. */
+/* By gate, and behind it by up. */
 void swiglu_backward(const float *gate, whole gate_stride, const float *up, whole up_stride, const float *g,
                      whole tokens, whole width, float *by_both, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)

@@ -28,12 +28,11 @@ import torch
 from torch import Tensor
 
 from trainer_backend.models.cpu_build import built_library
-from trainer_backend.models.kinds import largest
 
 log = structlog.get_logger(__name__)
 
 # The numbers of a head at most, as in the source.
-WIDEST_HEAD = 256
+_WIDEST_HEAD = 256
 
 
 # What the functions take: p a pointer, i and n whole numbers of 64 and 32 bits, f a float.
@@ -286,16 +285,10 @@ def _refuse_shortage(done: int) -> None:
         raise RuntimeError("not enough memory: you tried to allocate what attention keeps by depth")
 
 
-def kernels_for(model: Any) -> CpuKernels | None:
+def kernels_for(device: torch.device, *, in_float32: bool, head_dim: int) -> CpuKernels | None:
     """The kernels, where they compute a model: on a CPU, in float32, with heads that are not too wide."""
-    if model.device.type != "cpu" or model.dtype != torch.float32:
-        return None
-    return cpu_kernels() if head_dim_of(model.config) <= WIDEST_HEAD else None
-
-
-def head_dim_of(config: Any) -> int:
-    """Width of a query's head, of the widest where layers differ."""
-    return largest(config, "head_dim") or int(config.hidden_size // config.num_attention_heads)
+    fits = device.type == "cpu" and in_float32 and head_dim <= _WIDEST_HEAD
+    return cpu_kernels() if fits else None
 
 
 @cache

@@ -77,6 +77,11 @@ def largest(config: Any, name: str) -> int | None:
     return max((int(size) for size in sizes if size is not None), default=None)
 
 
+def head_dim_of(config: Any) -> int:
+    """Width of a query's head, of the widest where layers differ."""
+    return largest(config, "head_dim") or int(config.hidden_size // config.num_attention_heads)
+
+
 def layer_kinds(config: PreTrainedConfig) -> list[str]:
     """The kind of each layer; empty where the config has no list of them."""
     return list(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [])

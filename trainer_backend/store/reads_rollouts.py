@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, Select, Text, cast, false, func, or_, select
 
+from trainer_backend.core.advantages.branch import branch_group
 from trainer_backend.rundir.rollout_index import read_credits
 from trainer_backend.rundir.spool import find_in_ledger
 from trainer_backend.store.database import Store, UnknownRollout
@@ -186,8 +187,8 @@ def siblings(store: Store, job_id: str, row: RolloutRow) -> tuple[RolloutRow, ..
 
 def branches(store: Store, job_id: str, row: RolloutRow, turn: int) -> tuple[RolloutRow, ...]:
     """Return the rollouts that play on from before a decision of this one, by sibling and attempt."""
-    group = f"{row.rollout_id.replace(':', '.')}/branch-{turn}"
-    return siblings(store, job_id, replace(row, group_id=group, stage="branches"))
+    group_id = branch_group(row.rollout_id, turn)
+    return siblings(store, job_id, replace(row, group_id=group_id, stage="branches"))
 
 
 def _group(job: int, row: RolloutRow) -> tuple[ColumnElement[bool], ...]:

@@ -127,6 +127,11 @@ def branch_turns(seed: int, *, count: int, max_decisions: int, first: int = 1) -
     return tuple(sorted(random.Random(seed).sample(turns, min(count, len(turns)))))
 
 
+def branch_group(rollout_id: str, turn: int) -> str:
+    """The name of the group that plays on from before a decision of a rollout."""
+    return f"{rollout_id.replace(':', '.')}/branch-{turn}"
+
+
 def by_parent(branches: Iterable[Rollout]) -> dict[str, dict[int, list[Rollout]]]:
     """Finished branches by the rollout that they left and the turn that they left it before."""
     found: dict[str, dict[int, list[Rollout]]] = {}
