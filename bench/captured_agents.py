@@ -30,7 +30,7 @@ from typing import Any
 from bench.kit import ROOT, options
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import exact_tokens
-from trainer_backend.core.segments import segments_of
+from trainer_backend.core.segments import build_segments
 from trainer_backend.job.load import dump_job, parse_job
 from trainer_backend.rundir.rollout_files import read_rollouts
 
@@ -100,7 +100,7 @@ def row_of(run: Path) -> dict[str, Any]:
 
 def segments_of_rollout(rollout: Rollout) -> list[Any]:
     assert rollout.trajectory is not None
-    return segments_of(rollout.trajectory.steps, rollout_id=rollout.rollout_id)
+    return build_segments(rollout.trajectory.steps, rollout_id=rollout.rollout_id)
 
 
 def sampled(rollout: Rollout) -> Iterable[tuple[int, ...]]:

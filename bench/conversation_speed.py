@@ -27,7 +27,7 @@ from bench import kit
 from shared_schemas.messages import FunctionCall, Message, ToolCall
 from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling, StepData
 from task_app.episode.history import Change, History
-from trainer_backend.core.segments import segments_of
+from trainer_backend.core.segments import build_segments
 from trainer_backend.inference.answers import Answer, hash_of
 from trainer_backend.inference.conversations import Conversations, Prompt, Turn
 from trainer_backend.inference.rendering import ChatRenderer
@@ -151,7 +151,7 @@ def measured(turns: int, within: TimedRenderer) -> dict[str, Any]:
     episode = Episode(within)
     episode.play(turns)
     started = time.thread_time()
-    segments = segments_of(episode.steps, rollout_id="r")
+    segments = build_segments(episode.steps, rollout_id="r")
     segments_ms = 1e3 * (time.thread_time() - started)
     gateway_ms = 1e3 * sum(episode.gateway_s)
     return {

@@ -40,7 +40,7 @@ from bench.study_results import IN_GROUPS
 from shared_schemas.rollouts import Rollout
 from trainer_backend import job_parts, learner_parts
 from trainer_backend.collect.plan import Inference
-from trainer_backend.core.segments import segments_of
+from trainer_backend.core.segments import build_segments
 from trainer_backend.job.load import load_job
 from trainer_backend.job.mixture_table import AllocationTable, RolloutOnlyTable
 from trainer_backend.job.schema import JobConfig
@@ -150,7 +150,7 @@ def _weigh(job: JobConfig, rollouts: Sequence[Rollout]) -> None:
     drafts = []
     for rollout in rollouts:
         assert rollout.trajectory is not None
-        own = segments_of(rollout.trajectory.steps, rollout_id=rollout.rollout_id)
+        own = build_segments(rollout.trajectory.steps, rollout_id=rollout.rollout_id)
         name = str(rollout.trajectory.model).rpartition("/")[2]
         drafts += [Scored(part, policy=name if name in objectives else "actor") for part in own]
     proximal = [draft.segment.logprobs.tolist() for draft in drafts]

@@ -44,9 +44,9 @@ from bench import kit
 from bench.demo_iteration import JOB
 from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling, StepData
 from trainer_backend import learner_parts
-from trainer_backend.core.aggregation import token_mean, units_of
+from trainer_backend.core.aggregation import number_units, token_mean
 from trainer_backend.core.collate import by_segment, collate, pack_segments
-from trainer_backend.core.segments import CONTEXT, Segment, segments_of
+from trainer_backend.core.segments import CONTEXT, Segment, build_segments
 from trainer_backend.job.load import load_job
 from trainer_backend.learner.behaviour import Weighed, mismatch, weighed
 from trainer_backend.learner.calls import CALLS
@@ -137,7 +137,7 @@ def measured(tokens: int, share: float, folder: Path) -> dict[str, float]:
     stored = [episode(number, share) for number in range(tokens // LENGTH)]
 
     def segments() -> list[Segment]:
-        return [part for i, steps in enumerate(stored) for part in segments_of(steps, rollout_id=f"r{i}")]
+        return [part for i, steps in enumerate(stored) for part in build_segments(steps, rollout_id=f"r{i}")]
 
     costs.timed("steps", segments)
     parts = segments()
@@ -219,7 +219,7 @@ def batches(costs: Costs, parts: list[Segment]) -> None:
             weights=[item.share for item in scored],
             proximal=[item.proximal for item in scored],
             behaviour=[item.behaviour for item in scored],
-            units=units_of(parts, ["token"] * len(parts)),
+            units=number_units(parts, ["token"] * len(parts)),
             policies=[0] * len(parts),
             row_tokens=ROW_TOKENS,
         )

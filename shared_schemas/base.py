@@ -135,7 +135,7 @@ def say_needed(item: Mapping[str, Any], name: str, needed: str) -> str:
     return f"{name} {'is missing or null' if value is None else f'is {shown(value)}'}; {needed} is needed"
 
 
-def is_one_of(value: Any, allowed: Iterable[Any]) -> bool:
+def is_among(value: Any, allowed: Iterable[Any]) -> bool:
     """Whether JSON has the value among these: Python takes true for 1 and false for 0, JSON does not."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
 

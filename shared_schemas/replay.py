@@ -18,7 +18,7 @@ FrameSide = Annotated[int, Field(ge=18, le=288, description="pixels")]
 FrameTurn = Annotated[int, Field(ge=0, le=10_000, strict=True)]
 
 
-def words_of(action: Mapping[str, Any]) -> str | None:
+def read_words(action: Mapping[str, Any]) -> str | None:
     """The words of a recorded action that an environment took as a decision."""
     is_said = action.get("type") == "text" and "invalid_reason" not in action
     return str(action.get("content") or "") if is_said else None
@@ -40,7 +40,7 @@ class ReplayTurn(Body):
         action = step.action_taken
         return cls(
             tool_calls=step.tool_calls,
-            text=words_of(action),
+            text=read_words(action),
             invalid_reason=step.step_info.invalid_reason,
             terminate=action.get("type") == "terminate",
             executed_actions=step.step_info.executed_actions,

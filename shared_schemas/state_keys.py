@@ -46,7 +46,7 @@ OF_ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def state_keys_of(env_name: str) -> Sequence[str] | None:
+def list_state_keys(env_name: str) -> Sequence[str] | None:
     """The names of an environment's state keys; None for a plug-in."""
     own = OF_ENVIRONMENT.get(env_name)
     return None if own is None else (*OF_EVERY_ENVIRONMENT, *own)

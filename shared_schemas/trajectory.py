@@ -482,7 +482,7 @@ def transcript(steps: Iterable[StepData]) -> list[Message]:
         if reused:  # the prompt of a conversation repeats the previous answer and what followed it
             del messages[reused:]
         messages.extend(message for message in prompt if not messages or message.role != "system")
-        messages.append(answer_of(step))
+        messages.append(read_answer(step))
         messages.extend(
             Message(role="tool", content=step.step_info.tool_result, tool_call_id=call.id)
             for call in step.tool_calls
@@ -490,7 +490,7 @@ def transcript(steps: Iterable[StepData]) -> list[Message]:
     return messages
 
 
-def answer_of(step: StepData) -> Message:
+def read_answer(step: StepData) -> Message:
     """The step's answer as a message."""
     # The raw output of a call holds the call, which is in tool_calls already.
     text = step.action_taken.get("content", step.raw_policy_output) or ""

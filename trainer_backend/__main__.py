@@ -289,7 +289,7 @@ def measure_the_truth(
     """
     import asyncio
 
-    from trainer_backend.core.truth import noise_of
+    from trainer_backend.core.truth import measure_noise
     from trainer_backend.credit.truth_scores import noise_lines
     from trainer_backend.evaluation.truth import TruthOptions, measure_truth
     from trainer_backend.rundir.layout import open_run
@@ -310,7 +310,7 @@ def measure_the_truth(
         measured = asyncio.run(measure_truth(opened, loaded.config, options, show))
     truths = list(measured.file.truths.values())
     if truths:
-        _out.print(noise_lines(measured.file.setting, noise_of(truths)))
+        _out.print(noise_lines(measured.file.setting, measure_noise(truths)))
     if measured.is_over_budget:
         tell(_out, f"the budget is spent after {len(truths)} of {decisions} decisions")
     if measured.left_out:

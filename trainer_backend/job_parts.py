@@ -21,7 +21,7 @@ from trainer_backend.collect.plan import Inference, Planner, Players, inferences
 from trainer_backend.collect.sources import Allocation, Rows, Source, Worlds
 from trainer_backend.collect.task_apps import task_apps as open_task_apps
 from trainer_backend.core.critic import OfEpisode
-from trainer_backend.core.policies import ACTOR, model_of
+from trainer_backend.core.policies import ACTOR, name_model
 from trainer_backend.credit.credit import CreditAssignment
 from trainer_backend.credit.rewards import Policies, Rewards
 from trainer_backend.data.dataset import DataSet, read_data
@@ -135,7 +135,7 @@ def trial_planner(job: JobConfig, run_id: str, data: DataSet | None = None) -> P
     """The planner of a trial, which never calls the gateway: it is described as far as it is known."""
     host, port = job.services.gateway_host, job.services.gateway_port or _ANY_PORT
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    model, table = model_of(job.job.name, ACTOR), job.inference
+    model, table = name_model(job.job.name, ACTOR), job.inference
     gateway = Inference(url, model, SecretStr(""), table.max_model_len, table.asks)
     return planner(job, run_id, gateway, data)
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from pydantic_core import to_json
 
-from shared_schemas.base import is_one_of, say_needed, shown
+from shared_schemas.base import is_among, say_needed, shown
 from shared_schemas.chat import RESPONSE_FORMAT, without_nulls
 from shared_schemas.json_text import MAX_DEPTH, read_json, read_quotation
 from shared_schemas.messages import FunctionCall, FunctionSpec, Message, ToolCall, ToolSpec
@@ -114,7 +114,7 @@ class Keys:
         """Refuse every value of a key but these."""
         self._read.add(name)
         value = self.body.get(name)
-        if name in self.body and not is_one_of(value, allowed):
+        if name in self.body and not is_among(value, allowed):
             raise refusal_at(name, f"= {clipped(repr(value))} is not offered here", hint=hint)
 
     def tools(self, read: Callable[["Item"], ToolSpec]) -> tuple[ToolSpec, ...]:

@@ -7,7 +7,7 @@ import pytest
 
 from bench.kit import ROOT
 from bench.study_truth import rescored
-from trainer_backend.core.truth import Departures, TrueAdvantage, noise_of
+from trainer_backend.core.truth import Departures, TrueAdvantage, measure_noise
 
 RESULTS = ROOT / "bench" / "results" / "truth.json"
 
@@ -22,7 +22,7 @@ def test_figures_follow_from_the_decisions_and_gain_power_without_them():
     advantages = {"gae": [1.0, 2.0, 3.0, 4.0], "gae, lambda 0": [0.0, 2.0, 0.0, 2.0]}
     groups = {item.rollout_id: "a" for item in truths}
     found = rescored(seed, {"truths": columns, "advantages": advantages, "groups": groups})
-    assert found["noise"] == {**asdict(noise_of(truths)), "ratio": noise_of(truths).ratio}
+    assert found["noise"] == {**asdict(measure_noise(truths)), "ratio": measure_noise(truths).ratio}
     # T is 0 or 1: variance 0.25, of which 0.0625 is noise; A, twice T, has std 1
     other = found["estimators"]["gae, lambda 0"]
     assert (other["correlation"], other["std"]) == (pytest.approx(1.0), 1.0)

@@ -15,7 +15,7 @@ from tests.conftest import at_the_task_app
 from trainer_backend import job_parts
 from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.plan import Inference
-from trainer_backend.core.policies import ACTOR, model_of
+from trainer_backend.core.policies import ACTOR, name_model
 from trainer_backend.inference.actor import NO_EXTRAS, Extras, Generation
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.gateway_app import create_gateway
@@ -90,10 +90,12 @@ class ScriptedEngine:
 async def played(job: JobConfig, engine: ScriptedEngine, folder: Path) -> list[Rollout]:
     """The first iteration of the job, in the order of the plan."""
     key = SecretStr("scripted")
-    app = create_gateway({model_of(job.job.name, ACTOR): ServedPolicy(engine, engine.tokenizer)}, key=key)
+    app = create_gateway({name_model(job.job.name, ACTOR): ServedPolicy(engine, engine.tokenizer)}, key=key)
     with ServerThread(app, Listener("127.0.0.1", 0)) as url:
         run_id = f"run.{uuid4().hex}"  # others play at the same task app
-        plan = job_parts.planner(job, run_id, Inference(url, model_of(job.job.name, ACTOR), key)).training(1)
+        plan = job_parts.planner(job, run_id, Inference(url, name_model(job.job.name, ACTOR), key)).training(
+            1
+        )
         async with job_parts.task_apps(at_the_task_app(job), folder / "task_app.log") as apps:
             found = await Dispatcher(apps, timeout_s=100).collect(plan)
     assert not found.failed, found.failed

@@ -8,7 +8,7 @@ import pytest
 from tests.conftest import rows_of, tiny_job, train_job, warmed_up
 from tests.trainer_backend.terminal import atif_schema
 from trainer_backend import job_parts
-from trainer_backend.core.segments import segments_of
+from trainer_backend.core.segments import build_segments
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.terminal.atif import atif_of
 
@@ -79,7 +79,7 @@ def test_the_learner_finds_the_log_probs_that_were_sampled(run):
 
 def test_each_branch_continues_the_ids_that_were_sampled_in_it(rollouts):
     for rollout in rollouts:
-        first, helper, second = segments_of(rollout.trajectory.steps, rollout_id=rollout.rollout_id)
+        first, helper, second = build_segments(rollout.trajectory.steps, rollout_id=rollout.rollout_id)
         assert [sorted(set(one.decision)) for one in (first, helper, second)] == [[0], [1], [2, 3]]
         assert list(second.token_ids[: len(first)]) == list(first.token_ids)
         assert second.sampled_positions[0] > len(first)
@@ -87,7 +87,7 @@ def test_each_branch_continues_the_ids_that_were_sampled_in_it(rollouts):
 
 def test_no_token_is_trained_twice_and_none_is_lost(rollouts):
     for rollout in rollouts:
-        segments = segments_of(rollout.trajectory.steps, rollout_id=rollout.rollout_id)
+        segments = build_segments(rollout.trajectory.steps, rollout_id=rollout.rollout_id)
         trained = [token for one in segments for token in one.token_ids[one.sampled_positions]]
         assert trained == [
             token for step in rollout.trajectory.steps for token in step.policy_logprobs.token_ids
@@ -108,7 +108,7 @@ def test_as_atif_each_call_has_the_tokens_that_its_branch_saw(rollouts):
     for rollout in rollouts:
         document = atif_of(rollout)
         atif_schema.check(document)
-        first, helper, second = segments_of(rollout.trajectory.steps, rollout_id=rollout.rollout_id)
+        first, helper, second = build_segments(rollout.trajectory.steps, rollout_id=rollout.rollout_id)
         (of_helper,) = document["subagent_trajectories"]
         asked, _, again = _seen(document)
         assert [asked, again] == [list(first.token_ids), list(second.token_ids)]

@@ -17,7 +17,7 @@ from shared_schemas.trajectory import StopReason
 from tests.contract.scripted_model import ScriptedEngine, played
 from trainer_backend import job_parts, learner_parts
 from trainer_backend.core.aggregation import episode_equal
-from trainer_backend.core.segments import Segment, segments_of
+from trainer_backend.core.segments import Segment, build_segments
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.rendering import ChatRenderer
@@ -99,7 +99,7 @@ def model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
 
 def segments(rollout: Rollout) -> list[Segment]:
     assert rollout.trajectory is not None
-    return segments_of(rollout.trajectory.steps, rollout_id=rollout.rollout_id)
+    return build_segments(rollout.trajectory.steps, rollout_id=rollout.rollout_id)
 
 
 async def alone(job: JobConfig, engine: ScriptedEngine, folder: Path) -> Rollout:

@@ -17,7 +17,7 @@ from tests.exact_server import exact_server
 from trainer_backend import job_parts, learner_parts
 from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.core.policies import ACTOR
-from trainer_backend.core.segments import segments_of
+from trainer_backend.core.segments import build_segments
 from trainer_backend.errors import JobError, NothingToLearnFrom
 from trainer_backend.evaluation.play import Checkpoint, evaluate
 from trainer_backend.job.schema import JobConfig
@@ -91,7 +91,7 @@ def scorer_in(folder: Path) -> Scorer:
 
 
 def scored(scorer: Scorer, rollout: Rollout) -> list[float]:
-    segments = segments_of(rollout.trajectory.steps, rollout_id=rollout.rollout_id)
+    segments = build_segments(rollout.trajectory.steps, rollout_id=rollout.rollout_id)
     found = scorer.score(segments, LoopKeys(row_tokens=512, micro_batch_tokens=1024))
     return [value for part in found for value in part]
 

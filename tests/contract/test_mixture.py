@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tests.conftest import ListReporter, rows_of, tiny_job, train_job
 from tests.trainer_backend.pages.test_report import charts, no_frames, told
 from trainer_backend.__main__ import app
-from trainer_backend.core.policies import player_of, policy_of
+from trainer_backend.core.policies import name_player, parse_policy
 from trainer_backend.credit.recredit import recredit_run
 from trainer_backend.job.load import load_job
 from trainer_backend.models.folder import fingerprint
@@ -96,7 +96,7 @@ def stored(directory, iteration):
 def choices(directory, iteration):
     """By group and sibling, who sampled it."""
     return {
-        (item.group_id, item.sibling): policy_of(item.trajectory.model)
+        (item.group_id, item.sibling): parse_policy(item.trajectory.model)
         for item in stored(directory, iteration)
     }
 
@@ -110,7 +110,7 @@ def test_siblings_are_sampled_by_several_policies_and_stored_with_them(mixed):
     assert {row["model"] for row in rows} <= {"tiny/actor", "tiny/twin", "tiny/later"}
     # Who sampled stands in `model` alone: one class of the task app asks for all of them.
     assert {row["policy_name"] for row in rows} == {"openai"}
-    assert len({player_of(row["model"], row["policy_name"]) for row in rows}) > 1
+    assert len({name_player(row["model"], row["policy_name"]) for row in rows}) > 1
     assert all(
         step.policy_logprobs.logprobs for item in stored(directory, 1) for step in item.trajectory.steps
     )
@@ -131,7 +131,7 @@ def test_no_curve_of_the_actor_holds_a_sample_of_a_fixed_policy(mixed):
     directory, _, _ = mixed
     for row in rows_of(directory, "iteration"):
         rollouts = stored(directory, row["iteration"])
-        own = [item for item in rollouts if policy_of(item.trajectory.model) == "actor"]
+        own = [item for item in rollouts if parse_policy(item.trajectory.model) == "actor"]
         if not own:
             assert not any(name.startswith(("episode/outcome_r", "reward/", "mismatch/")) for name in row)
             continue
@@ -202,7 +202,7 @@ def test_a_run_keeps_its_name_by_which_its_rollouts_tell_who_sampled(mixed, comm
 
 def test_inspect_tells_who_sampled(mixed):
     directory, _, _ = mixed
-    rollout = next(item for item in stored(directory, 1) if policy_of(item.trajectory.model) != "actor")
+    rollout = next(item for item in stored(directory, 1) if parse_policy(item.trajectory.model) != "actor")
     command = ["inspect", rollout.rollout_id, "--run", str(directory.path), "--tokens"]
     shown = CliRunner().invoke(app, command)
     assert shown.exit_code == 0, shown.output

@@ -25,7 +25,7 @@ from trainer_backend import job_parts
 from trainer_backend.__main__ import app
 from trainer_backend.credit.recredit import recredit_run
 from trainer_backend.errors import JobError, RunDirectoryError, TaskAppError
-from trainer_backend.evaluation.truth import TruthOptions, horizon_of, measure_truth, source_of
+from trainer_backend.evaluation.truth import TruthOptions, find_horizon, find_source, measure_truth
 from trainer_backend.models.folder import load_model_folder
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
@@ -282,7 +282,7 @@ def test_continuations_end_where_gamma_leaves_a_twentieth_unless_the_end_pays(ru
     _, job = run
 
     def horizon(gamma, mode="env_sparse"):
-        return horizon_of(job.training.model_copy(update={"step_rewards_mode": mode}), gamma)
+        return find_horizon(job.training.model_copy(update={"step_rewards_mode": mode}), gamma)
 
     # 0.9^28 is 0.052 and 0.9^29 is 0.047
     assert [horizon(gamma) for gamma in (0.9, 0.5, 0.04, 0.0)] == [29, 5, 1, 1]
@@ -448,7 +448,7 @@ def test_the_policy_that_sampled_an_iteration_is_found_by_its_version(run, tmp_p
     copied = open_run(copytree(directory.path, tmp_path / "run"))
 
     def source(iteration=None):
-        found = source_of(copied, job_parts.policies(job), options(copied, iteration=iteration))
+        found = find_source(copied, job_parts.policies(job), options(copied, iteration=iteration))
         return found.iteration, found.checkpoint.name
 
     played = read_rollouts(copied.rollouts_file("iteration_1"))

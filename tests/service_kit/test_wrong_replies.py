@@ -22,7 +22,7 @@ from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.arrival import WRONG_ROLLOUT, checked, read_page
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.dispatcher import Dispatcher, Queue
-from trainer_backend.core.segments import segments_of
+from trainer_backend.core.segments import build_segments
 from trainer_backend.errors import TaskAppError
 from trainer_backend.inference.vllm_engine import VllmEngine
 from trainer_backend.learner.scoring import refuse_unknown_ids
@@ -50,7 +50,7 @@ async def learn_from(client: TaskAppClient) -> Any:
             raise TaskAppError(f"GET /rollouts: {answer.failure.detail}")
         if answer.trajectory is not None:
             where = f"GET /rollouts: {rollout.rollout_id}"
-            refuse_unknown_ids(segments_of(answer.trajectory.steps, rollout_id=where), rows=10)
+            refuse_unknown_ids(build_segments(answer.trajectory.steps, rollout_id=where), rows=10)
     return page
 
 

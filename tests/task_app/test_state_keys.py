@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from shared_schemas.messages import FunctionCall, Message, ToolCall
-from shared_schemas.state_keys import OF_ENVIRONMENT, TEXT_LAST_N, state_keys_of
+from shared_schemas.state_keys import OF_ENVIRONMENT, TEXT_LAST_N, list_state_keys
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.environments.crafter.state_keys import CRAFTER_STATE_KEYS
 from task_app.episode.prompts import Prompt
@@ -221,7 +221,7 @@ def test_an_edited_context_is_the_state_that_it_shows_and_the_history_tells_how_
 def test_every_key_that_an_environment_has_is_listed_for_jobs_and_pages(env_name):
     for conversation in (False, True):
         known = keys_by_name(ENVIRONMENTS[env_name].state_keys, conversation=conversation)
-        assert sorted(known) == sorted(state_keys_of(env_name) or ())
+        assert sorted(known) == sorted(list_state_keys(env_name) or ())
     assert list(ENVIRONMENTS[env_name].state_keys) == list(OF_ENVIRONMENT[env_name]), (
         "the first is the default"
     )

@@ -1,12 +1,16 @@
 """Segments written token by token, for tests whose decisions are easier to see so."""
 
 from collections.abc import Sequence
+from typing import Any
 
+from trainer_backend.core.aggregation import number_units, token_mean
+from trainer_backend.core.collate import Batch, collate
 from trainer_backend.core.columns import Row
+from trainer_backend.core.losses import RatioLevel
 from trainer_backend.core.segments import CONTEXT, Segment, Span
 
 
-def segment_of(
+def make_segment(
     rollout_id: str,
     token_ids: Sequence[int],
     decision: Sequence[int],
@@ -30,3 +34,18 @@ def segment_of(
 
 def lists(rows: Sequence[Row]) -> list[list[float]]:
     return [[*map(float, row)] for row in rows]
+
+
+def make_batch(
+    segments: Sequence[Segment], *, row_tokens: int, level: RatioLevel = "token", **columns: Any
+) -> Batch:
+    """Every token counts the same and was sampled by the policy that is trained; log-probs were -1."""
+    weights = token_mean(segments)
+    given = {
+        "weights": weights,
+        "proximal": [[-1.0] * len(row) for row in weights],
+        "behaviour": [[1.0] * len(row) for row in weights],
+        "units": number_units(segments, [level] * len(segments)),
+        "policies": [0] * len(segments),
+    }
+    return collate(segments, row_tokens=row_tokens, **(given | columns))

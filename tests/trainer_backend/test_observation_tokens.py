@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling, StepData
 from trainer_backend.core.advantages.episodes import EpisodeRewards
-from trainer_backend.core.aggregation import units_of
+from trainer_backend.core.aggregation import number_units
 from trainer_backend.core.collate import collate
-from trainer_backend.core.critic import targets_of, values_of_episode
-from trainer_backend.core.losses import at_level_of, log_ratio, unit_means
-from trainer_backend.core.segments import segments_of
+from trainer_backend.core.critic import make_targets, values_of_episode
+from trainer_backend.core.losses import level_ratios, log_ratio, unit_means
+from trainer_backend.core.segments import build_segments
 from trainer_backend.job.training_table import AlgorithmTable, TrainingTable
 from trainer_backend.plugins import AGGREGATIONS, ESTIMATORS, LOSSES
 
@@ -41,7 +41,7 @@ def conversation(name, spans):
                 sampling=Sampling(), policy_logprobs=call,
             )
         )  # fmt: skip
-    (segment,) = segments_of(steps, rollout_id=name)
+    (segment,) = build_segments(steps, rollout_id=name)
     return segment
 
 
@@ -71,10 +71,10 @@ def step_of(estimator, aggregation, spans, level="token"):
         weights=AGGREGATIONS[aggregation].weights(parts, None),
         proximal=[[value + 0.1 for value in part.logprobs] for part in parts],
         behaviour=[[1.0] * len(part.logprobs) for part in parts],
-        units=units_of(parts, [level] * len(parts)),
+        units=number_units(parts, [level] * len(parts)),
         policies=[0] * len(parts),
         row_tokens=max(map(len, parts)),
-        critic={name: targets_of(values[name], trained[name]) for name in trained}
+        critic={name: make_targets(values[name], trained[name]) for name in trained}
         if plug.needs_values
         else None,
     )
@@ -120,7 +120,7 @@ def test_for_given_log_probs_the_loss_is_equal(loss, level, spans):
         weights, proximal = batch.weight_N, batch.proximal_logprob_N
         if level != "token":
             means = unit_means(batch.unit_N, log_ratio(logprobs, proximal, weights), weights)
-            logprobs = at_level_of(means, logprobs, proximal)
+            logprobs = level_ratios(means, logprobs, proximal)
         rows = (column[order] for column in (logprobs, proximal, batch.advantage_N, weights))
         keys = TrainingTable(clip_low=0.05, clip_high=0.05).read(LOSSES[loss].keys, loss)
         return LOSSES[loss].compute(*rows, keys)

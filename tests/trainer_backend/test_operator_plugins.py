@@ -13,7 +13,7 @@ import torch
 
 from tests.trainer_backend.jobs.rows import job as posted_row
 from tests.trainer_backend.pages.hand_made import FIRST, empty_run, small_run
-from tests.trainer_backend.segment_columns import segment_of
+from tests.trainer_backend.segment_columns import make_segment
 from trainer_backend import job_parts
 from trainer_backend.collect.plan import Inference
 from trainer_backend.core.advantages.episodes import EpisodeRewards
@@ -340,7 +340,7 @@ def test_a_loss_and_an_aggregation_read_a_table_of_their_own_too(tmp_path):
     assert found.item() == 2 * 3.0 * 0.5
     plug = aggregation("mine")
     with pytest.raises(JobError, match="weights that sum to 3"):
-        plug.weights([segment_of("a", (1, 1), [-1, 0], (0.0,) * 2)], job.training.read(plug.keys, "mine"))
+        plug.weights([make_segment("a", (1, 1), [-1, 0], (0.0,) * 2)], job.training.read(plug.keys, "mine"))
 
 
 def test_what_its_own_class_refuses_is_told_before_a_run_and_a_later_choice_leaves_its_table_out(tmp_path):

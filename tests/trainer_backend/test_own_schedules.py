@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from tests.trainer_backend.segment_columns import lists, segment_of
+from tests.trainer_backend.segment_columns import lists, make_segment
 from trainer_backend import job_parts
 from trainer_backend.collect.plan import Inference
 from trainer_backend.errors import BatchError, JobError
@@ -44,8 +44,8 @@ JOB: dict[str, Any] = {
 }
 # Decisions of one and three tokens; of four.
 SEGMENTS = [
-    segment_of("a", (1,) * 6, [-1, 0, -1, 1, 1, 1], (0.0,) * 6),
-    segment_of("b", (1,) * 5, [-1, 0, 0, 0, 0], (0.0,) * 5),
+    make_segment("a", (1,) * 6, [-1, 0, -1, 1, 1, 1], (0.0,) * 6),
+    make_segment("b", (1,) * 5, [-1, 0, 0, 0, 0], (0.0,) * 5),
 ]
 
 
@@ -220,7 +220,7 @@ def test_weights_over_the_plan_have_any_sum_and_read_the_planned_tokens(tmp_path
     assert lists(aggregation("mine").weights(SEGMENTS, None)) == [[1.0] * 4] * 2
     assert loaded.config.training.constant_tokens == 7
     with pytest.raises(BatchError):
-        aggregation("mine").weights([segment_of("a", (1,), [-1], (0.0,))], None)
+        aggregation("mine").weights([make_segment("a", (1,), [-1], (0.0,))], None)
 
 
 def test_unknown_names_are_told_those_of_the_file_too(tmp_path):

@@ -21,7 +21,7 @@ from trainer_backend.collect.sources import (
 )
 from trainer_backend.core.advantages.branch import branch_group, branch_turns
 from trainer_backend.core.forks import ForkPlug, Parent
-from trainer_backend.core.policies import ACTOR, model_of
+from trainer_backend.core.policies import ACTOR, name_model
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.core.starts import CurriculumKeys, Moment, Starts
 from trainer_backend.job.mixture_table import RolloutOnlyTable
@@ -124,7 +124,7 @@ def inferences(
     return {ACTOR: actor} | {
         table.name: replace(
             actor,
-            model=model_of(job_name, table.name),
+            model=name_model(job_name, table.name),
             asks=asks if rollout.sampling_of(table).is_truncated else {},
         )
         for table in fixed

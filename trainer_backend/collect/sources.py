@@ -11,8 +11,8 @@ from pydantic import JsonValue, SecretStr
 from shared_schemas.rollouts import InteractionSpec, RolloutRequest, Start
 from shared_schemas.trajectory import Sampling
 from trainer_backend.core.allocation import ByReward, DrawnSchedule, Selection, Weighted
-from trainer_backend.core.mixture_history import Past, past_of
-from trainer_backend.core.policies import ACTOR, policy_of
+from trainer_backend.core.mixture_history import Past, read_past
+from trainer_backend.core.policies import ACTOR, parse_policy
 from trainer_backend.core.seeds import (
     HELD_OUT_FROM,
     cycled_worlds,
@@ -250,7 +250,7 @@ def model_config(table: MultiTurnTable, inference: Inference, sampling: Sampling
 
 def sampler_of(request: RolloutRequest) -> str:
     """Return the policy that samples a request."""
-    return policy_of(request.policy.config.get("model"))
+    return parse_policy(request.policy.config.get("model"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +272,7 @@ class Allocation:
 
     def after(self, rows: Sequence[Mapping[str, Any]]) -> Self:
         """The same allocation once these rows of metrics are there."""
-        return replace(self, history=past_of(rows, [table.name for table in self.fixed]))
+        return replace(self, history=read_past(rows, [table.name for table in self.fixed]))
 
     @property
     def schedule(self) -> DrawnSchedule | None:

@@ -132,7 +132,7 @@ def _weights(segments: Sequence[Segment], unit: Callable[[Segment, int], Hashabl
     ]
 
 
-def units_of(segments: Sequence[Segment], levels: Sequence[RatioLevel]) -> list[NDArray[Any]]:
+def number_units(segments: Sequence[Segment], levels: Sequence[RatioLevel]) -> list[NDArray[Any]]:
     """For each segment, [N] the number of each sampled token's unit, from 0 in order of appearance.
 
     `segments` are all of what units may lie in, each once, and `levels` that of each. A decision lies in one

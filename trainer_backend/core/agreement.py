@@ -20,7 +20,7 @@ class Spread:
     zero_frac: float
 
 
-def spread_of(advantages: Sequence[float]) -> Spread:
+def measure_spread(advantages: Sequence[float]) -> Spread:
     """Of at least one decision."""
     count = len(advantages)
     mean = math.fsum(advantages) / count

@@ -277,7 +277,7 @@ class AllocationPlug:
     @property
     def keys(self) -> type[Table]:
         """What it reads of its table; keys that the table lacks stand in one of its name."""
-        return _keys_of(self.kind)
+        return _build_keys(self.kind)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -314,7 +314,7 @@ class AllocationPlug:
 
 
 @cache
-def _keys_of(kind: type[RolloutAllocationSchedule]) -> type[Table]:
+def _build_keys(kind: type[RolloutAllocationSchedule]) -> type[Table]:
     """The arguments of a schedule's class as keys."""
     named, hints = AllocationPlug(kind).arguments(), get_type_hints(kind.__init__)
     fields = {

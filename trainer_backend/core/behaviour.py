@@ -2,10 +2,10 @@
 
     log w_u = sum over the tokens of unit u of (logprob - behaviour logprob)
 
-A unit is a token, a decision or an episode (`units_of`): with all of an episode, and before any truncation,
-the weighted gradient is the policy gradient; a token's weight alone is not, for what came before and after it
-was sampled by the other policy too (tests/trainer_backend/core/test_off_policy.py enumerates a small case).
-Only sampled tokens stand in these columns, so what prompts, tools and users said enters no weight.
+A unit is a token, a decision or an episode (`number_units`). With the weight of whole episodes, before any
+truncation, the weighted gradient is the policy gradient. With token weights it is not: the other policy
+sampled what came before and after the token too (tests/trainer_backend/core/test_off_policy.py enumerates a
+small case). These columns hold sampled tokens only, so what prompts, tools and users say enters no weight.
 
 Tensor methods only: see `core.losses`.
 """

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer_backend.core.columns import Row
-from trainer_backend.core.critic import CriticTargets, OfEpisode, column_of
+from trainer_backend.core.critic import CriticTargets, OfEpisode, read_column
 from trainer_backend.core.segments import Segment, experts_by_token, joined_spans, positions
 from trainer_backend.core.tries import Beginnings, Numbers, Tries, pack
 from trainer_backend.core.value_loss import CriticColumns, critic_columns
@@ -87,7 +87,7 @@ class Batch:
     behaviour_weight_N: Tensor
     """float32, how much it counts by who sampled it, as a factor of that: `core.behaviour`."""
     unit_N: Tensor
-    """int64, equal for tokens that share a ratio or a weight, see `units_of`; from 0, over the step."""
+    """int64, equal for tokens that share a ratio or a weight, see `number_units`; from 0, over the step."""
     policy_N: Tensor
     """int64, who sampled it: 0 for the policy that is trained, then the fixed ones of the job."""
     critic: CriticColumns | None = None
@@ -116,9 +116,9 @@ class Batch:
 def pack_segments(segments: Sequence[Segment], *, row_tokens: int, tries: Tries | None = None) -> Packed:
     """Pack segments into rows of at most `row_tokens` tokens; B rows, as wide as the fullest.
 
-    With `tries`, those of these segments, rows hold what several begin with once. Each segment has a sampled
-    token at least (`segments_of` gives no other); a row has at most `row_tokens` of all its segments'. Raises
-    BatchError where there is no segment, or one that is longer than a row.
+    With the segments' `tries`, a row stores a shared prefix once. Each segment has at least one sampled token
+    (`build_segments` makes no other); a row has at most `row_tokens` sampled tokens. Raises BatchError where
+    there is no segment, or one that is longer than a row.
     Source: DESIGN.md, stop 11 of the route.
     """
     if not segments:
@@ -276,7 +276,7 @@ def collate(
         weights: for each segment, [N] as `core.aggregation` gives them.
         proximal: for each segment, [N] log-probs (nats) as `by_segment` gives them.
         behaviour: for each segment, [N] as `core.behaviour` gives them.
-        units: for each segment, [N] as `core.aggregation.units_of` gives them.
+        units: for each segment, [N] as `core.aggregation.number_units` gives them.
         policies: for each segment, the number of who sampled it.
         row_tokens: most tokens in a row.
         tries: as in `pack_segments`.
@@ -294,7 +294,7 @@ def collate(
     return Batch(
         packed=packed,
         advantage_N=_column(
-            [column_of(segment, advantages, "advantage") for segment in segments], segments, order
+            [read_column(segment, advantages, "advantage") for segment in segments], segments, order
         ),
         weight_N=_column(weights, segments, order),
         proximal_logprob_N=_column(proximal, segments, order),
@@ -311,11 +311,11 @@ def by_segment(packed: Packed, values_N: Tensor) -> list[NDArray[Any]]:
 
     `packed` is all of what `pack_segments` gave, not a cut of it.
     """
-    rows = rows_of(packed, values_N)
+    rows = split_by_number(packed, values_N)
     return [rows[index] for index in range(len(rows))]
 
 
-def rows_of(packed: Packed, values_N: Tensor) -> dict[int, NDArray[Any]]:
+def split_by_number(packed: Packed, values_N: Tensor) -> dict[int, NDArray[Any]]:
     """By the number of each segment that is there, in order, [N_segment] values of its sampled tokens."""
     number_N = packed.segment_N.cpu().numpy()
     first_S = np.flatnonzero(np.diff(number_N, prepend=-1))

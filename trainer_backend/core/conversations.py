@@ -18,7 +18,7 @@ _EDITS = frozenset({"deleteContext", "deletePart", "summarizeContext"})
 _REFUSED = re.compile(r'^(error: |deleted nothing|summarized nothing)|; refused |"message": "refused ')
 
 
-def conversations_of(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+def pick_conversations(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     """Those that kept a history."""
     return [item for item in trajectories if item.full_history]
 
@@ -38,7 +38,7 @@ def interaction_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float |
     counts 0, so the last entry is the mean of the last turn scores; where scores are 0 or 1, all of it is a
     success rate by turn.
     """
-    played = conversations_of(trajectories)
+    played = pick_conversations(trajectories)
     given = [score for item in played for step in item.steps for score in scores(step)]
     if not given:
         return {}
@@ -66,7 +66,7 @@ def context_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     and answer; absent where no server counts). Shares of episodes: statelm/edited (they edited their context)
     and statelm/context_length_exceeded (it ended them).
     """
-    played = conversations_of(trajectories)
+    played = pick_conversations(trajectories)
     if not played:
         return {}
     over = sum(item.stop_reason is StopReason.CONTEXT_LENGTH for item in played)

@@ -102,7 +102,7 @@ def firsts(numbers: OfEpisode) -> Sequence[float]:
     return numbers.firsts_T if isinstance(numbers, ByToken) else numbers
 
 
-def targets_of(values: OfEpisode, advantages: OfEpisode) -> CriticTargets:
+def make_targets(values: OfEpisode, advantages: OfEpisode) -> CriticTargets:
     """Returns of GAE: advantage plus value, each where it was given.
 
     Raises ValueError where values and advantages are of other lengths, or of another level.
@@ -134,7 +134,7 @@ def values_of_episode(segments: Sequence[Segment], values: Sequence[Row], *, lev
     return by_token if level == "token" else by_token.firsts_T
 
 
-def column_of(segment: Segment, of_episodes: Mapping[str, OfEpisode], what: str) -> NDArray[np.float64]:
+def read_column(segment: Segment, of_episodes: Mapping[str, OfEpisode], what: str) -> NDArray[np.float64]:
     """[N] the number of each sampled token of a segment: its own, or its decision's.
 
     Raises BatchError for a token without a number, or with one that is not finite, and for more numbers than

@@ -166,7 +166,7 @@ def policy_gradient_loss(
     return -weighted_sum(_masked(advantages, weights) * _masked(logprobs, weights), weights)
 
 
-def at_level_of(means: Tensor, logprobs: Tensor, proximal_logprobs: Tensor) -> Tensor:
+def level_ratios(means: Tensor, logprobs: Tensor, proximal_logprobs: Tensor) -> Tensor:
     """Return log-probs whose ratio to the proximal ones is their whole unit's ratio: for `ratio_level`.
 
         log s_u = mean of (logprob - proximal) over the tokens of unit u
@@ -180,10 +180,10 @@ def at_level_of(means: Tensor, logprobs: Tensor, proximal_logprobs: Tensor) -> T
     Source: Zheng et al., GSPO, arXiv:2507.18071, eq. 7 (the sequence ratio) and 14 (a gradient a token). It
     clips at 3e-4 and 4e-4 (section 5.1) and weighs sequences alike; a sequence is a decision's tokens here.
     """
-    return with_gradient_of(logprobs, proximal_logprobs + means)
+    return attach_gradient(logprobs, proximal_logprobs + means)
 
 
-def with_gradient_of(logprobs: Tensor, values: Tensor) -> Tensor:
+def attach_gradient(logprobs: Tensor, values: Tensor) -> Tensor:
     """`values`, which have no gradient of their own, with the gradient of `logprobs`."""
     return values + (logprobs - logprobs.detach())
 

@@ -28,19 +28,19 @@ class Past:
     """By policy, how much its samples counted in the update (`behaviour.counted_share`)."""
 
 
-def metric_of(policy: str, name: str) -> str:
+def metric_name(policy: str, name: str) -> str:
     """The name of one policy's figure in a row of metrics."""
     return f"mixture/{policy}/{name}"
 
 
-def past_of(rows: Iterable[Mapping[str, Any]], fixed: Sequence[str]) -> tuple[Past, ...]:
+def read_past(rows: Iterable[Mapping[str, Any]], fixed: Sequence[str]) -> tuple[Past, ...]:
     """The iterations of a metrics file, in its order; `fixed` are the names of the fixed policies."""
     return tuple(_past(row, (ACTOR, *fixed)) for row in rows if row.get("kind") == "iteration")
 
 
 def _past(row: Mapping[str, Any], policies: Sequence[str]) -> Past:
     def of_each(name: str) -> dict[str, float]:
-        values = {policy: row.get(metric_of(policy, name)) for policy in policies}
+        values = {policy: row.get(metric_name(policy, name)) for policy in policies}
         return {policy: value for policy, value in values.items() if value is not None}
 
     episodes = {policy: count for policy, count in of_each(EPISODES).items() if count}

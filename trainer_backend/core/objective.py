@@ -23,7 +23,7 @@ from trainer_backend.core.losses import (
     ClipKeys,
     PolicyLoss,
     RatioLevel,
-    at_level_of,
+    level_ratios,
     log_ratio,
     policy_gradient_loss,
     unit_means,
@@ -108,7 +108,7 @@ class Objective:
         """[N] log-probs whose ratio to the denominators is the ratio of the token's unit."""
         if unit_logs is None or not self.clips:
             return tokens.logprobs
-        return at_level_of(unit_logs, tokens.logprobs, self.denominators(tokens))
+        return level_ratios(unit_logs, tokens.logprobs, self.denominators(tokens))
 
     def surrogate(self, tokens: Tokens, unit_logs: Tensor | None) -> Tensor:
         """The loss of these tokens, in reward units; the losses of a step's cuts add up."""

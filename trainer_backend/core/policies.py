@@ -8,25 +8,25 @@ ACTOR = "actor"
 FIXED = "fixed"
 
 
-def model_of(job_name: str, policy: str) -> str:
+def name_model(job_name: str, policy: str) -> str:
     """The name of a job's policy at a server: `crafter/actor`."""
     return f"{job_name}/{policy}"
 
 
-def policy_of(model: str | None) -> str:
+def parse_policy(model: str | None) -> str:
     """The policy that a trajectory's `model` names by its last part; the actor where it names none."""
     _, slash, policy = (model or "").rpartition("/")
     return policy if slash and policy else ACTOR
 
 
-def player_of(model: str | None, policy_name: str) -> str:
+def name_player(model: str | None, policy_name: str) -> str:
     """The player's name for a person: the last part of its model, or else the name of the policy."""
     return (model or "").rpartition("/")[2] or policy_name
 
 
 def policy_in(job_name: str, model: str | None) -> str:
-    """As `policy_of`, where `model` may be any server's name for a model.
+    """As `parse_policy`, where `model` may be any server's name for a model.
 
     `Qwen/Qwen3-0.6B` names no policy of a job `crafter`, so what it sampled is the actor's.
     """
-    return policy_of(model) if (model or "").startswith(f"{job_name}/") else ACTOR
+    return parse_policy(model) if (model or "").startswith(f"{job_name}/") else ACTOR

@@ -23,7 +23,7 @@ CONTEXT = -1
 #   decision: t of the decision, from 0.
 #   version: the policy version.
 #   temperature: of the softmax that the learner scores them by: that which they were drawn at, but for
-#     samples of another policy (`segments_of`).
+#     samples of another policy (`build_segments`).
 SPAN = np.dtype(
     [("start", "<i4"), ("end", "<i4"), ("decision", "<i4"), ("version", "<i4"), ("temperature", "<f8")]
 )
@@ -150,7 +150,7 @@ def experts_by_token(segments: Sequence[Segment]) -> list[NDArray[np.uint16]] | 
     ]
 
 
-def segments_of(
+def build_segments(
     steps: Sequence[StepData], *, rollout_id: str, temperature: float | None = None
 ) -> list[Segment]:
     """The segments of one episode.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shared_schemas.rounding import clear_rounding, is_rounding, largest
-from trainer_backend.core.agreement import correlation, rank_correlation, sign_agreement, spread_of
+from trainer_backend.core.agreement import correlation, measure_spread, rank_correlation, sign_agreement
 from trainer_backend.core.statistics import sample_variance, t_quantile_975
 
 # Choices that the policy samples before a decision, for each pair. One costs a decision, a pair some twenty.
@@ -317,11 +317,11 @@ def _noise_square(truths: Sequence[TrueAdvantage]) -> float:
     return math.fsum(item.error**2 for item in truths) / len(truths)
 
 
-def noise_of(truths: Sequence[TrueAdvantage]) -> Noise:
+def measure_noise(truths: Sequence[TrueAdvantage]) -> Noise:
     """Of at least one decision, with `pooled_errors`."""
     truths = pooled_errors(truths)
     noise = _noise_square(truths)
-    variance = spread_of([item.advantage for item in truths]).std ** 2
+    variance = measure_spread([item.advantage for item in truths]).std ** 2
     return Noise(
         len(truths),
         math.sqrt(max(clear_rounding(variance - noise, size=noise), 0.0)),
@@ -428,15 +428,15 @@ def truth_score(
         scale=scale,
         error=error,
         explained=None if clear_rounding(true_square, size=noise) <= 0.0 else 1.0 - error / true_square,
-        variance=spread_of(scaled).std ** 2,
-        std=spread_of(advantages).std,
-        zero_share=spread_of(advantages).zero_frac,
+        variance=measure_spread(scaled).std ** 2,
+        std=measure_spread(advantages).std,
+        zero_share=measure_spread(advantages).zero_frac,
         biases=_biases(apart, truths),
     )
 
 
 def _without_noise(found: float | None, true: Sequence[float], noise: float) -> float | None:
-    variance = spread_of(true).std ** 2
+    variance = measure_spread(true).std ** 2
     if found is None or variance <= noise or is_rounding(variance - noise, size=noise):
         return None
     return found / math.sqrt(1.0 - noise / variance)

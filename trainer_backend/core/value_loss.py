@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer_backend.core.critic import ByToken, CriticTargets, column_of, offsets
+from trainer_backend.core.critic import ByToken, CriticTargets, offsets, read_column
 from trainer_backend.core.losses import weighted_sum
 from trainer_backend.core.segments import Segment
 
@@ -40,12 +40,12 @@ def critic_columns(
         w = 1 / (decisions of the step), or where values are by token 1 / (sampled tokens of the step)
 
     Targets are by rollout id; `order` is that in which the segments were packed. Raises BatchError as
-    `column_of`.
+    `read_column`.
     """
     values = {name: item.values for name, item in targets.items()}
     returns = {name: item.returns for name, item in targets.items()}
-    value_columns = [column_of(segment, values, "value") for segment in segments]
-    return_columns = [column_of(segment, returns, "return") for segment in segments]
+    value_columns = [read_column(segment, values, "value") for segment in segments]
+    return_columns = [read_column(segment, returns, "return") for segment in segments]
     # Where each token is predicted, or the first one of a decision.
     read = [(offsets(part) == 0) | isinstance(values[part.rollout_id], ByToken) for part in segments]
     share = 1.0 / sum(int(row.sum()) for row in read)

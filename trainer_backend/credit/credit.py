@@ -16,7 +16,7 @@ from trainer_backend.core.advantages.branch import Branches
 from trainer_backend.core.advantages.episodes import Advantages, EpisodeRewards, EstimatorPlug
 from trainer_backend.core.advantages.gae import foretold
 from trainer_backend.core.advantages.spread import flat_groups
-from trainer_backend.core.critic import ByToken, CriticTargets, OfEpisode, firsts, targets_of
+from trainer_backend.core.critic import ByToken, CriticTargets, OfEpisode, firsts, make_targets
 from trainer_backend.core.forks import compare_at_forks, cut_rest
 from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.policies import ACTOR
@@ -316,7 +316,7 @@ class CreditAssignment:
         advantages = self.estimator.compute([*episodes, *rests], keys)
         trained: Sequence[OfEpisode] = (advantages.per_token or advantages.per_episode)[: len(episodes)]
         targets = [
-            targets_of(episode.token_values or episode.values_T, item) if episode.values_T else None
+            make_targets(episode.token_values or episode.values_T, item) if episode.values_T else None
             for episode, item in zip(episodes, trained, strict=True)
         ]
         return _Estimate(

@@ -12,7 +12,7 @@ from rich.text import Text
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import StepData, Trajectory, prompts
 from trainer_backend.core.emission_views import EmissionView, assistant_turn_boundaries, emission_views
-from trainer_backend.core.segments import Segment, segments_of
+from trainer_backend.core.segments import Segment, build_segments
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.pages.episode_view import (
     action_text,
@@ -151,7 +151,7 @@ def _seen(episode: Trajectory, *, full: bool) -> list[str]:
 
 def _token_lines(rollout_id: str, episode: Trajectory, *, full: bool) -> dict[int, list[str]]:
     """By turn, the states of the loop and the places of its tokens, by the names of source 3."""
-    segments = segments_of(episode.steps, rollout_id=rollout_id)
+    segments = build_segments(episode.steps, rollout_id=rollout_id)
     views = {view.turn: view for view in emission_views(segments)}
     found, snapshots, before = {}, 0, 0
     for step in episode.steps:

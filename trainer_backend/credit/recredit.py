@@ -15,7 +15,7 @@ from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import StepMetadata
 from trainer_backend import job_parts
 from trainer_backend.core.advantages.branch import by_parent
-from trainer_backend.core.agreement import correlation, sign_agreement, spread_of
+from trainer_backend.core.agreement import correlation, measure_spread, sign_agreement
 from trainer_backend.core.critic import ByToken, OfEpisode
 from trainer_backend.core.statistics import Interval, step_deltas
 from trainer_backend.core.truth import TruthScore
@@ -240,7 +240,7 @@ def _spreads(advantages: Mapping[str, Sequence[float]]) -> Table:
     for column in ("advantages", "mean", "variance", "share of 0"):
         table.add_column(column, justify="left" if column == "advantages" else "right")
     for name, values in advantages.items():
-        spread = spread_of(values)
+        spread = measure_spread(values)
         table.add_row(name, f"{spread.mean:+.4f}", f"{spread.std**2:.4f}", f"{spread.zero_frac:.0%}")
     return table
 
@@ -330,7 +330,7 @@ def figures(credited: Recredited, cosines: Cosines | None = None) -> dict[str, o
         "episodes": len(credited.rollouts),
         "estimators": {
             name: {"mean": spread.mean, "variance": spread.std**2, "zero_frac": spread.zero_frac}
-            for name, spread in ((name, spread_of(values)) for name, values in advantages.items())
+            for name, spread in ((name, measure_spread(values)) for name, values in advantages.items())
         },
         "pairs": [
             {
@@ -370,7 +370,7 @@ def recredit_run(
     checkpoint = None if checkpoint is None else model_in(checkpoint)
     for name in names:
         estimator(name)
-    file = None if truth is None else _truth_of(truth, run, iterations, job.training, job.algorithm.gamma)
+    file = None if truth is None else _read_truth(truth, run, iterations, job.training, job.algorithm.gamma)
     if file is not None:
         iterations = [file.setting.iteration]
         if checkpoint is not None:
@@ -403,7 +403,7 @@ def recredit_run(
     return recredit_tables(credited, cosines, scores), folder
 
 
-def _truth_of(
+def _read_truth(
     path: Path, run: RunDirectory, iterations: Sequence[int], training: TrainingTable, gamma: float
 ) -> TruthFile:
     """Raises RunDirectoryError as `TruthFile.read`, and for another iteration or other rewards."""

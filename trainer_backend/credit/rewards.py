@@ -9,7 +9,7 @@ from shared_schemas.rollouts import Rollout
 from trainer_backend.core.guards import refuse_lost_reward
 from trainer_backend.core.kl_reward import ScoredTokens, kl_estimates, kl_rewards
 from trainer_backend.core.policies import ACTOR, policy_in
-from trainer_backend.core.segments import Segment, segments_of
+from trainer_backend.core.segments import Segment, build_segments
 from trainer_backend.errors import RewardError, SegmentError, place
 from trainer_backend.job.mixture_table import RolloutOnlyTable
 from trainer_backend.job.training_table import TrainingTable
@@ -141,12 +141,12 @@ class Policies:
 
         Samples of a fixed policy are scored at the actor's temperature: the policy that is trained is
         softmax(logits / rollout.temperature), at whichever temperature a rollout was sampled (DESIGN.md 4.9).
-        Raises SegmentError as `policy_by` and `segments_of`.
+        Raises SegmentError as `policy_by` and `build_segments`.
         """
         if rollout.trajectory is None:
             return []
         own = None if self.policy_by(rollout) == ACTOR else self.temperature
-        return segments_of(rollout.trajectory.steps, rollout_id=rollout.rollout_id, temperature=own)
+        return build_segments(rollout.trajectory.steps, rollout_id=rollout.rollout_id, temperature=own)
 
     def final_view_by(self, rollout: Rollout) -> Segment | None:
         """The prompt after the last decision of an episode that a limit cut short, where there is one.
@@ -159,7 +159,7 @@ class Policies:
             return None
         last = episode.steps[-1]
         after = last.model_copy(update={"turn": last.turn + 1, "policy_logprobs": episode.final_view})
-        whole = segments_of([*episode.steps, after], rollout_id=rollout.rollout_id)[-1]
+        whole = build_segments([*episode.steps, after], rollout_id=rollout.rollout_id)[-1]
         n = int((whole.decision == last.turn).argmax())
         start = int(whole.sampled_positions[n])
         return Segment.of(

@@ -11,7 +11,7 @@ from trainer_backend.core.truth import (
     Noise,
     TrueAdvantage,
     TruthScore,
-    noise_of,
+    measure_noise,
     truth_score,
     unbiased_correlation,
 )
@@ -48,7 +48,7 @@ class TruthScores:
         # In an order that does not depend on which was measured first.
         self.setting, truths = file.setting, [file.truths[key] for key in sorted(file.truths)]
         of_groups = [groups.get(item.rollout_id, item.rollout_id) for item in truths]
-        self.noise = noise_of(truths)
+        self.noise = measure_noise(truths)
         self.true = [item.advantage for item in truths]
         self.advantages = {name: _at(of_rollouts, truths) for name, of_rollouts in advantages.items()}
         self.scores = {

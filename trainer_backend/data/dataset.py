@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from trainer_backend.core.seeds import derived_seed
-from trainer_backend.data.layout import files_of
+from trainer_backend.data.layout import find_files
 from trainer_backend.data.records import read_records
 from trainer_backend.data.rows import ParsedRow, Row, parse_row
 from trainer_backend.data.truths import GSM8K, note_missing, refuse_unmatchable
@@ -131,7 +131,7 @@ def read_split(path: Path, split: str, *, by_position: bool = False) -> Split:
     places: dict[str, str] = {}
     used: dict[str, str] = {}
     unread: dict[str, None] = {}
-    for file in files_of(path, split):
+    for file in find_files(path, split):
         for record in read_records(file):
             position = f"{split}/{len(parsed_rows)}" if by_position else None
             parsed = parse_row(record.columns, where=record.where, default_id=position)

@@ -26,7 +26,7 @@ _DATA_NAME = re.compile(r"\d+|data(-\d{5}-of-\d{5})?|part[-.].*")
 Splits = Mapping[str, Sequence[Path]]
 
 
-def files_of(path: Path, split: str) -> Sequence[Path]:
+def find_files(path: Path, split: str) -> Sequence[Path]:
     """Return the files of a split, in order."""
     if path.is_file():
         return [path]

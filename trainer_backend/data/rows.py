@@ -97,7 +97,7 @@ def parse_row(columns: Mapping[str, Any], *, where: str, default_id: str | None 
     `where` begins every error; without `default_id` a row without an id has the digest of its content.
     """
     reader = _Columns({name: without_nulls(value) for name, value in columns.items()}, where)
-    interaction = reader.one_of("interaction", *_INTERACTION)
+    interaction = reader.pick("interaction", *_INTERACTION)
     row = Row(
         id=_id(reader) or default_id or "",
         prompt=_prompt(reader),
@@ -120,7 +120,7 @@ class _Columns:
         self.used: dict[str, str] = {}
         self._read: set[str] = set()
 
-    def one_of(self, what: str, *places: str) -> Any:
+    def pick(self, what: str, *places: str) -> Any:
         """Return the value of the first of these places that has one, or None."""
         values = {place: self._at(place) for place in places}
         present = [place for place, value in values.items() if value is not None]
@@ -155,7 +155,7 @@ class _Columns:
 
 
 def _id(reader: _Columns) -> str | None:
-    value = reader.one_of("id", "id")
+    value = reader.pick("id", "id")
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | str):
@@ -167,11 +167,11 @@ def _id(reader: _Columns) -> str | None:
 
 
 def _prompt(reader: _Columns) -> str | tuple[Mapping[str, str], ...]:
-    value = reader.one_of("prompt", "prompt", "raw_prompt")
+    value = reader.pick("prompt", "prompt", "raw_prompt")
     if value is None:
-        value = reader.one_of("prompt", "question")
+        value = reader.pick("prompt", "question")
     if value is None:
-        value = reader.one_of("prompt", "query", *(f"{place}.query" for place in _INTERACTION))
+        value = reader.pick("prompt", "query", *(f"{place}.query" for place in _INTERACTION))
     if value is None:
         raise reader.error(
             f"no prompt; it is in prompt, raw_prompt, question or query, and found were: {reader.names}"
@@ -194,7 +194,7 @@ def _message(reader: _Columns, name: str, value: Mapping[str, Any]) -> Mapping[s
 
 
 def _document(reader: _Columns) -> str | None:
-    value = reader.one_of("document", "document_content")
+    value = reader.pick("document", "document_content")
     if value is not None and (not isinstance(value, str) or not value.strip()):
         raise reader.error(f"document_content is {shown(value)}; it is a text that is not empty")
     return None if value is None else _within(reader, "document_content", value, MAX_DOCUMENT_CHARS)
@@ -236,12 +236,12 @@ def _as_text(answer: JsonValue) -> JsonValue:
 
 
 def _ground_truth(reader: _Columns, interaction: Any) -> JsonValue:
-    value = reader.one_of("ground_truth", *TRUTH_COLUMNS)
+    value = reader.pick("ground_truth", *TRUTH_COLUMNS)
     if value is None and isinstance(interaction, Mapping) and "ground_truth" in interaction:
         reader.used["ground_truth"] = f"{reader.used['interaction']}.ground_truth"
         value = interaction["ground_truth"]
     if value is None:
-        value = reader.one_of("ground_truth", "answer")
+        value = reader.pick("ground_truth", "answer")
         if isinstance(value, str) and ANSWER_MARK in value:
             reader.used["ground_truth"] = f"answer after {ANSWER_MARK}"
             value = _result(reader, value)

@@ -49,7 +49,7 @@ class TruthOptions:
     """Pairs of continuations for each."""
     horizon: int | None
     """The most decisions of a continuation; 0: to the end of the episode; None: as many as gamma gives weight
-    (`horizon_of`)."""
+    (`find_horizon`)."""
     budget: int | None
     """Stop once so many decisions were played; None: never."""
     iteration: int | None
@@ -91,7 +91,7 @@ async def measure_truth(
     configure_logs_from()
     data, record = await asyncio.to_thread(job_parts.data_of_run, job, run)
     accept_rows(record, job.data, data)
-    source = source_of(run, job_parts.policies(job), options)
+    source = find_source(run, job_parts.policies(job), options)
     _refuse_longer(source.rollouts, job.max_decisions)
     rollouts = find_playable(source, record)
     with task_app_log() as log:
@@ -104,7 +104,7 @@ async def measure_truth(
                 digest=digest_of(source.checkpoint),
                 gamma=job.algorithm.gamma,
                 continuations=options.continuations,
-                horizon=horizon_of(job.training, job.algorithm.gamma)
+                horizon=find_horizon(job.training, job.algorithm.gamma)
                 if options.horizon is None
                 else options.horizon or None,
                 fresh_draws=environment.reseedable,
@@ -137,7 +137,7 @@ def _name(checkpoint: Path, run: RunDirectory) -> str:
 _LEAST_WEIGHT = 0.05
 
 
-def horizon_of(training: TrainingTable, gamma: float) -> int | None:
+def find_horizon(training: TrainingTable, gamma: float) -> int | None:
     """Decisions until a reward counts by less than 5 %; None where that is never, or the end pays."""
     if gamma == 1.0 or _why_to_the_end(training) is not None:
         return None
@@ -200,7 +200,7 @@ class Source:
     checkpoint: Path
 
 
-def source_of(run: RunDirectory, policies: Policies, options: TruthOptions) -> Source:
+def find_source(run: RunDirectory, policies: Policies, options: TruthOptions) -> Source:
     """What is asked for, or the newest iteration that a single policy sampled, of which a checkpoint is left.
 
     Raises:
@@ -217,7 +217,7 @@ def source_of(run: RunDirectory, policies: Policies, options: TruthOptions) -> S
     for number in newest_first:
         if (
             options.iteration is None
-            and _sampler(_one_of(run, policies, number), number, checkpoints) is None
+            and _sampler(_read_first(run, policies, number), number, checkpoints) is None
         ):
             continue
         rollouts = _by_actor(run, policies, number)
@@ -250,7 +250,7 @@ def _by_actor(run: RunDirectory, policies: Policies, number: int) -> list[Rollou
     return policies.by_actor(rollouts)
 
 
-def _one_of(run: RunDirectory, policies: Policies, number: int) -> list[Rollout]:
+def _read_first(run: RunDirectory, policies: Policies, number: int) -> list[Rollout]:
     """The first finished episode by the actor, or none: read in a fraction of the time."""
     path = run.rollouts_file(f"iteration_{number}")
     rollouts = (read_rollout(path, rollout_id) for rollout_id in rollout_ids(path))

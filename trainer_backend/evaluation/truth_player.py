@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shared_schemas.chat import CONTEXT_LENGTH_EXCEEDED
-from shared_schemas.replay import words_of
+from shared_schemas.replay import read_words
 from shared_schemas.rollouts import Rollout, RolloutRequest, Start
 from shared_schemas.trajectory import StepData, StopReason, Trajectory
 from trainer_backend.collect.apps import TaskApps
@@ -74,7 +74,7 @@ class _Side(NamedTuple):
         calls = tuple((call.function.name, call.function.arguments) for call in self.step.tool_calls)
         step = self.step
         end = step.stop_reason if step.stop_reason in _ENDS else None
-        return calls, words_of(step.action_taken), step.step_info.invalid_reason, end
+        return calls, read_words(step.action_taken), step.step_info.invalid_reason, end
 
 
 class _Played(NamedTuple):

@@ -14,7 +14,7 @@ from jinja2.meta import find_undeclared_variables
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from shared_schemas.base import did_you_mean, is_one_of
+from shared_schemas.base import did_you_mean, is_among
 from trainer_backend.core.prompt_lengths import LongPrompt
 from trainer_backend.errors import BadChatRequest, ModelFolderError
 from trainer_backend.inference.tool_format import tool_format_in_use
@@ -183,7 +183,7 @@ class ChatRenderer:
     def refuse_other_settings(self, settings: JsonObject) -> None:
         """Refuse template settings other than the model folder's, which hold for all prompts of a policy."""
         for name, value in settings.items():
-            if name not in self._template_kwargs or not is_one_of(value, [self._template_kwargs[name]]):
+            if name not in self._template_kwargs or not is_among(value, [self._template_kwargs[name]]):
                 raise BadChatRequest(
                     f"{name[:80]} = {value!r:.80} is not what this model's template is told, which is "
                     f"{self._template_kwargs}",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic_core import from_json, to_json
 
-from shared_schemas.base import OpenBody, did_you_mean, is_one_of, with_optional
+from shared_schemas.base import OpenBody, did_you_mean, is_among, with_optional
 from shared_schemas.chat import without_nulls
 from shared_schemas.plain_text import decode_text, without_mark
 from shared_schemas.trajectory import MOST_TOKENS, PLAIN_SAMPLING, Sampling, TokenLimit
@@ -67,7 +67,7 @@ class SamplingRequest(OpenBody):
     def left_out(self) -> tuple[str, ...]:
         """The keys that would have an effect elsewhere, and have none here."""
         known = [(name, value) for name, value in (self.model_extra or {}).items() if name in self.neutral]
-        return tuple([name for name, value in known if not is_one_of(value, self.neutral[name])])
+        return tuple([name for name, value in known if not is_among(value, self.neutral[name])])
 
     def sampling(self, *, max_tokens: int, choice: int = 0) -> Sampling:
         """Return the sampling of a choice: the first has the request's seed, the others derived ones."""
@@ -120,7 +120,7 @@ def _refuse_unread(name: str, value: Any, kind: type[SamplingRequest]) -> None:
     if name in BYSTANDERS:
         return
     if name in kind.neutral:
-        if not is_one_of(value, kind.neutral[name]):
+        if not is_among(value, kind.neutral[name]):
             raise BadChatRequest(
                 f"{name} = {value!r:.80} is not offered here", where=name, hint=f"Leave {name} out."
             )

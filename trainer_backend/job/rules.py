@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache
 
 from shared_schemas.base import did_you_mean
-from shared_schemas.state_keys import is_state_key, state_keys_of
+from shared_schemas.state_keys import is_state_key, list_state_keys
 from shared_schemas.trajectory import TRUNCATING
 from trainer_backend.core.adaptive import MAX_ALPHA, MIN_ALPHA
 from trainer_backend.core.allocation import Weighted
@@ -421,7 +421,7 @@ def unknown_state_keys(names: Iterable[str], known: Sequence[str], env_name: str
 def _unknown_to_ours(config: JobConfig, key: str, names: Iterable[str]) -> Iterator[str]:
     """Compare state keys with those of our environments; a plug-in's are known to its task app alone."""
     env_name = config.rollout.env_name
-    known = state_keys_of(env_name)
+    known = list_state_keys(env_name)
     if known is not None:
         yield from (f"{key}: {line}" for line in unknown_state_keys(names, known, env_name))
 

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shared_schemas.trajectory import Sampling
-from trainer_backend.core.aggregation import units_of
+from trainer_backend.core.aggregation import number_units
 from trainer_backend.core.behaviour import WeightKeys, counted_share, effective_share, log_weights, truncated
-from trainer_backend.core.collate import Batch, rows_of
+from trainer_backend.core.collate import Batch, split_by_number
 from trainer_backend.core.columns import Row
-from trainer_backend.core.mixture_history import COUNTED, metric_of
+from trainer_backend.core.mixture_history import COUNTED, metric_name
 from trainer_backend.core.objective import Objective
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.errors import NonFiniteLoss, SamplerMismatch, place
@@ -96,7 +96,7 @@ def weighed(
         of_mine = [drafts[index].segment for index in mine]
         keys = objectives[policy].weighting
         level = keys.behaviour_weight_level
-        units = None if level == "token" else units_of(of_mine, [level] * len(mine))
+        units = None if level == "token" else number_units(of_mine, [level] * len(mine))
         unit_N = None if units is None else torch.from_numpy(np.concatenate(units))
         columns_N = _column([proximal[index] for index in mine]), _column([part.logprobs for part in of_mine])
         logs_N = log_weights(*columns_N, unit_N)
@@ -126,7 +126,7 @@ class FirstStep:
     def scored(self, piece: Batch, logprobs_N: Tensor) -> Batch:
         """A piece, on the CPU, with log-probs of its own forward pass, and weights towards who sampled it."""
         own_N = logprobs_N.detach()
-        rows = rows_of(piece.packed, own_N)
+        rows = split_by_number(piece.packed, own_N)
         self.proximal |= rows
         samples = weighed([self.drafts[index] for index in rows], list(rows.values()), self._objectives)
         weights_N = _column([item.behaviour for item in samples.scored])
@@ -256,19 +256,19 @@ def mixture_metrics(
         figures[f"mixture/{COUNTED}"] = counted_share(of_fixed)
     for policy, weights in by_policy.items():
         figures |= {
-            metric_of(policy, "ess"): effective_share(weights),
-            metric_of(policy, COUNTED): counted_share(weights),
-            metric_of(policy, "weight_mean"): math.fsum(weights) / len(weights),
+            metric_name(policy, "ess"): effective_share(weights),
+            metric_name(policy, COUNTED): counted_share(weights),
+            metric_name(policy, "weight_mean"): math.fsum(weights) / len(weights),
         }
         if objectives[policy].kind != "single_ratio":
             keys = objectives[policy].weighting
             low = keys.behaviour_weight_floor if keys.behaviour_weight_mode == "mask" else 0.0
             cut = sum(not low <= math.exp(log) <= keys.behaviour_weight_cap for log in logs[policy])
-            figures[metric_of(policy, "truncated_share")] = cut / len(logs[policy])
+            figures[metric_name(policy, "truncated_share")] = cut / len(logs[policy])
         if objectives[policy].samples_truncated:
-            figures[metric_of(policy, "lost_mass")] = 1.0 - samples.token_means[policy]
+            figures[metric_name(policy, "lost_mass")] = 1.0 - samples.token_means[policy]
     again = {name: metrics.get(f"loss/{name}") for name in _OF_THE_LOSS}
-    return figures | {metric_of(ACTOR, name): value for name, value in again.items() if value is not None}
+    return figures | {metric_name(ACTOR, name): value for name, value in again.items() if value is not None}
 
 
 def _raw_weights(weights: Sequence[float]) -> dict[str, float]:

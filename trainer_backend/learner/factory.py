@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shared_schemas.trajectory import Trajectory
-from trainer_backend.core.critic import OfEpisode, column_of
+from trainer_backend.core.critic import OfEpisode, read_column
 from trainer_backend.job.mixture_table import RolloutOnlyTable
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import place
@@ -105,7 +105,7 @@ class LocalFactory:
             own = dict(zip((episode.rollout_id for episode in episodes), of_episodes, strict=True))
             credited = {item.rollout_id: replace(item, advantages=own[item.rollout_id]) for item in episodes}
             # What has no advantage has no gradient, and weights of the rest change by a common factor.
-            counted = [item for item in scored if np.any(column_of(item.segment, own, "advantage"))]
+            counted = [item for item in scored if np.any(read_column(item.segment, own, "advantage"))]
             update.gradient(counted or scored[:1], credited)
             shares[name] = _share(learner, self._ranks)
         return _cosines(shares, self._ranks)

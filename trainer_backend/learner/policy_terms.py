@@ -9,8 +9,8 @@ from torch import Tensor
 from trainer_backend.core.collate import Batch
 from trainer_backend.core.kl import kl_loss
 from trainer_backend.core.loss_metrics import clip_metrics, token_kl
-from trainer_backend.core.losses import RatioLevel, entropy_loss, weighted_sum, with_gradient_of
-from trainer_backend.core.mixture_history import metric_of
+from trainer_backend.core.losses import RatioLevel, attach_gradient, entropy_loss, weighted_sum
+from trainer_backend.core.mixture_history import metric_name
 from trainer_backend.core.objective import Objective, Tokens
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.job.training_table import TrainingTable
@@ -98,7 +98,7 @@ class PolicyTerms:
         pass's own. `sums` are those of the step.
         """
         if batch.policy_logprob_N is not None:
-            logprobs_N = with_gradient_of(logprobs_N, batch.policy_logprob_N)
+            logprobs_N = attach_gradient(logprobs_N, batch.policy_logprob_N)
         loss, metrics = logprobs_N.new_zeros(()), {DRIFT: 0.0}
         for policy, chosen in self._chosen(batch):
             tokens = _tokens(batch, logprobs_N).at(chosen)
@@ -145,7 +145,7 @@ class PolicyTerms:
         if policy == ACTOR:
             return {f"loss/{name}": value for name, value in of_step.items()}
         names = _OF_FIXED + (_OF_CLIPPED if self.objectives[policy].clips else ())
-        return {metric_of(policy, name): of_step[name] for name in names}
+        return {metric_name(policy, name): of_step[name] for name in names}
 
     def _chosen(self, batch: Batch) -> Iterator[tuple[str, Tensor | slice]]:
         """The policies that sampled some of these tokens, with where they are."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer_backend.core.aggregation import units_of
+from trainer_backend.core.aggregation import number_units
 from trainer_backend.core.collate import Batch, Packed, collate, cut_batch
 from trainer_backend.core.columns import Row
 from trainer_backend.core.loss_metrics import mean_metrics, merge_metrics
@@ -375,7 +375,7 @@ class PolicyUpdate:
             weights=weights,
             proximal=[_or_zeros(item.proximal, item.segment) for item in step],
             behaviour=[_or_zeros(item.behaviour, item.segment) for item in step],
-            units=units_of(segments, [levels[item.policy] for item in step]),
+            units=number_units(segments, [levels[item.policy] for item in step]),
             policies=[numbers[item.policy] for item in step],
             row_tokens=width,
             tries=tries,

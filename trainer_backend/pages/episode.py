@@ -11,7 +11,7 @@ from starlette.responses import HTMLResponse, Response
 
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.core.emission_views import assistant_turn_boundaries
-from trainer_backend.core.segments import segments_of
+from trainer_backend.core.segments import build_segments
 from trainer_backend.errors import RunDirectoryError, SegmentError, TrainerError
 from trainer_backend.pages.episode_view import decision_lines, decision_view
 from trainer_backend.pages.figures import number, rollout_address, short_id, signed, spaced
@@ -101,7 +101,7 @@ def _find_segment(
 ) -> dict[str, Any]:
     """Return the segment that trains a decision, or the reason why no segment can be shown."""
     try:
-        segments = segments_of(episode.steps, rollout_id=rollout_id)
+        segments = build_segments(episode.steps, rollout_id=rollout_id)
     except SegmentError as error:
         return {"segment": None, "segments": 0, "no_tokens": f"Not to be trained on: {error}"}
     for index, segment in enumerate(segments):

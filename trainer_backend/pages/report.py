@@ -11,7 +11,7 @@ from shared_schemas.rollouts import Rollout
 from trainer_backend.collect.losses import sum_losses
 from trainer_backend.collect.metrics import count_worlds, outcome_interval, outcome_meaning, outcome_name
 from trainer_backend.collect.sources import row_of
-from trainer_backend.core.mixture_history import COUNTED, OUTCOME, mean_over, past_of
+from trainer_backend.core.mixture_history import COUNTED, OUTCOME, mean_over, read_past
 from trainer_backend.core.policies import ACTOR, policy_in
 from trainer_backend.core.seeds import evaluation_worlds
 from trainer_backend.core.statistics import Interval
@@ -273,7 +273,7 @@ def _training(story: Story) -> list[Line]:
 
 def _episodes_of(rows: Sequence[Row], policy: str, outcome: str) -> str:
     """The episodes of a policy in these iterations: number, mean outcome, and weight if it is fixed."""
-    past = past_of(rows, [policy])
+    past = read_past(rows, [policy])
     mean = mean_over(past, [policy], of=OUTCOME)
     if mean is None:
         return "none"

@@ -32,7 +32,7 @@ from service_kit.rpc import Tell, calls_app, reply_lines
 from service_kit.server import Listener, Server, run
 from service_kit.settings import ConnectionSettings
 from service_kit.tasks import end_tasks, racing
-from trainer_backend.core.policies import ACTOR, model_of
+from trainer_backend.core.policies import ACTOR, name_model
 from trainer_backend.errors import InferenceError
 from trainer_backend.inference.actor import Engine
 from trainer_backend.inference.asgi import error_response
@@ -128,7 +128,7 @@ class GatewayHost:
         policy, fixed = ServedPolicy(engine, tokenizer), await load_fixed(setup, tell)
         self._engine, self._policy, self._fixed = engine, policy, fixed
         served = {
-            model_of(setup.job_name, name): one for name, one in {ACTOR: policy, **fixed.policies}.items()
+            name_model(setup.job_name, name): one for name, one in {ACTOR: policy, **fixed.policies}.items()
         }
         server = Server(
             create_gateway(served, key=self._key),

@@ -22,7 +22,7 @@ from service_kit.server import Listener
 from service_kit.tasks import end_tasks
 from shared_schemas.urls import is_wildcard
 from trainer_backend.collect.plan import Inference
-from trainer_backend.core.policies import ACTOR, model_of
+from trainer_backend.core.policies import ACTOR, name_model
 from trainer_backend.errors import InferenceError, JobError, NotPlaced
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.job.tables import InferenceTable, ModelTable, ServicesTable
@@ -188,7 +188,7 @@ class GatewayProcesses:
         self._listeners, self._directory, self._tell = listeners, directory, tell
         self._key = SecretStr(secrets.token_urlsafe(32))
         url, *others = (listener.url for listener in listeners)
-        table, model = served.inference, model_of(served.job_name, ACTOR)
+        table, model = served.inference, name_model(served.job_name, ACTOR)
         self.inference = Inference(url, model, self._key, table.max_model_len, table.asks, tuple(others))
 
     @asynccontextmanager

@@ -19,7 +19,7 @@ from service_kit.logs import configure_logs_from
 from service_kit.server import Listener, ServerThread
 from service_kit.tasks import end_tasks
 from trainer_backend.collect.plan import Inference
-from trainer_backend.core.policies import ACTOR, model_of
+from trainer_backend.core.policies import ACTOR, name_model
 from trainer_backend.errors import EngineStopped, JobError
 from trainer_backend.inference.actor import Engine, WeightSource
 from trainer_backend.inference.asgi import error_response
@@ -125,14 +125,14 @@ class PolicyServer:
         self._job_name, self._listener, self.table = job_name, listener, table
         fresh = SecretStr(secrets.token_urlsafe(32))
         self._key = None if key == "none" else key or fresh
-        model, length = model_of(job_name, ACTOR), table.max_model_len
+        model, length = name_model(job_name, ACTOR), table.max_model_len
         self.inference = Inference(listener.url, model, self._key, length, table.asks)
 
     @contextmanager
     def gateway(self, actor: ServedPolicy, fixed: Mapping[str, ServedPolicy] = NOBODY) -> Iterator[None]:
         """Serve policies until the context is left; it is not begun again."""
         configure_logs_from()
-        served = {model_of(self._job_name, name): item for name, item in {ACTOR: actor, **fixed}.items()}
+        served = {name_model(self._job_name, name): item for name, item in {ACTOR: actor, **fixed}.items()}
         gateway = create_gateway(served, key=self._key, limits=self._gateway_limits)
         server = ServerThread(gateway, self._listener, respond=error_response)
         with ExitStack() as stack:

@@ -18,9 +18,9 @@ from trainer_backend.core.conversations import (
     interaction_metrics,
     segment_metrics,
 )
-from trainer_backend.core.mixture_history import EPISODES, OUTCOME, metric_of
+from trainer_backend.core.mixture_history import EPISODES, OUTCOME, metric_name
 from trainer_backend.core.policies import ACTOR
-from trainer_backend.core.segments import segments_of
+from trainer_backend.core.segments import build_segments
 from trainer_backend.core.statistics import (
     ach_by_turn,
     episode_metrics,
@@ -155,9 +155,9 @@ def metrics_by_policy(
     }
     for policy, played in by_policy.items():
         metrics |= {
-            metric_of(policy, EPISODES): float(len(played)),
-            metric_of(policy, "failed"): float(planned[policy] - len(played)),
-            **{metric_of(policy, name): value for name, value in _means(played).items()},
+            metric_name(policy, EPISODES): float(len(played)),
+            metric_name(policy, "failed"): float(planned[policy] - len(played)),
+            **{metric_name(policy, name): value for name, value in _means(played).items()},
         }
     return metrics
 
@@ -189,7 +189,7 @@ def conversation_metrics(rollouts: Sequence[Rollout], failures: Counter[str]) ->
     answered = interaction_metrics(trajectories)
     failed = failure_metrics(failures)
     segments = [
-        segments_of(item.trajectory.steps, rollout_id=item.rollout_id)
+        build_segments(item.trajectory.steps, rollout_id=item.rollout_id)
         for item in rollouts
         if item.trajectory is not None and item.trajectory.full_history
     ]

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainer_backend.collect.metrics import count_worlds, outcome_interval, outcome_name
-from trainer_backend.core.mixture_history import OUTCOME, metric_of
+from trainer_backend.core.mixture_history import OUTCOME, metric_name
 from trainer_backend.core.policies import ACTOR
 
 Row = Mapping[str, Any]
 
 _OUTCOME = "episode/outcome_reward"
 _REWARDED = "decision/nonzero_frac"
-_OF_A_POLICY = re.compile(metric_of(r"[^/]+", OUTCOME))
+_OF_A_POLICY = re.compile(metric_name(r"[^/]+", OUTCOME))
 # Columns that appear if a row has their metric.
 _COLUMNS = (
     ("iteration", "iteration", "{:.0f}"),
@@ -95,7 +95,7 @@ def word_outcome(row: Row) -> str:
 def columns_for(row: Row) -> list[tuple[str, str, str]]:
     """Return key, title and format of each figure that the row has; the first is the iteration."""
     # Of each fixed policy; the actor has its column anyway.
-    keys = [key for key in row if _OF_A_POLICY.fullmatch(key) and key != metric_of(ACTOR, OUTCOME)]
+    keys = [key for key in row if _OF_A_POLICY.fullmatch(key) and key != metric_name(ACTOR, OUTCOME)]
     outcomes = [(key, key.split("/")[1], "{:.2f}") for key in keys]
     columns = [
         (key, outcome_name(row) if key == _OUTCOME else title, form)

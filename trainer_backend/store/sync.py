@@ -13,7 +13,7 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, insert, select, update
 
-from trainer_backend.core.policies import player_of
+from trainer_backend.core.policies import name_player
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_index import RolloutFile, read_index, rollout_files
@@ -145,7 +145,7 @@ def _put(store: Store, job_id: str, files: Sequence[tuple[RolloutFile, list[dict
 
 def _rollout(file: RolloutFile, row: dict[str, Any]) -> dict[str, Any]:
     row |= {"stage": file.stage, "iteration": file.iteration, "decisions": row.pop("decision_count") or 0}
-    row["policy"] = player_of(row.pop("model"), row.pop("policy_name") or "")
+    row["policy"] = name_player(row.pop("model"), row.pop("policy_name") or "")
     return row
 
 

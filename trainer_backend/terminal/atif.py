@@ -18,7 +18,7 @@ from typing import Any
 from service_kit.release import version
 from shared_schemas.messages import Message, ToolCall
 from shared_schemas.rollouts import Rollout
-from shared_schemas.trajectory import PolicyLogprobs, StepData, Trajectory, answer_of, exact_tokens, prompts
+from shared_schemas.trajectory import PolicyLogprobs, StepData, Trajectory, exact_tokens, prompts, read_answer
 from trainer_backend.core.statistics import step_deltas
 
 VERSION = "ATIF-v1.7"
@@ -117,7 +117,7 @@ def _embed(main: Json, others: Sequence[Json], stories: Sequence["_Story"], ends
     main["subagent_trajectories"] = list(others)
     for number, document in enumerate(others, start=1):
         document["trajectory_id"] = f"{main['trajectory_id']}~{number + 1}"
-        answer, turn = answer_of(ends[number]).content, ends[number].turn
+        answer, turn = read_answer(ends[number]).content, ends[number].turn
         arrived = [
             (shown, result)
             for place, story in enumerate(stories)
@@ -141,7 +141,7 @@ def _about(rollout: Rollout, trajectory: Trajectory) -> Json:
 def _decision(
     step: StepData, prompt_ids: list[int] | None, credit: Mapping[str, Any], *, calls_a_model: bool
 ) -> Json:
-    answer = answer_of(step)
+    answer = read_answer(step)
     fields = {
         "message": answer.content,
         "tool_calls": [_call(call) for call in step.tool_calls] or None,
@@ -243,7 +243,7 @@ class _Story:
     def answer(self, decision: Json, step: StepData) -> None:
         self._add("agent", decision)
         self.last_answer = len(self.steps)
-        self.known[_key(answer_of(step))] = self.last_answer
+        self.known[_key(read_answer(step))] = self.last_answer
 
     def end(self, steps: Sequence[StepData], history: Sequence[Message]) -> None:
         """Tell what followed the last answer, and the results that no prompt shows."""

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shared_schemas.rollouts import Rollout
-from trainer_backend.core.policies import player_of
+from trainer_backend.core.policies import name_player
 from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.rundir.files import write_errors
 from trainer_backend.rundir.layout import RunDirectory
@@ -56,7 +56,7 @@ def why_not(choice: Choice, rollout: Rollout) -> str | None:
     trajectory = rollout.trajectory
     if trajectory is None:
         return f"not finished ({rollout.failure.code if rollout.failure else rollout.status})"
-    player = player_of(trajectory.model, trajectory.policy_name)
+    player = name_player(trajectory.model, trajectory.policy_name)
     if choice.policy is not None and player != choice.policy:
         return f"--policy (by {player})"
     if choice.min_reward is not None and trajectory.outcome_reward < choice.min_reward:

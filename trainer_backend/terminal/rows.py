@@ -14,7 +14,7 @@ from typing import Any
 
 from shared_schemas.messages import Message
 from shared_schemas.rollouts import Rollout
-from shared_schemas.trajectory import DecisionRewards, StepData, Trajectory, answer_of, prompts
+from shared_schemas.trajectory import DecisionRewards, StepData, Trajectory, prompts, read_answer
 from trainer_backend.core.imitation import worth_imitating
 from trainer_backend.core.statistics import step_deltas
 
@@ -76,7 +76,7 @@ def _messages(view: _View) -> list[Row]:
         _message(message, learn=index in view.answers and worth_imitating(view.answers[index]))
         for index, message in enumerate(view.prompt)
     ]
-    messages.append(_message(answer_of(view.steps[-1]), learn=worth_imitating(view.steps[-1])))
+    messages.append(_message(read_answer(view.steps[-1]), learn=worth_imitating(view.steps[-1])))
     end = max(index for index, message in enumerate(messages) if message.get("weight"))
     return messages[: end + 1]  # later messages teach nothing
 

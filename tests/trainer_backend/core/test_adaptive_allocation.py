@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from trainer_backend.core.adaptive import AdaptiveSchedule
 from trainer_backend.core.allocation import ByReward
 from trainer_backend.core.behaviour import counted_share
-from trainer_backend.core.mixture_history import Past, past_of
+from trainer_backend.core.mixture_history import Past, read_past
 from trainer_backend.core.policies import ACTOR
 
 SHARES = st.floats(0.0, 1.0)
@@ -162,4 +162,4 @@ def test_the_past_is_read_from_the_rows_of_iterations():
         },
         {"kind": "iteration", "iteration": 2},
     ]  # fmt: skip
-    assert past_of(rows, ["t"]) == (Past(1, {"t": 4.0}, {"t": 2.5}, {"t": 0.5}), Past(2, {}, {}))
+    assert read_past(rows, ["t"]) == (Past(1, {"t": 4.0}, {"t": 2.5}, {"t": 0.5}), Past(2, {}, {}))

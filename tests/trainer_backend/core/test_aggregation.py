@@ -3,7 +3,7 @@ from collections import defaultdict
 
 import pytest
 
-from tests.trainer_backend.segment_columns import lists, segment_of
+from tests.trainer_backend.segment_columns import lists, make_segment
 from trainer_backend.core.aggregation import constant, decision_mean, episode_equal, token_mean
 from trainer_backend.errors import BatchError
 
@@ -13,7 +13,7 @@ ALL = pytest.mark.parametrize("aggregation", [*MEANS, constant])
 
 def segment(rollout_id, decision):
     n = len(decision)
-    return segment_of(rollout_id, (1,) * n, decision, (0.0,) * n)
+    return make_segment(rollout_id, (1,) * n, decision, (0.0,) * n)
 
 
 # episode a: decisions of 1 and 3 tokens, in one segment; episode b: 2, 1 and 1, in two segments

@@ -2,11 +2,11 @@
 
 import pytest
 
-from trainer_backend.core.agreement import correlation, sign_agreement, spread_of
+from trainer_backend.core.agreement import correlation, measure_spread, sign_agreement
 
 
 def test_mean_population_std_and_share_of_zeros():
-    found = spread_of([1.0, -1.0, 0.0, 0.0])
+    found = measure_spread([1.0, -1.0, 0.0, 0.0])
     assert (found.mean, found.std, found.zero_frac) == (0.0, pytest.approx(0.5**0.5), 0.5)
 
 

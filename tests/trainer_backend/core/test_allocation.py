@@ -18,7 +18,7 @@ from trainer_backend.core.allocation import (
     StepSchedule,
     Weighted,
 )
-from trainer_backend.core.policies import ACTOR, FIXED, model_of, policy_of
+from trainer_backend.core.policies import ACTOR, FIXED, name_model, parse_policy
 from trainer_backend.errors import JobError
 
 DRAWS = 10_000
@@ -198,6 +198,6 @@ def test_the_four_take_what_is_published_by_name_and_by_place():
 
 
 def test_a_policys_name_is_the_last_part_of_its_model():
-    assert policy_of(model_of("crafter", "teacher")) == "teacher"
-    assert policy_of("crafter/actor") == ACTOR
-    assert policy_of("") == policy_of(None) == policy_of("gpt") == policy_of("a/") == ACTOR
+    assert parse_policy(name_model("crafter", "teacher")) == "teacher"
+    assert parse_policy("crafter/actor") == ACTOR
+    assert parse_policy("") == parse_policy(None) == parse_policy("gpt") == parse_policy("a/") == ACTOR

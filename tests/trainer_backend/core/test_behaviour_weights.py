@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling, StepData
-from trainer_backend.core.aggregation import units_of
+from trainer_backend.core.aggregation import number_units
 from trainer_backend.core.behaviour import (
     WeightKeys,
     behaviour_weights,
@@ -18,13 +18,13 @@ from trainer_backend.core.behaviour import (
     truncated,
 )
 from trainer_backend.core.losses import ClipKeys, clipped_policy_loss
-from trainer_backend.core.segments import segments_of
+from trainer_backend.core.segments import build_segments
 
 LOG = math.log
 TOKEN = WeightKeys(behaviour_weight_cap=2.0)
 
 
-def weights_of(ratios, config=TOKEN, units=None):
+def weigh(ratios, config=TOKEN, units=None):
     """Of tokens whose ratios to their sampler are these; every behaviour log-prob is -1."""
     behaviour = torch.full((len(ratios),), -1.0)
     logprobs = behaviour + torch.tensor(ratios).log()
@@ -42,15 +42,15 @@ def test_a_decisions_or_episodes_weight_is_the_product_over_its_tokens_and_cut_o
     # 1.5 * 1.5 = 2.25 and 3 * 0.5 = 1.5: token by token, 3 would have been held at 2
     ratios, units = [1.5, 3.0, 1.5, 0.5], [0, 1, 0, 1]
     config = WeightKeys(behaviour_weight_cap=2.0, behaviour_weight_level="episode")
-    assert weights_of(ratios, config, units).tolist() == pytest.approx([2.0, 1.5, 2.0, 1.5])
-    assert weights_of(ratios).tolist() == pytest.approx([1.5, 2.0, 1.5, 0.5])
+    assert weigh(ratios, config, units).tolist() == pytest.approx([2.0, 1.5, 2.0, 1.5])
+    assert weigh(ratios).tolist() == pytest.approx([1.5, 2.0, 1.5, 0.5])
 
 
 def test_as_in_verl_a_threshold_is_a_cap_and_two_of_them_are_a_range_outside_of_which_nothing_counts():
     # compute_rollout_correction_weights of verl 0.9.1 with 2.0, and with "0.5_1.5"
     ratios = [0.25, 0.5, 1.0, 1.5, 1.75, 4.0]
-    assert weights_of(ratios).tolist() == pytest.approx([0.25, 0.5, 1.0, 1.5, 1.75, 2.0])
-    masked = weights_of(
+    assert weigh(ratios).tolist() == pytest.approx([0.25, 0.5, 1.0, 1.5, 1.75, 2.0])
+    masked = weigh(
         [0.25, 0.6, 1.0, 1.4, 1.75, 4.0],
         WeightKeys(behaviour_weight_cap=1.5, behaviour_weight_mode="mask", behaviour_weight_floor=0.5),
     )
@@ -68,7 +68,7 @@ def test_the_sum_of_a_sequence_is_held_at_20_before_exp_and_from_below_by_nothin
 
 
 def test_a_sample_of_weight_0_is_padding_to_a_loss_whatever_its_log_prob():
-    weights = weights_of([4.0, 1.0], WeightKeys(behaviour_weight_cap=2.0, behaviour_weight_mode="mask"))
+    weights = weigh([4.0, 1.0], WeightKeys(behaviour_weight_cap=2.0, behaviour_weight_mode="mask"))
     logprobs = torch.tensor([math.nan, -1.0], requires_grad=True)
     loss = clipped_policy_loss(
         logprobs, torch.tensor([-1.0, -1.0]), torch.ones(2), weights, ClipKeys(clip_high=0.2)
@@ -100,11 +100,11 @@ def test_what_tools_and_users_said_enters_no_weight(level, weights):
             decision(1, (1, 2), 0, (5, 6), (-2.0, -2.0)),
             decision(2, between, reused, (7, 8), (-2.0, -2.0)),
         ]
-        (segment,) = segments_of(steps, rollout_id="r", temperature=1.0)
+        (segment,) = build_segments(steps, rollout_id="r", temperature=1.0)
         ratios = dict(zip(segment.sampled_positions, (2.0, 0.5, 3.0, 1.0), strict=True))
         behaviour = torch.tensor(segment.logprobs.tolist())
         proximal = behaviour + torch.tensor(list(ratios.values())).log()
-        (units,) = units_of([segment], [level])
+        (units,) = number_units([segment], [level])
         found = behaviour_weights(
             proximal,
             behaviour,

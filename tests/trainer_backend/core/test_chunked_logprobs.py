@@ -82,7 +82,7 @@ def test_with_several_chunks_no_logits_are_kept_for_the_backward_pass(chunk, kee
     assert (torch.Size([11, 9]) in kept or torch.Size([4, 9]) in kept) is keeps_logits
 
 
-def memory_of(tensor):
+def find_memory(tensor):
     return tensor.untyped_storage().data_ptr()
 
 
@@ -97,7 +97,10 @@ class Alive(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         given = [argument for argument in args if isinstance(argument, torch.Tensor)]
-        made = isinstance(out, torch.Tensor) and memory_of(out) not in map(memory_of, given)  # no view of one
+        # a view of an argument is not counted
+        made = isinstance(out, torch.Tensor) and find_memory(out) not in map(
+            find_memory, given
+        )  # no view of one
         if made and self._counts(out):
             self._add(len(out))
             weakref.finalize(out, self._add, -len(out))

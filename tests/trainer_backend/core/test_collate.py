@@ -7,16 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.trainer_backend.segment_columns import segment_of
-from trainer_backend.core.aggregation import token_mean, units_of
-from trainer_backend.core.collate import (
-    block_mask,
-    by_segment,
-    collate,
-    cut_batch,
-    cut_packed,
-    pack_segments,
-)
+from tests.trainer_backend.segment_columns import make_batch, make_segment
+from trainer_backend.core.collate import block_mask, by_segment, cut_batch, cut_packed, pack_segments
 from trainer_backend.core.experts import UNKNOWN as N
 from trainer_backend.core.segments import NO_EXPERTS
 from trainer_backend.core.tries import Tries
@@ -26,7 +18,7 @@ from trainer_backend.errors import BatchError
 def segment(rollout_id, token_ids, decision, *, temperature=1.0):
     n = len(token_ids)
     logprobs = [-0.125 * i for i in range(n)]
-    return segment_of(rollout_id, token_ids, decision, logprobs, temperature=temperature)
+    return make_segment(rollout_id, token_ids, decision, logprobs, temperature=temperature)
 
 
 # lengths 3, 4, 2 in rows of 6: the longest with the shortest, then the one of 3
@@ -36,21 +28,6 @@ SEGMENTS = [
     segment("b", [31, 32], [-1, 0]),
 ]
 ADVANTAGES = {"a": [1.0, 2.0], "b": [-3.0]}
-
-
-def batch_of(segments=SEGMENTS, advantages=ADVANTAGES, row_tokens=6):
-    weights = token_mean(segments)
-    proximal = [[-1.0] * len(row) for row in weights]
-    return collate(
-        segments,
-        advantages=advantages,
-        weights=weights,
-        proximal=proximal,
-        behaviour=[[1.0] * len(row) for row in weights],
-        units=units_of(segments, ["decision"] * len(segments)),
-        policies=[0] * len(segments),
-        row_tokens=row_tokens,
-    )
 
 
 def test_rows_positions_and_segment_numbers_by_hand():
@@ -75,25 +52,22 @@ def test_a_decision_begins_once_however_many_versions_sampled_it():
     # without a token between. c begins with a decision of the number and at the position that b ended with.
     logprobs, context = [-1.0] * 9, -1
     segments = [
-        segment_of(
+        make_segment(
             "a", range(9), [context] * 2 + [0, 0, 0, 0, 1, 1, 2], logprobs, [0, 0, 3, 3, 4, 5, 5, 6, 6]
         ),
-        segment_of("b", range(5), [context, 0, 0, context, context], logprobs[:5], [0, 5, 6, 0, 0]),
-        segment_of("c", range(4), [context] * 3 + [0], logprobs[:4], [0, 0, 0, 6]),
+        make_segment("b", range(5), [context, 0, 0, context, context], logprobs[:5], [0, 5, 6, 0, 0]),
+        make_segment("c", range(4), [context] * 3 + [0], logprobs[:4], [0, 0, 0, 6]),
     ]
     first_N = pack_segments(segments, row_tokens=9).first_N.tolist()
     assert first_N == [True, False, False, False, True, False, True, True, False, True]
 
 
 def test_every_sampled_token_carries_the_columns_of_its_decision():
-    segments = SEGMENTS
-    weights = [[0.1, 0.2], [0.3], [0.4]]
-    proximal = [[-1.0, -2.0], [-3.0], [-4.0]]
-    batch = collate(
-        segments,
+    batch = make_batch(
+        SEGMENTS,
         advantages=ADVANTAGES,
-        weights=weights,
-        proximal=proximal,
+        weights=[[0.1, 0.2], [0.3], [0.4]],
+        proximal=[[-1.0, -2.0], [-3.0], [-4.0]],
         behaviour=[[0.5, 1.5], [2.0], [0.0]],
         units=[[0, 0], [1], [2]],
         policies=[1, 1, 0],
@@ -212,7 +186,7 @@ def test_siblings_stay_together_where_a_trie_is_cut():
 
 @pytest.mark.parametrize("max_rows", [1, 2, 5])
 def test_cuts_hold_all_tokens_in_order_and_are_no_wider_than_they_need(max_rows):
-    batch = batch_of()
+    batch = make_batch(SEGMENTS, advantages=ADVANTAGES, row_tokens=6, level="decision")
     cuts = list(cut_batch(batch, max_rows))
     for name in ("advantage_N", "weight_N", "proximal_logprob_N", "unit_N"):
         assert torch.equal(torch.cat([getattr(cut, name) for cut in cuts]), getattr(batch, name))
@@ -266,32 +240,24 @@ def test_of_tries_each_sampled_token_is_predicted_behind_its_own_prompt(segments
         assert int((packed.segment_ids_BL > 0).sum()) == Tries.of(segments, share_from).distinct
 
 
-def test_a_sampled_token_without_a_finite_advantage_stops_the_update():
-    with pytest.raises(BatchError, match=r"^rollout a, turn 2, token 3: its advantage is nan"):
-        batch_of(advantages={"a": [1.0, math.nan], "b": [1.0]})
-
-
-def test_a_column_that_does_not_fit_its_segment_is_refused():
-    with pytest.raises(BatchError, match="rollout a: 1 values for 2 sampled tokens"):
-        collate(
-            SEGMENTS,
-            advantages=ADVANTAGES,
-            weights=[[1.0], [1.0], [1.0]],
-            proximal=[[], [], []],
-            behaviour=[[], [], []],
-            units=[[], [], []],
-            policies=[0, 0, 0],
-            row_tokens=6,
-        )
-
-
-def test_a_segment_longer_than_a_row_is_refused_by_its_rollout():
-    with pytest.raises(BatchError, match="rollout a: a segment of 4 tokens, but row_tokens is 3"):
-        pack_segments(SEGMENTS, row_tokens=3)
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"advantages": {"a": [1.0, math.nan], "b": [1.0]}},
+            "^rollout a, turn 2, token 3: its advantage is nan",
+        ),
+        ({"weights": [[1.0], [1.0], [1.0]]}, "rollout a: 1 values for 2 sampled tokens"),
+        ({"row_tokens": 3}, "rollout a: a segment of 4 tokens, but row_tokens is 3"),
+    ],
+)
+def test_what_makes_no_batch_is_refused(changes, told):
+    with pytest.raises(BatchError, match=told):
+        make_batch(SEGMENTS, **{"advantages": ADVANTAGES, "row_tokens": 6} | changes)
 
 
 def test_nothing_to_pack_and_cuts_of_no_rows_are_refused():
     with pytest.raises(BatchError, match="no segment to pack"):
         pack_segments([], row_tokens=8)
     with pytest.raises(BatchError, match="max_rows must be at least 1"):
-        list(cut_batch(batch_of(), 0))
+        list(cut_batch(make_batch(SEGMENTS, advantages=ADVANTAGES, row_tokens=6), 0))

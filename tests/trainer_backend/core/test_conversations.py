@@ -15,7 +15,7 @@ from trainer_backend.core.conversations import (
     segment_metrics,
     user_turns,
 )
-from trainer_backend.core.segments import segments_of
+from trainer_backend.core.segments import build_segments
 
 LATE, NEVER = dialogue(0.0, 1.0), dialogue(0.0, 0.0, 0.0)
 PLAIN = LATE.model_copy(update={"full_history": ()})  # as of an environment with fresh prompts
@@ -110,8 +110,8 @@ def test_another_tool_may_say_refused():
 
 def test_tokens_that_stand_again_in_a_new_segment_are_masked_there():
     # 1 2 | 3 4, then after a delete 1 2 7 | 8: five tokens of context in two segments; and 5 | 6 in one
-    edited = segments_of([step(1, 0, [1, 2], [3, 4]), step(2, 2, [7], [8])], rollout_id="a")
-    plain = segments_of([step(1, 0, [5], [6])], rollout_id="b")
+    edited = build_segments([step(1, 0, [1, 2], [3, 4]), step(2, 2, [7], [8])], rollout_id="a")
+    plain = build_segments([step(1, 0, [5], [6])], rollout_id="b")
     assert segment_metrics([edited, plain]) == {"statelm/segments": 1.5, "statelm/masked_tokens": 3.0}
 
 

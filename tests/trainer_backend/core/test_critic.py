@@ -4,18 +4,15 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.trainer_backend.segment_columns import segment_of
-from trainer_backend.core.aggregation import token_mean, units_of
-from trainer_backend.core.collate import collate, cut_batch
+from tests.trainer_backend.segment_columns import make_batch, make_segment
+from trainer_backend.core.collate import cut_batch
 from trainer_backend.core.critic import (
     ByToken,
     CriticTargets,
-    column_of,
     explained_variance,
-    targets_of,
+    make_targets,
+    read_column,
     values_of_episode,
 )
 from trainer_backend.core.value_loss import CriticColumns, value_loss
@@ -24,7 +21,7 @@ from trainer_backend.errors import AdvantageError, BatchError
 
 def segment(rollout_id, decision):
     n = len(decision)
-    return segment_of(rollout_id, range(n), decision, (-1.0,) * n)
+    return make_segment(rollout_id, range(n), decision, (-1.0,) * n)
 
 
 # Rollout a: two decisions of two tokens and one in one segment, a third of two in another; b: one of one.
@@ -33,19 +30,8 @@ BY_TOKEN = {"a": ByToken([[1.0, 2.0], [3.0], [4.0, 5.0]]), "b": ByToken([[6.0]])
 BY_DECISION = {"a": [1.0, 2.0, 3.0], "b": [6.0]}
 
 
-def batch_of(advantages, critic=None, row_tokens=5):
-    weights = token_mean(SEGMENTS)
-    return collate(
-        SEGMENTS,
-        advantages=advantages,
-        weights=weights,
-        proximal=[[-1.0] * len(row) for row in weights],
-        behaviour=[[1.0] * len(row) for row in weights],
-        units=units_of(SEGMENTS, ["token"] * len(SEGMENTS)),
-        policies=[0] * len(SEGMENTS),
-        row_tokens=row_tokens,
-        critic=critic,
-    )
+def of_rows(advantages, critic=None):
+    return make_batch(SEGMENTS, advantages=advantages, critic=critic, row_tokens=5)
 
 
 def test_a_decisions_value_is_read_where_its_first_token_is_predicted():
@@ -57,20 +43,17 @@ def test_a_decisions_value_is_read_where_its_first_token_is_predicted():
     assert by_token.flat == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_a_value_that_is_not_finite_is_named_with_its_token():
+def test_a_missing_or_infinite_value_is_refused_by_name():
     with pytest.raises(AdvantageError, match="rollout a, turn 2, token 4: the critic's value is nan"):
         values_of_episode(SEGMENTS[:1], [[1.0, 2.0, math.nan]], level="decision")
-
-
-def test_a_decision_without_a_sampled_token_has_no_state_to_value():
     with pytest.raises(AdvantageError, match="rollout a, turn 2: no token was sampled"):
         values_of_episode([segment("a", [-1, 0, -1, 2])], [[1.0, 2.0]], level="token")
 
 
 def test_advantages_of_tokens_reach_their_own_and_those_of_decisions_all_of_theirs():
     # row 1 holds the first segment, row 2 the two others
-    assert batch_of(BY_TOKEN).advantage_N.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-    assert batch_of(BY_DECISION).advantage_N.tolist() == [1.0, 1.0, 2.0, 3.0, 3.0, 6.0]
+    assert of_rows(BY_TOKEN).advantage_N.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert of_rows(BY_DECISION).advantage_N.tolist() == [1.0, 1.0, 2.0, 3.0, 3.0, 6.0]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +68,7 @@ def test_advantages_of_tokens_reach_their_own_and_those_of_decisions_all_of_thei
 )
 def test_numbers_that_do_not_fit_the_sampled_tokens_are_refused_by_name(numbers, told):
     with pytest.raises(BatchError, match=told):
-        column_of(SEGMENTS[0], {"a": numbers}, "advantage")
+        read_column(SEGMENTS[0], {"a": numbers}, "advantage")
 
 
 def critic(values, returns):
@@ -93,16 +76,16 @@ def critic(values, returns):
 
 
 def test_each_decision_counts_the_same_in_the_value_loss_or_each_token():
-    by_decision = batch_of(BY_DECISION, critic(BY_DECISION, BY_DECISION)).critic
+    by_decision = of_rows(BY_DECISION, critic(BY_DECISION, BY_DECISION)).critic
     quarter = 1 / 4
     assert by_decision.weight_N.tolist() == [quarter, 0.0, quarter, quarter, 0.0, quarter]
-    by_token = batch_of(BY_TOKEN, critic(BY_TOKEN, BY_TOKEN)).critic
+    by_token = of_rows(BY_TOKEN, critic(BY_TOKEN, BY_TOKEN)).critic
     assert by_token.weight_N.tolist() == pytest.approx([1 / 6] * 6)
     assert by_token.return_N.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
 
 
 def test_the_columns_of_the_cuts_are_those_of_the_whole():
-    whole = batch_of(BY_TOKEN, critic(BY_TOKEN, BY_TOKEN))
+    whole = of_rows(BY_TOKEN, critic(BY_TOKEN, BY_TOKEN))
     cuts = [cut.critic for cut in cut_batch(whole, 1)]
     assert len(cuts) == 2
     for name in ("value_N", "return_N", "weight_N"):
@@ -144,17 +127,12 @@ def test_where_no_value_is_read_even_a_nan_touches_neither_loss_nor_gradient():
     assert value.grad.tolist() == [0.0, 0.0]
 
 
-@given(st.lists(st.tuples(st.integers(-8, 8), st.integers(-8, 8)), min_size=1, max_size=5))
-def test_targets_are_advantage_plus_value(pairs):
-    values, advantages = map(list, zip(*pairs, strict=True))
-    assert targets_of(values, advantages).returns == [v + a for v, a in pairs]
-    rows = targets_of(ByToken([values]), ByToken([advantages]))
-    assert rows.returns == ByToken([[v + a for v, a in pairs]])
-
-
-def test_values_by_token_and_advantages_by_decision_are_not_mixed():
+def test_targets_are_advantage_plus_value_at_one_level():
+    assert make_targets([1.0, 2.0], [0.5, -4.0]).returns == [1.5, -2.0]
+    rows = make_targets(ByToken([[1.0, 2.0]]), ByToken([[0.5, -4.0]]))
+    assert rows.returns == ByToken([[1.5, -2.0]])
     with pytest.raises(ValueError, match="both be by decision, or both by token"):
-        targets_of(ByToken([[1.0]]), [1.0])
+        make_targets(ByToken([[1.0]]), [1.0])
 
 
 def test_what_a_critic_explains_of_the_returns():

@@ -3,13 +3,13 @@ from hypothesis import strategies as st
 
 from tests.trainer_backend.core.test_segments import step
 from trainer_backend.core.emission_views import EmissionView, assistant_turn_boundaries, emission_views
-from trainer_backend.core.segments import segments_of
+from trainer_backend.core.segments import build_segments
 
 
 def test_every_answer_has_the_ids_that_it_was_sampled_from():
     # 1 2 | 3 4 and 5 | 6 continue each other; a delete keeps 1 2, and 9 | 8 follows
     steps = [step(1, 0, [1, 2], [3, 4]), step(2, 4, [5], [6]), step(3, 2, [9], [8])]
-    assert emission_views(segments_of(steps, rollout_id="r")) == [
+    assert emission_views(build_segments(steps, rollout_id="r")) == [
         EmissionView(1, 0, (1, 2), (3, 4), 2, 4),
         EmissionView(2, 0, (1, 2, 3, 4, 5), (6,), 5, 6),
         EmissionView(3, 1, (1, 2, 9), (8,), 3, 4),
@@ -17,12 +17,12 @@ def test_every_answer_has_the_ids_that_it_was_sampled_from():
 
 
 def test_answers_that_follow_without_a_token_between_them_stay_two():
-    [segment] = segments_of([step(1, 0, [1], [2]), step(2, 2, [], [3])], rollout_id="r")
+    [segment] = build_segments([step(1, 0, [1], [2]), step(2, 2, [], [3])], rollout_id="r")
     assert list(assistant_turn_boundaries(segment)) == [(0, 1, 2), (1, 2, 3)]
 
 
 def test_a_decision_that_sampled_nothing_has_no_view():
-    views = emission_views(segments_of([step(1, 0, [1], []), step(2, 1, [2], [3])], rollout_id="r"))
+    views = emission_views(build_segments([step(1, 0, [1], []), step(2, 1, [2], [3])], rollout_id="r"))
     assert [view.turn for view in views] == [2]
 
 
@@ -40,7 +40,7 @@ def conversations(draw):
 
 @given(conversations())
 def test_prompt_and_answer_are_what_the_engine_saw_and_the_mask_is_the_answers(played):
-    segments = segments_of([taken for taken, _ in played], rollout_id="r")
+    segments = build_segments([taken for taken, _ in played], rollout_id="r")
     views = emission_views(segments)
     assert [[*view.prompt_ids, *view.answer_ids] for view in views] == [ids for _, ids in played]
     for number, segment in enumerate(segments):

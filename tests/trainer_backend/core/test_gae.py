@@ -1,4 +1,4 @@
-"""`gae` by hand and by identity."""
+"""`gae` and `gae_token` by hand; against exact arithmetic: test_every_estimator.py."""
 
 from dataclasses import replace
 
@@ -6,51 +6,43 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.trainer_backend.core.test_segments import step
 from trainer_backend.core.advantages.episodes import EpisodeRewards
-from trainer_backend.core.advantages.gae import gae, gae_token, generalised_advantages
-from trainer_backend.core.critic import ByToken
-from trainer_backend.core.rewards import discounted_returns
-from trainer_backend.errors import AdvantageError
+from trainer_backend.core.advantages.gae import foretold, gae, gae_token
+from trainer_backend.core.critic import ByToken, read_column, values_of_episode
+from trainer_backend.core.segments import build_segments
 from trainer_backend.job.training_table import AlgorithmTable
 
+HALF = AlgorithmTable(gamma=0.5, gae_lambda=0.5, gae_token_lambda=0.5)
+BOOTSTRAP = HALF.model_copy(update=dict(bootstrap_truncated=True))
 NUMBER = st.integers(-16, 16).map(lambda quarters: quarters / 4)
-PAIRS = st.lists(st.tuples(NUMBER, NUMBER), min_size=1, max_size=6)
-SHARE = st.sampled_from([0.0, 0.5, 1.0])
 
 
 def test_it_sums_discounted_surprises():
-    # values 1, 2; rewards 0, 3; gamma = lambda = 1/2: delta_1 = 3 - 2 = 1, delta_0 = 0 + 1 - 1 = 0
-    episode = EpisodeRewards("r", "g", [0.0, 3.0], values_T=[1.0, 2.0])
-    result = gae([episode], AlgorithmTable(gamma=0.5, gae_lambda=0.5))
-    assert result.per_episode == [[0.25, 1.0]]
-    assert result.parts["value"] == [[1.0, 2.0]]
+    # values 1, 2; rewards 0, 3; gamma = lambda = 1/2: delta_1 = 3 - 2 = 1, delta_0 = 0 + 1 - 1 = 0.
+    # Advantages are not standardised, so they keep the unit of the rewards.
+    found = gae([EpisodeRewards("r", "g", [0.0, 3.0], values_T=[1.0, 2.0])], HALF)
+    assert found.per_episode == [[0.25, 1.0]]
+    assert found.parts["value"] == [[1.0, 2.0]]
 
 
-@given(PAIRS, SHARE)
-def test_lambda_1_is_the_return_minus_the_value(pairs, gamma):
-    rewards, values = map(list, zip(*pairs, strict=True))
-    found = generalised_advantages(rewards, values, gamma=gamma, gae_lambda=1.0)
-    returns = discounted_returns(rewards, gamma)
-    assert found == pytest.approx([g - v for g, v in zip(returns, values, strict=True)])
+def test_tokens_of_two_decisions_by_hand():
+    # gamma 1/2, lambda 1/2 between decisions, 1/2 inside one; values 1, 3 and then 2; rewards 1, 4
+    # last decision: 4 - 2 = 2; before it, last token: delta = 1 + 2/2 - 3 = -1, A = -1 + 2/4 = -1/2
+    # first token: delta = 3 - 1 = 2, A = 2 - 1/2 * 1/2 = 7/4
+    values = ByToken([[1.0, 3.0], [2.0]])
+    episode = EpisodeRewards("r", "g", [1.0, 4.0], values_T=values.firsts_T, token_values=values)
+    found = gae_token([episode], HALF)
+    assert found.per_token[0].rows_T == [[1.75, -0.5], [2.0]]
+    assert found.per_episode == [[0.625, 2.0]], "means over the tokens"
+    assert found.parts["value"] == [[1.0, 2.0]], "those of first tokens"
+    # The first decision's surprises are 2 - 1/2 = 3/2 and -1, mean 1/4. The next decision's advantage, 2,
+    # counts 1/4 for the last token and 1/8 for the first, mean 3/8.
+    assert found.parts["td_error"] == [[0.25, 2.0]]
+    assert found.parts["later"] == [[0.375, 0.0]]
 
 
-@given(PAIRS, SHARE)
-def test_lambda_0_is_the_surprise_of_one_decision(pairs, gamma):
-    rewards, values = map(list, zip(*pairs, strict=True))
-    found = generalised_advantages(rewards, values, gamma=gamma, gae_lambda=0.0)
-    after = [*values[1:], 0.0]
-    assert found == pytest.approx([r + gamma * n - v for r, n, v in zip(rewards, after, values, strict=True)])
-
-
-def test_a_decision_without_a_value_is_refused_by_name():
-    with pytest.raises(AdvantageError, match="rollout r-7: 0 values of a critic for 1 decisions"):
-        gae([EpisodeRewards("r-7", "g", [1.0])], AlgorithmTable(gamma=1.0))
-
-
-BOOTSTRAP = AlgorithmTable(gamma=0.5, gae_lambda=0.5, gae_token_lambda=0.5, bootstrap_truncated=True)
-
-
-def test_an_episode_that_a_limit_cut_short_goes_on_with_the_value_of_the_state_it_was_left_in():
+def test_a_truncated_episode_continues_with_the_value_of_its_last_state():
     # Values 1, 2 and then 6; rewards 0, 3: delta_1 = 3 + 6/2 - 2 = 4, delta_0 = 0 + 2/2 - 1 = 0; A_0 = 4/4.
     cut = EpisodeRewards("r", "g", [0.0, 3.0], values_T=[1.0, 2.0], truncated=True, value_after=6.0)
     ended = replace(cut, rollout_id="e", truncated=False)  # its value_after says nothing
@@ -59,16 +51,14 @@ def test_an_episode_that_a_limit_cut_short_goes_on_with_the_value_of_the_state_i
     assert result.per_episode == [[1.0, 4.0], [0.25, 1.0], [0.25, 1.0]]
     counted = {key: value for key, value in result.diagnostics.items() if "truncated" in key or "boot" in key}
     assert counted == {"advantages/truncated": 2.0, "advantages/bootstrapped": 1.0}
-    off = gae([cut, ended, unknown], BOOTSTRAP.model_copy(update=dict(bootstrap_truncated=False)))
+    off = gae([cut, ended, unknown], HALF)
     assert off.per_episode == [[0.25, 1.0]] * 3
     assert off.diagnostics.keys() == result.diagnostics.keys() - counted.keys()
 
 
 @pytest.mark.parametrize("estimator", [gae, gae_token])
-@given(PAIRS, NUMBER)
-def test_a_value_that_an_episode_goes_on_with_is_worth_as_much_as_a_last_reward_of_it(
-    estimator, pairs, after
-):
+@given(st.lists(st.tuples(NUMBER, NUMBER), min_size=1, max_size=6), NUMBER)
+def test_the_value_after_the_end_counts_like_a_last_reward_of_it(estimator, pairs, after):
     # delta_{T-1} = r + gamma * V(s_T) - V(s_{T-1}): nothing else reads V(s_T)
     rewards, values = map(list, zip(*pairs, strict=True))
     tokens = ByToken([[value, value - 1.0] for value in values])
@@ -76,12 +66,32 @@ def test_a_value_that_an_episode_goes_on_with_is_worth_as_much_as_a_last_reward_
         "r", "g", rewards, values_T=values, token_values=tokens, truncated=True, value_after=after
     )
     paid = replace(cut, rewards_T=[*rewards[:-1], rewards[-1] + 0.5 * after], truncated=False)
-    (found, expected) = (estimator([item], BOOTSTRAP) for item in (cut, paid))
+    found, expected = (estimator([item], BOOTSTRAP) for item in (cut, paid))
     assert found.per_episode == expected.per_episode  # in quarters nothing is rounded
     assert found.per_token == expected.per_token
 
 
-def test_a_value_after_the_last_decision_that_is_not_finite_is_refused():
-    episode = EpisodeRewards("r-1", "g", [0.0], values_T=[0.0], truncated=True, value_after=float("nan"))
-    with pytest.raises(AdvantageError, match="rollout r-1: the value after its last decision is nan"):
-        gae([episode], BOOTSTRAP)
+def credited(observation):
+    """Columns of one conversation whose second prompt is `observation`; a token's value is its id."""
+    segments = build_segments(
+        [step(1, 0, (1, 2), (5, 6, 7)), step(2, 5, observation, (8, 9))], rollout_id="r"
+    )
+    own = [[float(segment.token_ids[i]) for i in segment.sampled_positions] for segment in segments]
+    values = values_of_episode(segments, own, level="token")
+    rewards = EpisodeRewards("r", "g", [1.0, 2.0], values_T=values.firsts_T, token_values=values)
+    found = gae_token([rewards], HALF).per_token[0]
+    assert len(segments) == 1, "the second decision continues the first"
+    return read_column(segments[0], {"r": found}, "advantage").tolist()
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=30))
+def test_no_span_of_observation_tokens_changes_an_advantage(observation):
+    assert credited(tuple(observation)) == credited((3,))
+
+
+def test_predictions_are_compared_with_returns_before_the_critic_learns_from_them():
+    # returns 3, 2 (gamma 1); V misses both by 1: it explains their spread and not their mean
+    found = foretold([EpisodeRewards("r", "g", [1.0, 2.0], values_T=[2.0, 1.0])], gamma=1.0)
+    assert found == {"value/mean": 1.5, "value/return_mean": 2.5, "value/explained_variance": 1.0}
+    flat = foretold([EpisodeRewards("r", "g", [0.0, 2.0], values_T=[2.0, 1.0])], gamma=1.0)
+    assert "value/explained_variance" not in flat, "equal returns leave nothing to explain"

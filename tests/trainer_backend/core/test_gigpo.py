@@ -1,7 +1,6 @@
 """`gigpo` by hand, by identity and against exact arithmetic."""
 
 import math
-from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 from tests.trainer_backend.core.exact_gigpo import exact_gigpo
 from trainer_backend.core.advantages.episodes import EpisodeRewards
 from trainer_backend.core.advantages.gigpo import gigpo, gigpo_additive
-from trainer_backend.core.advantages.grpo import grpo
 from trainer_backend.job.training_table import AlgorithmTable
 
 ONE = AlgorithmTable(gamma=0.95, fnorm="one")
@@ -31,7 +29,7 @@ def episode(name, rewards, keys, group="g"):
     return EpisodeRewards(name, group, rewards, state_keys_T=list(keys))
 
 
-def batch_of(drawn):
+def make_batch(drawn):
     return [
         episode(f"r-{i}", [reward for reward, _ in steps], [key for _, key in steps], group)
         for i, (group, steps) in enumerate(drawn)
@@ -69,11 +67,6 @@ def test_scores_are_averaged_over_trajectories_or_over_steps():
     assert (of_steps[0], of_steps[1][0]) == (pytest.approx([0.9]), pytest.approx(-0.1))
 
 
-def test_equal_keys_of_two_groups_are_two_states():
-    lone = [episode("x", [1.0], "a", "g"), episode("y", [0.0], "a", "h")]
-    assert gigpo(lone, ONE).per_episode == [[0.0], [0.0]]
-
-
 def test_contexts_weigh_more_the_longer_they_are_and_separate_what_the_state_alone_mixes():
     episodes = [
         episode("r-0", [0.0, 6.0], "xa"),
@@ -98,7 +91,7 @@ def test_what_the_anchors_were_is_counted():
 
 @given(BATCH, CONFIG)
 def test_it_equals_exact_arithmetic(drawn, config):
-    episodes = batch_of(drawn)
+    episodes = make_batch(drawn)
     exact = exact_gigpo(
         [(e.group_id, [Fraction(r) for r in e.rewards_T], e.state_keys_T) for e in episodes],
         gamma=Fraction(config.gamma),
@@ -112,20 +105,9 @@ def test_it_equals_exact_arithmetic(drawn, config):
         assert row_T == pytest.approx(wanted, abs=1e-12 * largest)
 
 
-@given(BATCH)
-def test_with_no_state_met_twice_it_is_grpo_scaled_by_omega(drawn):
-    episodes = [
-        replace(e, state_keys_T=[f"{i}.{t}" for t in range(len(e.rewards_T))])
-        for i, e in enumerate(batch_of(drawn))
-    ]
-    config = AlgorithmTable(gamma=0.95, omega=1.0)
-    assert gigpo(episodes, config).per_episode == grpo(episodes, config).per_episode
-    assert gigpo_additive(episodes, config).per_episode == grpo(episodes, config).per_episode
-
-
 @given(BATCH, st.sampled_from([0.25, 0.5, 0.8]))
 def test_the_convex_sum_is_omega_times_the_papers(drawn, omega):
-    episodes = batch_of(drawn)
+    episodes = make_batch(drawn)
     convex = gigpo(episodes, AlgorithmTable(gamma=0.95, omega=omega)).per_episode
     additive = gigpo_additive(
         episodes, AlgorithmTable(gamma=0.95, step_advantage_w=(1 - omega) / omega)

@@ -28,7 +28,7 @@ REWARDS = torch.tensor([2.0, -1.0, 0.5, 0.0, 1.0, -0.5, 3.0, -2.0, 1.5], dtype=t
 UNITS = {"token": None, "episode": torch.arange(9).repeat_interleave(2)}
 
 
-def logprobs_of(logits, temperature=1.0):
+def score_all(logits, temperature=1.0):
     """[18] log-probs of both tokens of every sequence."""
     table = (logits / temperature).log_softmax(dim=-1)
     rows = [(table[0, first], table[1 + first, second]) for first, second in SEQUENCES]
@@ -48,7 +48,7 @@ def cut_to(logits, count):
 
 def true_gradient():
     logits = POLICY.clone().requires_grad_()
-    (chances(logprobs_of(logits)) * REWARDS.repeat_interleave(2) / 2).sum().backward()
+    (chances(score_all(logits)) * REWARDS.repeat_interleave(2) / 2).sum().backward()
     return logits.grad
 
 
@@ -58,10 +58,10 @@ def expected_gradient(objective, sampled, told=None, *, now=POLICY, proximal=POL
     possible = sampled.isfinite()
     drawn = torch.where(possible, chances(sampled), 0.0)
     told = torch.where(told.isfinite(), told, 0.0)  # never drawn, so never told
-    logits, before = now.clone().requires_grad_(), logprobs_of(proximal)
+    logits, before = now.clone().requires_grad_(), score_all(proximal)
     units = UNITS[objective.weighting.behaviour_weight_level]
     tokens = Tokens(
-        logprobs=logprobs_of(logits),
+        logprobs=score_all(logits),
         proximal_logprobs=before,
         behaviour_logprobs=told,
         advantages=REWARDS.repeat_interleave(2),
@@ -95,30 +95,30 @@ def error(gradient):
 
 
 def test_the_policys_own_samples_give_the_policy_gradient():
-    assert error(expected_gradient(objective(), logprobs_of(POLICY))) < 1e-12
+    assert error(expected_gradient(objective(), score_all(POLICY))) < 1e-12
 
 
 @pytest.mark.parametrize("kind", ["decoupled", "reinforce"])
 def test_another_policys_samples_give_it_too_by_the_weight_of_the_whole_sequence(kind):
-    assert error(expected_gradient(objective(kind), logprobs_of(OTHER))) < 1e-12
+    assert error(expected_gradient(objective(kind), score_all(OTHER))) < 1e-12
 
 
 def test_explicit_weights_give_it_from_whichever_proximal_policy():
     far = objective("reinforce")
-    assert error(expected_gradient(far, logprobs_of(OTHER), proximal=OTHER)) < 1e-12
+    assert error(expected_gradient(far, score_all(OTHER), proximal=OTHER)) < 1e-12
 
 
 def test_what_else_is_done_with_them_does_not():
-    sampled, cut = logprobs_of(OTHER), logprobs_of(cut_to(OTHER, 2))
+    sampled, cut = score_all(OTHER), score_all(cut_to(OTHER, 2))
     found = {
         "token weights": expected_gradient(objective(level="token"), sampled),
-        "no weights": expected_gradient(objective(), sampled, logprobs_of(POLICY)),
+        "no weights": expected_gradient(objective(), sampled, score_all(POLICY)),
         "clipped around the other policy": expected_gradient(objective("single_ratio"), sampled),
         "truncated at 2": expected_gradient(objective(cap=2.0), sampled),
         "0 outside [0.5, 2]": expected_gradient(objective(cap=2.0, floor=0.5, mode="mask"), sampled),
         "support cut to 2 of 3, renormalised": expected_gradient(objective(), cut),
         "the same, log-probs as if it were not": expected_gradient(objective(), cut, sampled),
-        "sampled at 0.8, log-probs at 1": expected_gradient(objective(), logprobs_of(OTHER, 0.8), sampled),
+        "sampled at 0.8, log-probs at 1": expected_gradient(objective(), score_all(OTHER, 0.8), sampled),
     }
     assert {name: error(gradient) for name, gradient in found.items()} == pytest.approx(
         {
@@ -136,7 +136,7 @@ def test_what_else_is_done_with_them_does_not():
 
 
 def test_a_ratio_to_the_other_policy_that_nothing_clips_is_a_token_weight():
-    sampled = logprobs_of(OTHER)
+    sampled = score_all(OTHER)
     unclipped = replace(objective("single_ratio"), clip=ClipKeys(clip_low=1.0, clip_high=1e6))
     torch.testing.assert_close(
         expected_gradient(unclipped, sampled), expected_gradient(objective(level="token"), sampled)
@@ -145,7 +145,7 @@ def test_a_ratio_to_the_other_policy_that_nothing_clips_is_a_token_weight():
 
 def test_at_the_right_temperature_it_is_the_policy_gradient_again():
     # the policy that is trained is softmax(logits / 1), whatever the other one sampled at
-    assert error(expected_gradient(objective(), logprobs_of(OTHER, 0.8))) < 1e-12
+    assert error(expected_gradient(objective(), score_all(OTHER, 0.8))) < 1e-12
 
 
 ACTORS, FIXED = torch.tensor([0.5, 0.3, 0.15, 0.05]).double(), torch.tensor([0.1, 0.3, 0.2, 0.4]).double()

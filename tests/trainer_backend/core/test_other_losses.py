@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from trainer_backend.core.losses import (
     ClipKeys,
     SapoKeys,
-    at_level_of,
     cispo_loss,
     clipped_policy_loss,
+    level_ratios,
     log_ratio,
     policy_gradient_loss,
     sapo_loss,
@@ -86,7 +86,7 @@ def test_what_stands_where_the_weight_is_0_touches_neither_loss_nor_gradient(los
 
 
 def level_of(units, new, weights=WEIGHTS):
-    return at_level_of(unit_means(units, log_ratio(new, OLD, weights), weights), new, OLD)
+    return level_ratios(unit_means(units, log_ratio(new, OLD, weights), weights), new, OLD)
 
 
 def test_every_token_of_a_unit_has_the_units_ratio():

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.trainer_backend.segment_columns import segment_of
-from trainer_backend.core.aggregation import token_mean, units_of
-from trainer_backend.core.collate import block_mask, collate, cut_batch
+from tests.trainer_backend.segment_columns import make_batch, make_segment
+from trainer_backend.core.aggregation import token_mean
+from trainer_backend.core.collate import block_mask, cut_batch
 from trainer_backend.core.logprobs import chunked_logprobs
 from trainer_backend.core.losses import ClipKeys, clipped_policy_loss, entropy_loss
 
@@ -41,24 +41,14 @@ def segments():
         ids = torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
         decision = [-1 if i == 0 or i % 4 == 1 else i // 4 for i in range(length)]
         temperature = (0.5, 1.0, 1.5)[k % 3]
-        made.append(segment_of(f"r-{k}", ids, decision, (-1.0,) * length, temperature=temperature))
+        made.append(make_segment(f"r-{k}", ids, decision, (-1.0,) * length, temperature=temperature))
     return made
 
 
-def batch_of(parts, row_tokens):
+def pack(parts, row_tokens):
     advantages = {part.rollout_id: [(-1.0) ** t * (k + 1) for t in range(9)] for k, part in enumerate(parts)}
-    weights = token_mean(parts)
-    proximal = [[-2.0] * len(row) for row in weights]
-    return collate(
-        parts,
-        advantages=advantages,
-        weights=weights,
-        proximal=proximal,
-        behaviour=[[1.0] * len(row) for row in weights],
-        units=units_of(parts, ["token"] * len(parts)),
-        policies=[0] * len(parts),
-        row_tokens=row_tokens,
-    )
+    proximal = [[-2.0] * len(part.logprobs) for part in parts]
+    return make_batch(parts, advantages=advantages, proximal=proximal, row_tokens=row_tokens)
 
 
 def packed_logprobs(model, packed, chunk=16):
@@ -84,7 +74,7 @@ def unpacked_logprobs(model, part):
 @pytest.mark.parametrize("row_tokens", [23, 40, 200])
 def test_packed_log_probs_are_those_of_each_segment_alone(row_tokens):
     model, parts = tiny_model(), segments()
-    packed = batch_of(parts, row_tokens).packed
+    packed = pack(parts, row_tokens).packed
     with torch.no_grad():
         found, _ = packed_logprobs(model, packed)
         alone = [unpacked_logprobs(model, part) for part in parts]
@@ -95,7 +85,7 @@ def test_packed_log_probs_are_those_of_each_segment_alone(row_tokens):
 def test_without_the_mask_or_the_positions_the_log_probs_would_be_others():
     # the test above is not vacuous: neighbours in a row would be seen
     model, parts = tiny_model(), segments()
-    packed = batch_of(parts, 200).packed
+    packed = pack(parts, 200).packed
     with torch.no_grad():
         right, _ = packed_logprobs(model, packed)
         hidden_BLD = model.model(input_ids=packed.token_ids_BL, use_cache=False).last_hidden_state
@@ -109,7 +99,7 @@ def step_gradient(row_tokens, max_rows):
     """Loss and gradient of one optimizer step, cut into micro-batches."""
     model = tiny_model().double()
     total = 0.0
-    for cut in cut_batch(batch_of(segments(), row_tokens), max_rows):
+    for cut in cut_batch(pack(segments(), row_tokens), max_rows):
         logprobs, entropies = packed_logprobs(model, cut.packed)
         loss = clipped_policy_loss(
             logprobs,
@@ -135,7 +125,7 @@ def test_loss_and_gradient_do_not_depend_on_packing_or_on_how_the_batch_is_cut(r
 
 def test_the_gradient_is_that_of_the_segments_one_by_one():
     model, parts = tiny_model().double(), segments()
-    batch = batch_of(parts, 40)
+    batch = pack(parts, 40)
     total = sum(map(len, token_mean(parts)))
     for k, part in enumerate(parts):
         logprobs = unpacked_logprobs(model, part)

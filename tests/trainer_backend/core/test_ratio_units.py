@@ -1,7 +1,7 @@
 """Which tokens share a ratio, and which segments a step may not part."""
 
-from tests.trainer_backend.segment_columns import lists, segment_of
-from trainer_backend.core.aggregation import units_of
+from tests.trainer_backend.segment_columns import lists, make_segment
+from trainer_backend.core.aggregation import number_units
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.segments import CONTEXT
 from trainer_backend.learner.stepping import Scored, in_steps, together
@@ -9,7 +9,7 @@ from trainer_backend.learner.stepping import Scored, in_steps, together
 
 def segment(name, *decision):
     count = len(decision)
-    return segment_of(name, range(count), decision, (-1.0,) * count)
+    return make_segment(name, range(count), decision, (-1.0,) * count)
 
 
 # two segments of one episode, the second of which has two decisions; and another episode
@@ -17,14 +17,14 @@ PARTS = [segment("a", CONTEXT, 0, 0), segment("a", CONTEXT, 1, 1, CONTEXT, 2), s
 
 
 def test_a_token_shares_its_ratio_with_nobody_its_decision_or_its_episode():
-    assert lists(units_of(PARTS, ["token"] * 3)) == [[0, 1], [2, 3, 4], [5]]
-    assert lists(units_of(PARTS, ["decision"] * 3)) == [[0, 0], [1, 1, 2], [3]]
-    assert lists(units_of(PARTS, ["episode"] * 3)) == [[0, 0], [0, 0, 0], [1]]
+    assert lists(number_units(PARTS, ["token"] * 3)) == [[0, 1], [2, 3, 4], [5]]
+    assert lists(number_units(PARTS, ["decision"] * 3)) == [[0, 0], [1, 1, 2], [3]]
+    assert lists(number_units(PARTS, ["episode"] * 3)) == [[0, 0], [0, 0, 0], [1]]
 
 
 def test_samples_of_another_policy_may_share_at_another_level():
-    assert lists(units_of(PARTS, ["episode", "episode", "token"])) == [[0, 0], [0, 0, 0], [1]]
-    assert lists(units_of(PARTS, ["token", "decision", "episode"])) == [[0, 1], [2, 2, 3], [4]]
+    assert lists(number_units(PARTS, ["episode", "episode", "token"])) == [[0, 0], [0, 0, 0], [1]]
+    assert lists(number_units(PARTS, ["token", "decision", "episode"])) == [[0, 1], [2, 2, 3], [4]]
 
 
 def scored(policies):

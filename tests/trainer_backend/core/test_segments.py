@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling, StepData
 from trainer_backend.core.experts import UNKNOWN, write_experts
-from trainer_backend.core.segments import segments_of
+from trainer_backend.core.segments import build_segments
 from trainer_backend.errors import SegmentError
 
 
@@ -32,7 +32,7 @@ def step(turn, reused, prompt, response, *, temperature=1.0, **changes):
 
 def test_decisions_that_continue_each_other_share_a_segment():
     # prompt 1 2, answer 3 4; then 5 is appended, answer 6
-    [segment] = segments_of(
+    [segment] = build_segments(
         [
             step(1, 0, [1, 2], [3, 4], logprobs=(-0.5, -0.25)),
             step(2, 4, [5], [6], temperature=0.5, logprobs=(-0.125,), versions=((0, 4),)),
@@ -51,36 +51,36 @@ def test_decisions_that_continue_each_other_share_a_segment():
 
 
 def test_a_fresh_prompt_each_decision_gives_a_segment_each():
-    segments = segments_of([step(1, 0, [1, 2], [3]), step(2, 0, [1, 9], [4])], rollout_id="r")
+    segments = build_segments([step(1, 0, [1, 2], [3]), step(2, 0, [1, 9], [4])], rollout_id="r")
     assert [segment.token_ids.tolist() for segment in segments] == [[1, 2, 3], [1, 9, 4]]
     assert [segment.spans.tolist() for segment in segments] == [[(2, 3, 0, 3, 1.0)], [(2, 3, 1, 3, 1.0)]]
 
 
 def test_where_the_prefix_breaks_the_reused_answer_becomes_context():
     # the second prompt keeps 1 2 3 of [1 2 3 4] and drops the last sampled token
-    segments = segments_of([step(1, 0, [1, 2], [3, 4]), step(2, 3, [7], [8])], rollout_id="r")
+    segments = build_segments([step(1, 0, [1, 2], [3, 4]), step(2, 3, [7], [8])], rollout_id="r")
     assert [segment.token_ids.tolist() for segment in segments] == [[1, 2, 3, 4], [1, 2, 3, 7, 8]]
     assert [segment.spans.tolist() for segment in segments] == [[(2, 4, 0, 3, 1.0)], [(4, 5, 1, 3, 1.0)]]
     assert segments[1].logprobs.tolist() == [-0.5]
 
 
 def test_a_completion_that_spans_a_weight_swap_keeps_the_version_of_each_token():
-    [segment] = segments_of([step(1, 0, [1], [2, 3, 4], versions=((0, 5), (2, 6)))], rollout_id="r")
+    [segment] = build_segments([step(1, 0, [1], [2, 3, 4], versions=((0, 5), (2, 6)))], rollout_id="r")
     assert segment.versions.tolist() == [5, 5, 6]
 
 
 def test_a_segment_in_which_nothing_was_sampled_is_left_out():
-    segments = segments_of([step(1, 0, [1], []), step(2, 0, [2], [3])], rollout_id="r")
+    segments = build_segments([step(1, 0, [1], []), step(2, 0, [2], [3])], rollout_id="r")
     assert [segment.token_ids.tolist() for segment in segments] == [[2, 3]]
 
 
 def test_a_decision_without_tokens_can_be_continued():
-    [segment] = segments_of([step(1, 0, [1], []), step(2, 1, [2], [3])], rollout_id="r")
+    [segment] = build_segments([step(1, 0, [1], []), step(2, 1, [2], [3])], rollout_id="r")
     assert segment.token_ids.tolist() == [1, 2, 3]
 
 
 def test_an_episode_without_decisions_has_no_segments():
-    assert segments_of([], rollout_id="r") == []
+    assert build_segments([], rollout_id="r") == []
 
 
 @st.composite
@@ -100,7 +100,7 @@ def conversations(draw):
 @given(conversations())
 def test_every_sampled_token_is_trained_once_on_the_view_it_was_sampled_from(conversation):
     steps, views = conversation
-    segments = segments_of(steps, rollout_id="r")
+    segments = build_segments(steps, rollout_id="r")
     for t, (view, answer) in enumerate(views):
         [segment] = [segment for segment in segments if t in segment.decision]
         start = segment.sampled_positions[segment.decision == t][0]
@@ -136,11 +136,11 @@ def test_every_sampled_token_is_trained_once_on_the_view_it_was_sampled_from(con
 )
 def test_tokens_that_do_not_fit_together_are_refused_with_rollout_and_turn(second, message):
     with pytest.raises(SegmentError, match=f"^rollout r-1, {message}"):
-        segments_of([step(1, 0, [1, 2], [3]), second], rollout_id="r-1")
+        build_segments([step(1, 0, [1, 2], [3]), second], rollout_id="r-1")
 
 
 def test_an_answer_without_tokens_may_name_the_version_that_gave_none():
-    assert segments_of([step(1, 0, [1], [], versions=((0, 3),))], rollout_id="r") == []
+    assert build_segments([step(1, 0, [1], [], versions=((0, 3),))], rollout_id="r") == []
 
 
 def experts(first: int, *tokens: list[int]) -> dict[str, object]:
@@ -149,7 +149,7 @@ def experts(first: int, *tokens: list[int]) -> dict[str, object]:
 
 def test_a_segment_has_the_experts_of_each_token_where_a_call_names_them():
     # prompt 1 2, answer 3 4, experts of 1 to 3; then 5 and 6 behind 3: those of 5 alone
-    first, second = segments_of(
+    first, second = build_segments(
         [
             step(1, 0, [1, 2], [3, 4], **experts(0, [7, 0], [8, 1], [9, 2])),
             step(2, 3, [5], [6], **experts(3, [300, 4])),
@@ -158,7 +158,7 @@ def test_a_segment_has_the_experts_of_each_token_where_a_call_names_them():
     )
     assert first.experts.tolist() == [7, 0, 8, 1, 9, 2, UNKNOWN, UNKNOWN]
     assert second.experts.tolist() == [7, 0, 8, 1, 9, 2, 300, 4, UNKNOWN, UNKNOWN]
-    (plain,) = segments_of([step(1, 0, [1], [2])], rollout_id="r")
+    (plain,) = build_segments([step(1, 0, [1], [2])], rollout_id="r")
     assert len(plain.experts) == 0
 
 
@@ -178,4 +178,4 @@ def test_experts_that_fit_no_token_are_refused(change, reason):
         step(2, 2, [3], [4], experts=named | change),
     ]
     with pytest.raises(SegmentError, match=reason):
-        segments_of(steps, rollout_id="r")
+        build_segments(steps, rollout_id="r")

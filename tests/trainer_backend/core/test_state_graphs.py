@@ -17,12 +17,9 @@ from tests.trainer_backend.core.exact_graphs import (
 from trainer_backend.core.advantages.episodes import EpisodeRewards
 from trainer_backend.core.advantages.g2po import g2po
 from trainer_backend.core.advantages.gagpo import gagpo
-from trainer_backend.core.advantages.gigpo import gigpo, gigpo_additive
+from trainer_backend.core.advantages.gigpo import gigpo_additive
 from trainer_backend.core.advantages.gigpo_soft import gigpo_soft
 from trainer_backend.core.advantages.graphgpo import graphgpo
-from trainer_backend.core.advantages.grpo import grpo, grpo_no_std
-from trainer_backend.core.advantages.stepwise import stepwise
-from trainer_backend.errors import AdvantageError
 from trainer_backend.job.training_table import AlgorithmTable
 
 HALF = AlgorithmTable(gamma=0.5, gae_lambda=0.5, fnorm="one", distance_discount=0.5)
@@ -51,7 +48,7 @@ def episode(name, rewards, keys, group="g", truncated=False):
     return EpisodeRewards(name, group, rewards, state_keys_T=list(keys), texts_T=texts, truncated=truncated)
 
 
-def batch_of(drawn):
+def make_batch(drawn):
     return [
         episode(f"r-{i}", [reward for reward, _ in steps], [key for _, key in steps], group, truncated)
         for i, (group, truncated, steps) in enumerate(drawn)
@@ -134,39 +131,6 @@ def test_a_state_that_nobody_meets_again_has_a_value_of_its_own_and_changes_noth
     assert g2po(won_and_lost(), HALF).diagnostics["anchors/met_after_start_frac"] == 0.5
 
 
-@FEW
-@given(BATCH, CONFIG)
-def test_gagpo_at_lambda_1_is_the_step_advantage_of_gigpo(drawn, config):
-    episodes = batch_of(drawn)
-    config = config.model_copy(update=dict(fnorm="one", gae_lambda=1.0))
-    groups = [e.group_id for e in episodes]
-    of_gigpo = gigpo(episodes, config).parts["step_advantage"]
-    for group, row_T, expected_T in zip(groups, gagpo(episodes, config).per_episode, of_gigpo, strict=True):
-        assert row_T == pytest.approx(
-            expected_T if groups.count(group) > 1 else [0.0] * len(row_T), abs=1e-12
-        )
-
-
-@FEW
-@given(BATCH, CONFIG)
-def test_without_a_weight_of_steps_episodes_alone_are_compared(drawn, config):
-    episodes = batch_of(drawn)
-    config = config.model_copy(update=dict(step_advantage_w=0.0, episode_baseline="trajectory"))
-    scaled, unscaled = grpo(episodes, config).per_episode, grpo_no_std(episodes, config).per_episode
-    assert gigpo_soft(episodes, config).per_episode == unscaled
-    for estimator in (g2po, graphgpo):
-        assert estimator(episodes, config).per_episode == (scaled if config.fnorm == "std" else unscaled)
-
-
-@FEW
-@given(BATCH)
-def test_at_gamma_1_td_errors_of_an_episode_sum_to_its_score_less_the_value_of_its_start(drawn):
-    episodes = batch_of(drawn)
-    parts = g2po(episodes, AlgorithmTable(gamma=1.0)).parts
-    for e, td_errors, values in zip(episodes, parts["td_error"], parts["state_value"], strict=True):
-        assert math.fsum(td_errors) == pytest.approx(e.score - values[0], abs=1e-12)
-
-
 def won_beside_a_detour():
     """b lies before the goal, a before b. The lost episode comes to a by way of c, and then goes astray."""
     return [episode("won", [0.0, 0.0, 1.0], "sab"), episode("lost", [0.0, 0.0, 0.0], "sca")]
@@ -232,13 +196,6 @@ def test_the_effective_number_of_others_by_hand():
     assert found.parts["baseline"][2] == [pytest.approx((1 / 3) / (5 / 3))]
 
 
-def test_a_similar_state_counts_more_than_a_strange_one():
-    # two thirds of the terms are shared with the second text, none with the third
-    found = soft(["tree north 1", "tree north 2", "water south 7"], [0.0, 1.0, 1.0], 0.1).parts["baseline"]
-    alone = soft(["tree north 1", "water south 7", "water south 7"], [0.0, 1.0, 1.0], 0.1).parts["baseline"]
-    assert found[0][0] > 100 * alone[0][0] > 0.0
-
-
 def test_more_texts_than_are_held_at_a_time_or_have_terms_are_compared_alike():
     # each of 1,100 texts has a term of its own: k = exp(-1) with every other, also where the term is left out
     count, k = 1_100, math.exp(-1)
@@ -253,7 +210,7 @@ def test_more_texts_than_are_held_at_a_time_or_have_terms_are_compared_alike():
 @given(BATCH, CONFIG)
 def test_at_temperature_0_it_is_gigpo_with_texts_for_state_keys(drawn, config):
     config = config.model_copy(update=dict(similarity_temperature=0.0, fnorm="one"))
-    episodes = batch_of(drawn)
+    episodes = make_batch(drawn)
     groups = [e.group_id for e in episodes]
     found, expected = gigpo_soft(episodes, config), gigpo_additive(episodes, config)
     for group, row_T, expected_T in zip(groups, found.per_episode, expected.per_episode, strict=True):
@@ -285,49 +242,8 @@ def exactly(estimator, episodes, config):
 @FEW
 @given(drawn=BATCH, config=CONFIG)
 def test_they_equal_exact_arithmetic(estimator, drawn, config):
-    episodes = batch_of(drawn)
+    episodes = make_batch(drawn)
     found = estimator(episodes, config).per_episode
     largest = max(1.0, *(math.fsum(map(abs, e.rewards_T)) for e in episodes))
     for row_T, exact_T in zip(found, exactly(estimator, episodes, config), strict=True):
         assert row_T == pytest.approx(list(map(float, exact_T)), abs=1e-12 * largest)
-
-
-@pytest.mark.parametrize("estimator", [*ALL, gigpo, stepwise])
-@FEW
-@given(drawn=BATCH, config=CONFIG, random=st.randoms(use_true_random=False))
-def test_the_order_of_the_episodes_changes_no_bit(estimator, drawn, config, random):
-    episodes = batch_of(drawn)
-    order = random.sample(range(len(episodes)), len(episodes))
-    straight = estimator(episodes, config).per_episode
-    assert estimator([episodes[i] for i in order], config).per_episode == [straight[i] for i in order]
-
-
-@pytest.mark.parametrize("estimator", ON_GRAPHS)
-@FEW
-@given(drawn=BATCH, config=CONFIG)
-def test_the_unit_of_rewards_changes_no_bit_where_they_are_standardised(estimator, drawn, config):
-    episodes, config = batch_of(drawn), config.model_copy(update=dict(fnorm="std", goal_score=None))
-    scaled = [replace(e, rewards_T=[4.0 * reward for reward in e.rewards_T]) for e in episodes]
-    assert estimator(scaled, config).per_episode == estimator(episodes, config).per_episode
-
-
-@pytest.mark.parametrize("estimator", ALL)
-def test_a_lone_episode_has_nothing_to_be_compared_with_also_where_it_meets_a_state_again(estimator):
-    found = estimator([episode("r", [0.0, 1.0, 0.0, 2.0], "aaba")], AlgorithmTable(gamma=0.9, goal_score=1.0))
-    assert found.per_episode == [[0.0] * 4]
-    assert found.diagnostics["advantages/lone_episodes"] == 1.0
-    assert found.diagnostics["anchors/singleton_frac"] == 1.0
-
-
-@pytest.mark.parametrize("estimator", [*ON_GRAPHS, gigpo])
-def test_state_keys_that_were_not_stored_are_refused_by_name(estimator):
-    bare = EpisodeRewards("r-9", "g", [1.0, 0.0])
-    with pytest.raises(
-        AdvantageError, match=rf"r-9: 0 state keys for 2 decisions; {estimator.__name__} comp"
-    ):
-        estimator([bare, bare], HALF)
-
-
-def test_texts_that_were_not_stored_are_refused_by_name():
-    with pytest.raises(AdvantageError, match=r"r-9: 0 texts for 2 decisions; gigpo_soft compares them"):
-        gigpo_soft([EpisodeRewards("r-9", "g", [1.0, 0.0])], HALF)

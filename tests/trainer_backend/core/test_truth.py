@@ -16,7 +16,7 @@ from trainer_backend.core.truth import (
     departures,
     even_order,
     mean_difference,
-    noise_of,
+    measure_noise,
     pooled_errors,
     unbiased_correlation,
 )
@@ -142,7 +142,7 @@ def test_lines_from_before_departures_were_stored_tell_them_by_their_pairs():
     old = measured(0.5, pairs=3, failed=1, others=2)
     # 16 choices, two of three of them others; the mean difference is 0.5 / (2/3)
     assert old.known_departures == Departures(16, pytest.approx(32 / 3), 2, pytest.approx(0.75**2))
-    assert noise_of([measured(1.0, error=0.5), measured(0.0, others=0)]).error > math.sqrt(0.5**2 / 2)
+    assert measure_noise([measured(1.0, error=0.5), measured(0.0, others=0)]).error > math.sqrt(0.5**2 / 2)
 
 
 @pytest.mark.parametrize("stored_share", [0.5, 0.9, 0.98, 0.995])
@@ -187,12 +187,12 @@ def test_any_first_decisions_of_an_even_order_are_a_stratified_sample(seed):
 
 def test_the_spread_of_the_truth_is_without_the_noise_of_its_measurement():
     # variance of 1 and -1 is 1; noise 0.36 leaves 0.64
-    noise = noise_of([measured(1.0, error=0.6, failed=1), measured(-1.0, error=0.6)])
+    noise = measure_noise([measured(1.0, error=0.6, failed=1), measured(-1.0, error=0.6)])
     assert (noise.spread, noise.error, noise.ratio) == pytest.approx((0.8, 0.6, 0.75))
     assert (noise.decisions, noise.failed, noise.played, noise.known) == (2, 1, 20, 0.0)
     # 0.75 of the spread with 16 pairs; 0.25 of it takes nine times as many
     assert (noise.pairs_for(0.25, 16), noise.pairs_for(0.75, 16)) == (144, 16)
-    nothing = noise_of([measured(0.1, error=0.6), measured(-0.1, error=0.6)])
+    nothing = measure_noise([measured(0.1, error=0.6), measured(-0.1, error=0.6)])
     assert (nothing.spread, nothing.ratio, nothing.pairs_for(0.3, 16)) == (0.0, None, None)
 
 
@@ -328,7 +328,9 @@ def test_the_truth_with_noise_scores_what_is_said_of_an_unbiased_estimator():
     truths = [measured(value + source.gauss(0, 0.1), error=0.1) for value in true]
     score = truth_score([value + source.gauss(0, 0.56) for value in true], truths)
     assert score.std == pytest.approx(math.hypot(0.2, 0.56), rel=0.02)
-    assert score.correlation == pytest.approx(unbiased_correlation(score.std, noise_of(truths)), abs=0.03)
+    assert score.correlation == pytest.approx(
+        unbiased_correlation(score.std, measure_noise(truths)), abs=0.03
+    )
 
 
 def test_ranks_see_order_alone_and_share_ties():

@@ -18,9 +18,9 @@ from tests.trainer_backend.core.test_unbiased import (
     TOKENS,
     P,
     continuations,
+    earn,
     first_token_weights,
     probability,
-    rewards_of,
     score,
 )
 from trainer_backend.core.advantages.episodes import EpisodeRewards
@@ -36,7 +36,7 @@ KEYS = AlgorithmTable(gamma=1.0, gae_lambda=1.0)
 
 def an_episode(name: str, group: str, actions, done: int = 0) -> EpisodeRewards:
     """What is played on after `done` decisions of the chain."""
-    rewards_T = rewards_of((GO,) * done + actions)[done:]
+    rewards_T = earn((GO,) * done + actions)[done:]
     return EpisodeRewards(name, group, rewards_T, values_T=VALUES[done : done + len(rewards_T)])
 
 
@@ -48,7 +48,7 @@ def fork_chances(rule: str, actions, p: float) -> Mapping[int, float]:
         weights = [-log(p if action == STOP else 1 - p) for action in actions]
     else:
         after = [*VALUES[1 : len(actions)], 0.0]
-        weights = [abs(r + then - v) for r, then, v in zip(rewards_of(actions), after, VALUES, strict=False)]
+        weights = [abs(r + then - v) for r, then, v in zip(earn(actions), after, VALUES, strict=False)]
     return {t: weight / sum(weights) for t, weight in enumerate(weights)}
 
 
@@ -65,7 +65,7 @@ def value_gradient(t: int, p: float) -> float:
     return float(
         sum(
             probability(actions, p) * sum(score(action, p) for action in actions)
-            * sum(rewards_of((GO,) * t + actions)[t:])
+            * sum(earn((GO,) * t + actions)[t:])
             for actions in continuations(t)
         )
     )  # fmt: skip
@@ -132,11 +132,10 @@ def test_continuations_are_a_baseline_of_the_parent_only_where_the_rule_read_not
     for p in (float(P), float(1 - P)):
         found = truth = 0.0
         for actions in EPISODES:
-            returns = discounted_returns(rewards_of(actions), 1.0)
+            returns = discounted_returns(earn(actions), 1.0)
             for t, chance in fork_chances(rule, actions, p).items():
                 value = sum(
-                    float(probability(rest, p)) * sum(rewards_of((GO,) * t + rest)[t:])
-                    for rest in continuations(t)
+                    float(probability(rest, p)) * sum(earn((GO,) * t + rest)[t:]) for rest in continuations(t)
                 )
                 weight = float(probability(actions, p)) * chance
                 found += weight * float(score(actions[t], p)) * (returns[t] - value)
@@ -150,7 +149,7 @@ def decision_gradient(t: int, p: float) -> float:
     """d/dp of what is expected after t decisions, where p changes at the next decision alone."""
     return float(
         sum(
-            probability(rest, p) * score(rest[0], p) * sum(rewards_of((GO,) * t + rest)[t:])
+            probability(rest, p) * score(rest[0], p) * sum(earn((GO,) * t + rest)[t:])
             for rest in continuations(t)
         )
     )

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from shared_schemas.trajectory import Sampling
 from tests.trainer_backend.learner.hand_made import learner_of, segment
-from trainer_backend.core.critic import targets_of
+from trainer_backend.core.critic import make_targets
 from trainer_backend.errors import EngineOutOfMemory, EngineStopped, InferenceError, WeightsRefused
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.models import build_preset, load_model_folder, save_model_folder
@@ -109,7 +109,7 @@ async def test_a_checkpoint_with_all_that_a_run_keeps_in_it_serves_in_the_engine
     settings = {"algorithm__advantage": "gae", "lora__rank": 2}
     learner = learner_of(tokenizer, **settings)
     episode = CreditedEpisode(
-        "r", [segment("r", [5, 6], [7, 8], [-6.0, -6.0])], [1.0], targets_of([0.0], [1.0])
+        "r", [segment("r", [5, 6], [7, 8], [-6.0, -6.0])], [1.0], make_targets([0.0], [1.0])
     )
     learner.update([episode], iteration=1)
     learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))

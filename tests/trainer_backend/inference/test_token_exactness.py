@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling, StepData
 from tests.model_folders import chat_template
-from trainer_backend.core.segments import Segment, segments_of
+from trainer_backend.core.segments import Segment, build_segments
 from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.answers import Answer, hash_of
 from trainer_backend.inference.conversations import Conversations, Prompt, Turn
@@ -113,7 +113,7 @@ class Played:
             self.messages.append({"role": "user", "content": text})
 
     def segments(self) -> list[Segment]:
-        return segments_of(self.steps, rollout_id="r")
+        return build_segments(self.steps, rollout_id="r")
 
 
 def sampled_ids(character: str, renderer: ChatRenderer) -> list[int]:

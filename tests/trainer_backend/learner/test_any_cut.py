@@ -10,7 +10,7 @@ import torch
 
 from tests.trainer_backend.learner.hand_made import learner_of, segment, tiny_tokenizer
 from trainer_backend.core.aggregation import AggregationPlug
-from trainer_backend.core.critic import targets_of
+from trainer_backend.core.critic import make_targets
 from trainer_backend.learner.update import LogprobCache, PolicyUpdate
 from trainer_backend.parts import CreditedEpisode
 from trainer_backend.plugins import AGGREGATIONS, LOSSES
@@ -34,7 +34,7 @@ def episodes(*, with_critic: bool) -> list[CreditedEpisode]:
         prompt += len(rules)
         part = segment(f"r{i}", ids[:prompt], ids[prompt:], [-2.0 - 0.1 * j for j in range(answer)])
         advantages = [(-1.0) ** i * (1 + i / 4)]
-        critic = targets_of([0.5], advantages) if with_critic else None
+        critic = make_targets([0.5], advantages) if with_critic else None
         made.append(CreditedEpisode(f"r{i}", [part], advantages, critic))
     return made
 
@@ -105,7 +105,7 @@ def test_a_critic_learns_the_same_whether_beginnings_are_shared(tokenizer, criti
             training__mismatch_limit=1e9,
         )
         given = [
-            replace(item, critic=targets_of([0.5], item.advantages if returns is None else [returns]))
+            replace(item, critic=make_targets([0.5], item.advantages if returns is None else [returns]))
             for item in episodes(with_critic=False)
         ]
         losses.append([learner.update(given, iteration=1 + n)["value/loss"] for n in range(2)])

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from tests.trainer_backend.learner.test_joined import OneByOne
-from tests.trainer_backend.segment_columns import segment_of
+from tests.trainer_backend.segment_columns import make_segment
 from trainer_backend.core.collate import cut_packed, pack_segments
 from trainer_backend.core.tries import Tries
 from trainer_backend.job.training_table import LoopKeys
@@ -71,7 +71,7 @@ def segments(count=7):
         ids = torch.randint(2, 37, (length,), generator=generator).tolist()
         decision = [-1 if i == 0 or i % 4 == 1 else i // 4 for i in range(length)]
         temperature = (0.5, 1.0, 1.5)[k % 3]
-        made.append(segment_of(f"r-{k}", ids, decision, (-1.0,) * length, temperature=temperature))
+        made.append(make_segment(f"r-{k}", ids, decision, (-1.0,) * length, temperature=temperature))
     return made
 
 
@@ -135,7 +135,7 @@ def alike_at_first():
     ]
     texts += [[*rules, *question], rest[3]]
     return [
-        segment_of(f"r-{k}", ids, [-1] * (len(ids) - 3) + [0] * 3, (-1.0,) * len(ids))
+        make_segment(f"r-{k}", ids, [-1] * (len(ids) - 3) + [0] * 3, (-1.0,) * len(ids))
         for k, ids in enumerate(texts)
     ]
 

@@ -10,7 +10,7 @@ import torch
 from tests.conftest import tiny_job
 from tests.trainer_backend.learner.hand_made import segment
 from trainer_backend import learner_parts
-from trainer_backend.core.aggregation import units_of
+from trainer_backend.core.aggregation import number_units
 from trainer_backend.core.collate import collate
 from trainer_backend.core.losses import RatioLevel
 from trainer_backend.core.segments import Segment
@@ -150,7 +150,7 @@ def test_the_distance_is_the_same_for_every_loss_ratio_level_and_aggregation():
             weights=AGGREGATIONS[name].weights(parts, None),
             proximal=rows,
             behaviour=[[1.0] * len(row) for row in rows],
-            units=units_of(parts, [level] * 2),
+            units=number_units(parts, [level] * 2),
             policies=[0, 0],
             row_tokens=16,
         )

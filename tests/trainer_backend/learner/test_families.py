@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from tests.conftest import tiny_job
 from tests.tiny_families import EACH_KIND, KEYS, VOCABULARY, tiny_model
 from tests.trainer_backend.learner.hand_made import segment, tiny_tokenizer
-from tests.trainer_backend.segment_columns import segment_of
+from tests.trainer_backend.segment_columns import make_segment
 from trainer_backend import learner_parts
 from trainer_backend.core.collate import cut_packed, pack_segments
 from trainer_backend.core.router_loss import load_metrics
@@ -51,7 +51,7 @@ def segments() -> list[Segment]:
         ids = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
         decision = [-1 if i == 0 or i % 4 == 1 else i // 4 for i in range(length)]
         temperature = (0.5, 1.0, 1.5)[k % 3]
-        made.append(segment_of(f"r-{k}", ids, decision, (-1.0,) * length, temperature=temperature))
+        made.append(make_segment(f"r-{k}", ids, decision, (-1.0,) * length, temperature=temperature))
     return made
 
 

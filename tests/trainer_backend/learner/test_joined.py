@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.trainer_backend.segment_columns import segment_of
+from tests.trainer_backend.segment_columns import make_segment
 from trainer_backend.core.collate import block_mask, pack_segments
 from trainer_backend.core.tries import Tries
 from trainer_backend.learner.joined import LevelKernel, Plan, Runs, Shared, attend, attend_levels, levels_of
@@ -77,7 +77,7 @@ def test_the_runs_of_a_row_by_hand():
 @given(texts=TEXTS, share_from=st.integers(1, 3), seed=st.integers(0, 99))
 def test_parts_joined_are_the_whole(short, kv_heads, texts, share_from, seed):
     parts = [
-        segment_of(f"r{n}", [3, *ids], [-1] * len(ids) + [0], (-1.0,) * (1 + len(ids)))
+        make_segment(f"r{n}", [3, *ids], [-1] * len(ids) + [0], (-1.0,) * (1 + len(ids)))
         for n, ids in enumerate(texts)
     ]
     packed = pack_segments(parts, row_tokens=1000, tries=Tries.of(parts, share_from))

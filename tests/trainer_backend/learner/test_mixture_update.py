@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.trainer_backend.learner.hand_made import SIZE, learner_of, segment, tiny_tokenizer
-from trainer_backend.core.critic import targets_of
+from trainer_backend.core.critic import make_targets
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import NonFiniteLoss, SegmentError
@@ -55,7 +55,7 @@ def episodes_of(learner, policies, shift=0.0, values=None) -> list[CreditedEpiso
     for i, policy in enumerate(policies):
         off = 0.0 if policy == ACTOR else shift
         advantages = [ADVANTAGES[i], ADVANTAGES[i] / 2]
-        critic = None if values is None else targets_of(values, advantages)
+        critic = None if values is None else make_targets(values, advantages)
         parts = parts_of(learner, f"r{i}", i, off)
         made.append(CreditedEpisode(f"r{i}", parts, advantages, critic, policy))
     return made

@@ -7,7 +7,7 @@ import torch
 
 from tests.conftest import tiny_job
 from trainer_backend import learner_parts
-from trainer_backend.core.aggregation import units_of
+from trainer_backend.core.aggregation import number_units
 from trainer_backend.core.collate import collate
 from trainer_backend.core.segments import Segment
 from trainer_backend.learner.policy_terms import PolicyTerms
@@ -83,7 +83,7 @@ def test_the_gradient_is_that_of_the_papers_formula(loss, aggregation):
         weights=[[w / planned for w in row] for row in AGGREGATIONS[aggregation].weights(parts, None)],
         proximal=[[OLD] * len(row) for row in moves],
         behaviour=[[1.0] * len(row) for row in moves],
-        units=units_of(parts, [terms.unit_levels["actor"]] * len(parts)),
+        units=number_units(parts, [terms.unit_levels["actor"]] * len(parts)),
         policies=[0] * len(parts),
         row_tokens=16,
     )

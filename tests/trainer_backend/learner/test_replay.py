@@ -20,7 +20,7 @@ from tests.trainer_backend.inference.served import KEY, MESSAGES, MODEL, serving
 from tests.trainer_backend.learner.hand_made import tiny_tokenizer
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.core.experts import UNKNOWN
-from trainer_backend.core.segments import Segment, segments_of
+from trainer_backend.core.segments import Segment, build_segments
 from trainer_backend.errors import ModelFolderError, SegmentError
 from trainer_backend.inference.actor import Generation
 from trainer_backend.inference.engine import LocalEngine
@@ -201,7 +201,7 @@ def test_experts_travel_with_the_exact_tokens_of_a_conversation_to_its_segment()
             )  # fmt: skip
             steps.append(StepData.model_validate_json(step.model_dump_json()))
             messages += [reply.json()["choices"][0]["message"], {"role": "user", "content": f"stone {turn}"}]
-    segments = segments_of(steps, rollout_id="r")
+    segments = build_segments(steps, rollout_id="r")
     assert len(segments) == 1 and steps[1].policy_logprobs.prompt_ids_reused > 0
     routers = Routers(model)
     for part in segments:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.trainer_backend.learner.hand_made import learner_of, segment, tiny_tokenizer
-from trainer_backend.core.critic import CriticTargets, explained_variance, firsts, targets_of
+from trainer_backend.core.critic import CriticTargets, explained_variance, firsts, make_targets
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import CheckpointError, NonFiniteLoss
 from trainer_backend.job.training_table import TrainingTable
@@ -60,7 +60,7 @@ def episodes_of(learner: LocalLearner, returns: list[float], advantage: float = 
             if isinstance(values, list)
             else type(values)([[target - v for v in row] for row in values.rows_T])
         )
-        found.append(CreditedEpisode(name, [part], [advantage], targets_of(values, missed)))
+        found.append(CreditedEpisode(name, [part], [advantage], make_targets(values, missed)))
     return found
 
 

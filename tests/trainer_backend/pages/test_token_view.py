@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trainer_backend.segment_columns import segment_of
+from tests.trainer_backend.segment_columns import make_segment
 from trainer_backend.core.segments import CONTEXT
 from trainer_backend.pages.token_view import (
     STEPS,
@@ -19,7 +19,7 @@ from trainer_backend.pages.token_view import (
 
 def segment(decision, logprobs=None):
     count = len(decision)
-    return segment_of("r", range(count), decision, logprobs or [0.0] * count, versions=[7] * count)
+    return make_segment("r", range(count), decision, logprobs or [0.0] * count, versions=[7] * count)
 
 
 def view(shown, rows, turn=1):

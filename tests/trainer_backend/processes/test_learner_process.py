@@ -22,7 +22,7 @@ from tests.conftest import ListReporter, tiny_job
 from tests.trainer_backend.learner.receiver import Receiver
 from trainer_backend import job_parts, learner_parts
 from trainer_backend.core.critic import CriticTargets
-from trainer_backend.core.segments import segments_of
+from trainer_backend.core.segments import build_segments
 from trainer_backend.errors import (
     CheckpointError,
     LearnerBusy,
@@ -62,7 +62,7 @@ def played(trained):
         steps = item.trajectory.steps
         ups = [(-1.0) ** (number + t) / 3 for t in range(len(steps))]
         critic = CriticTargets([0.0] * len(steps), ups)
-        parts = segments_of(steps, rollout_id=item.rollout_id)
+        parts = build_segments(steps, rollout_id=item.rollout_id)
         episodes.append(CreditedEpisode(item.rollout_id, parts, ups, critic))
     return [item for item in teacher if item is not None], episodes
 

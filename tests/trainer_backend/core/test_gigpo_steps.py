@@ -46,11 +46,11 @@ def rollout(states, rewards=None, values=None):
     return [step(t + 1, *row) for t, row in enumerate(zip(states, rewards, values, strict=True))]
 
 
-def text_of(observation):
+def read_text(observation):
     return observation.messages[-1].content
 
 
-def applied(rollouts, scores, *, omega=0.5, gamma=0.5, default=0.0, key=text_of, **keys):
+def applied(rollouts, scores, *, omega=0.5, gamma=0.5, default=0.0, key=read_text, **keys):
     return system_apply_gigpo_to_batch_steps(rollouts, scores, omega, gamma, key, default, **keys)
 
 
