@@ -155,20 +155,3 @@ def test_weights_lie_between_0_and_the_cap_and_are_equal_within_a_unit(tokens, c
     share = effective_share(weights.tolist())
     assert 1 / len(tokens) - 1e-12 <= share <= 1.0 + 1e-12 or not weights.any()
     assert 0.0 <= counted_share(weights.tolist()) <= share
-
-
-@given(RATIOS, st.randoms(use_true_random=False))
-def test_a_units_weight_does_not_depend_on_the_order_in_which_its_tokens_are_packed(tokens, random):
-    order = list(range(len(tokens)))
-    random.shuffle(order)
-
-    def weights(given):
-        units, logs = torch.tensor([u for u, _ in given]), torch.tensor([x for _, x in given])
-        return behaviour_weights(
-            logs,
-            torch.zeros(len(given)),
-            units,
-            WeightKeys(behaviour_weight_cap=2.0, behaviour_weight_level="episode"),
-        )
-
-    torch.testing.assert_close(weights([tokens[i] for i in order]), weights(tokens)[order])

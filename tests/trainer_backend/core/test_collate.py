@@ -1,5 +1,8 @@
+"""Segments packed into rows: places, columns, masks, cuts."""
+
 import math
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from tests.trainer_backend.segment_columns import make_batch, make_segment
 from trainer_backend.core.collate import block_mask, by_segment, cut_batch, cut_packed, pack_segments
 from trainer_backend.core.experts import UNKNOWN as N
 from trainer_backend.core.segments import NO_EXPERTS
-from trainer_backend.core.tries import Tries
+from trainer_backend.core.tries import Tries, pack
 from trainer_backend.errors import BatchError
 
 
@@ -79,11 +82,6 @@ def test_every_sampled_token_carries_the_columns_of_its_decision():
     assert batch.behaviour_weight_N.tolist() == [2.0, 0.0, 0.5, 1.5]
     assert batch.unit_N.tolist() == [1, 2, 0, 0]
     assert batch.policy_N.tolist() == [1, 0, 1, 1]
-
-
-def test_scores_find_back_to_their_segments():
-    packed = pack_segments(SEGMENTS, row_tokens=6)
-    assert [row.tolist() for row in by_segment(packed, packed.target_N)] == [[12, 13], [24], [32]]
 
 
 def test_attention_is_causal_and_stays_in_its_segment():
@@ -261,3 +259,27 @@ def test_nothing_to_pack_and_cuts_of_no_rows_are_refused():
         pack_segments([], row_tokens=8)
     with pytest.raises(BatchError, match="max_rows must be at least 1"):
         list(cut_batch(make_batch(SEGMENTS, advantages=ADVANTAGES, row_tokens=6), 0))
+
+
+def test_each_sequence_goes_longest_first_to_the_fullest_row_with_room():
+    # 6 and 5 open rows of 8; 3 fits beside 5 alone; 2 beside 6; 1 opens a row
+    assert pack([3, 6, 1, 5, 2], row_tokens=8) == [[1, 4], [3, 0], [2]]
+
+
+def test_equal_lengths_keep_their_order():
+    assert pack([2, 2, 2, 2], row_tokens=4) == [[0, 1], [2, 3]]
+
+
+@given(st.lists(st.integers(1, 20), max_size=60))
+def test_every_sequence_is_placed_once_no_row_overflows_and_no_two_rows_would_fit_in_one(lengths):
+    rows = pack(lengths, row_tokens=20)
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    loads = [sum(lengths[i] for i in row) for row in rows]
+    assert all(load <= 20 for load in loads)
+    assert all(a + b > 20 for a, b in combinations(loads, 2))
+
+
+@pytest.mark.parametrize("lengths", [[3, 9], [0]])
+def test_a_sequence_that_no_row_can_take_is_refused(lengths):
+    with pytest.raises(BatchError, match="a row takes 1 to 8"):
+        pack(lengths, row_tokens=8)

@@ -56,7 +56,7 @@ def test_what_the_collector_and_the_rewards_make_adds_up_in_every_mode(keys, par
 
 
 @pytest.mark.parametrize("keys", [STEPWISE, SPARSE, OFF])
-def test_what_decisions_pay_for_their_kl_adds_up_beside_it(keys):
+def test_what_decisions_pay_for_their_kl_is_part_of_the_sum(keys):
     item, kl_T = episode(), [-0.5, 0.25]
     paid_T = reward_vector(item.steps, 2.0, keys)
     rewards_T = [paid + kl for paid, kl in zip(paid_T, kl_T, strict=True)]
@@ -69,24 +69,18 @@ def test_what_was_unlocked_before_the_start_is_not_the_episodes():
     checked(episode([{"drink": 3}, {"drink": 4}]), STEPWISE)
 
 
-def test_an_unlock_without_a_record_is_named():
-    empty = [decision_rewards({}, {}, turn=turn) for turn in (1, 2)]
-    with pytest.raises(
-        RewardError, match=r"rollout r: .* unlocked 0 .*, the episode 1: never credited: wood"
-    ):
-        checked(episode(records=empty), STEPWISE)
-
-
-def test_an_unlock_that_is_credited_twice_is_named():
-    twice = [decision_rewards({}, {"wood": 1}, turn=turn) for turn in (1, 2)]
-    with pytest.raises(RewardError, match="credited twice: wood"):
-        checked(episode(records=twice), STEPWISE)
-
-
-def test_an_unlock_that_never_happened_is_named():
-    false = [decision_rewards({}, {"wood": 1}, turn=1), decision_rewards({}, {"coal": 1}, turn=2)]
-    with pytest.raises(RewardError, match="credited but not unlocked: coal"):
-        checked(episode(records=false), STEPWISE)
+@pytest.mark.parametrize(
+    ("unlocked", "told"),
+    [
+        (({}, {}), "rollout r: .* unlocked 0 .*, the episode 1: never credited: wood"),
+        (({"wood": 1}, {"wood": 1}), "credited twice: wood"),
+        (({"wood": 1}, {"coal": 1}), "credited but not unlocked: coal"),
+    ],
+)
+def test_unlocks_that_the_records_do_not_add_up_to_are_named(unlocked, told):
+    records = [decision_rewards({}, names, turn=turn) for turn, names in enumerate(unlocked, 1)]
+    with pytest.raises(RewardError, match=told):
+        checked(episode(records=records), STEPWISE)
 
 
 @pytest.mark.parametrize(

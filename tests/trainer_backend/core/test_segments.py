@@ -1,12 +1,16 @@
+"""Segments of an episode, the experts of their tokens, and the views that answers were sampled from."""
+
 import math
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
 
 from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling, StepData
-from trainer_backend.core.experts import UNKNOWN, write_experts
+from trainer_backend.core.emission_views import EmissionView, assistant_turn_boundaries, emission_views
+from trainer_backend.core.experts import UNKNOWN, ExpertColumns, write_experts
 from trainer_backend.core.segments import build_segments
 from trainer_backend.errors import SegmentError
 
@@ -50,12 +54,6 @@ def test_decisions_that_continue_each_other_share_a_segment():
     assert len(segment) == 6
 
 
-def test_a_fresh_prompt_each_decision_gives_a_segment_each():
-    segments = build_segments([step(1, 0, [1, 2], [3]), step(2, 0, [1, 9], [4])], rollout_id="r")
-    assert [segment.token_ids.tolist() for segment in segments] == [[1, 2, 3], [1, 9, 4]]
-    assert [segment.spans.tolist() for segment in segments] == [[(2, 3, 0, 3, 1.0)], [(2, 3, 1, 3, 1.0)]]
-
-
 def test_where_the_prefix_breaks_the_reused_answer_becomes_context():
     # the second prompt keeps 1 2 3 of [1 2 3 4] and drops the last sampled token
     segments = build_segments([step(1, 0, [1, 2], [3, 4]), step(2, 3, [7], [8])], rollout_id="r")
@@ -79,10 +77,6 @@ def test_a_decision_without_tokens_can_be_continued():
     assert segment.token_ids.tolist() == [1, 2, 3]
 
 
-def test_an_episode_without_decisions_has_no_segments():
-    assert build_segments([], rollout_id="r") == []
-
-
 @st.composite
 def conversations(draw):
     """Steps with any reuse, and the exact view and answer of each."""
@@ -99,14 +93,13 @@ def conversations(draw):
 
 @given(conversations())
 def test_every_sampled_token_is_trained_once_on_the_view_it_was_sampled_from(conversation):
-    steps, views = conversation
+    steps, expected = conversation
     segments = build_segments(steps, rollout_id="r")
-    for t, (view, answer) in enumerate(views):
-        [segment] = [segment for segment in segments if t in segment.decision]
-        start = segment.sampled_positions[segment.decision == t][0]
-        assert list(segment.token_ids[:start]) == view
-        assert list(segment.token_ids[start : start + len(answer)]) == answer
-        assert (segment.decision == t).sum() == len(answer)
+    views = emission_views(segments)
+    assert [(list(view.prompt_ids), list(view.answer_ids)) for view in views] == expected
+    for number, segment in enumerate(segments):
+        trained = [i for view in views if view.segment == number for i in range(view.start, view.end)]
+        assert trained == segment.sampled_positions.tolist()
 
 
 @pytest.mark.parametrize(
@@ -179,3 +172,35 @@ def test_experts_that_fit_no_token_are_refused(change, reason):
     ]
     with pytest.raises(SegmentError, match=reason):
         build_segments(steps, rollout_id="r")
+
+
+def test_every_answer_has_the_ids_that_it_was_sampled_from():
+    # 1 2 | 3 4 and 5 | 6 continue each other; a delete keeps 1 2, and 9 | 8 follows
+    steps = [step(1, 0, [1, 2], [3, 4]), step(2, 4, [5], [6]), step(3, 2, [9], [8])]
+    assert emission_views(build_segments(steps, rollout_id="r")) == [
+        EmissionView(1, 0, (1, 2), (3, 4), 2, 4),
+        EmissionView(2, 0, (1, 2, 3, 4, 5), (6,), 5, 6),
+        EmissionView(3, 1, (1, 2, 9), (8,), 3, 4),
+    ]
+
+
+def test_answers_that_follow_without_a_token_between_them_stay_two():
+    [segment] = build_segments([step(1, 0, [1], [2]), step(2, 2, [], [3])], rollout_id="r")
+    assert list(assistant_turn_boundaries(segment)) == [(0, 1, 2), (1, 2, 3)]
+
+
+COLUMNS = TypeAdapter(ExpertColumns)
+
+
+@pytest.mark.parametrize("ids", [[[0, 3], [254, 1]], [[0, 300], [UNKNOWN, 2]]], ids=["a byte each", "two"])
+def test_columns_come_out_of_json_as_they_went_in(ids: list[list[int]]):
+    found = COLUMNS.validate_json(COLUMNS.dump_json(np.array(ids, np.uint16)))
+    assert found.dtype == np.uint16 and found.tolist() == ids
+
+
+@pytest.mark.parametrize(
+    "data", ["AQI", "AQI=", "!"], ids=["no base64", "three numbers of two", "no text of it"]
+)
+def test_columns_that_are_no_whole_tokens_are_a_wrong_field(data: str):
+    with pytest.raises(ValidationError, match="base64 of 3 numbers a token"):
+        COLUMNS.validate_python({"first": 0, "per_token": 3, "number_bytes": 1, "data": data})

@@ -1,4 +1,4 @@
-"""Estimators that compare siblings, the batch or branches, worked by hand.
+"""Estimators that compare siblings, the batch or branches, worked by hand; and returns.
 
 What holds of every estimator, and exact arithmetic: test_every_estimator.py.
 """
@@ -16,6 +16,7 @@ from trainer_backend.core.advantages.reinforce_pp import reinforce_pp, reinforce
 from trainer_backend.core.advantages.rloo import rloo
 from trainer_backend.core.advantages.spread import flat_groups
 from trainer_backend.core.advantages.stepwise import stepwise
+from trainer_backend.core.rewards import discounted_returns
 from trainer_backend.errors import AdvantageError
 from trainer_backend.job.training_table import AlgorithmTable
 
@@ -141,3 +142,23 @@ def test_advantages_in_standard_deviations_are_not_measured_by_the_unit_of_the_r
     assert flat_groups(episodes, [[1e-17], [-1e-17], [1.0], [-1.0]]) == ["a"]
     with pytest.raises(AdvantageError, match="the reward is nan"):
         flat_groups(batch(a=[[math.nan]]), [[0.0]])
+
+
+rewards = st.lists(st.integers(-8, 8).map(float), max_size=20)
+
+
+def test_a_reward_is_credited_to_its_own_decision_and_all_before_it():
+    # one achievement, at the second of three decisions; gamma = 1/2
+    assert discounted_returns([0.0, 1.0, 0.0], gamma=0.5) == [0.5, 1.0, 0.0]
+
+
+@given(rewards, st.sampled_from([0.0, 0.25, 0.5, 1.0]))
+def test_each_return_is_its_reward_and_the_discounted_next_return(rewards_T, gamma):
+    returns_T = [*discounted_returns(rewards_T, gamma), 0.0]
+    assert all(returns_T[t] == r + gamma * returns_T[t + 1] for t, r in enumerate(rewards_T))
+
+
+@pytest.mark.parametrize("gamma", [-0.1, 1.01, float("nan")])
+def test_a_gamma_outside_0_1_is_refused(gamma):
+    with pytest.raises(ValueError, match=r"gamma must lie in \[0, 1\]"):
+        discounted_returns([1.0], gamma)
