@@ -15,18 +15,13 @@ from trainer_backend.store.jobs import state_of_run
 from trainer_backend.store.rows import Job
 
 
-async def test_a_job_waits_runs_and_succeeds(served: Served):
+async def test_a_job_waits_runs_and_succeeds_and_all_that_it_did_is_in_the_store(served: Served):
     job_id = await served.post("quick")
     job = await served.until(job_id, "succeeded")
     assert (job["attempt"], job["code"], job["progress"]["iteration"]) == (1, None, 2)
     assert job["created"] <= job["started"] <= job["ended"]
     assert Path(job["run_dir"]).name.startswith("quick-")
     assert job["run_id"].startswith("quick.")
-
-
-async def test_what_it_did_is_in_the_store_once_it_has_ended(served: Served):
-    job_id = await served.post("quick")
-    await served.until(job_id, "succeeded")
     answer = await served.client.get(f"/jobs/{job_id}/metrics", params={"names": "episode/outcome_reward"})
     assert answer.json()["series"] == {
         "episode/outcome_reward": {
@@ -146,9 +141,7 @@ async def test_a_refused_job_fails_at_once_and_can_be_queued_again(served: Serve
     job = await served.until(job_id, "failed")
     while job["attempt"] < 2:
         job = await served.until(job_id, "failed")
-
-
-async def test_one_that_is_refused_before_it_could_say_why_is_failed_with_what_it_printed(served: Served):
+    # Refused before it could write a state, it has failed with what it printed.
     job = await served.until(await served.post("mute"), "failed")
     assert (job["code"], job["detail"]) == ("refused", "sinks.wandb cannot be opened")
 
@@ -208,11 +201,16 @@ async def test_fewer_places_after_a_restart_put_the_youngest_back_into_the_queue
         await served.until(second, "queued")
 
 
-async def test_a_run_directory_that_somebody_trains_in_is_waited_for(served: Served):
+async def pause_one(served: Served) -> tuple[str, Path]:
+    """A job that has trained and is paused, and its run directory."""
     job_id = await served.post("waiting")
     await served.until_it_trains(job_id)
     await served.ask("pause", job_id)
-    folder = Path((await served.until(job_id, "paused"))["run_dir"])
+    return job_id, Path((await served.until(job_id, "paused"))["run_dir"])
+
+
+async def test_a_run_directory_in_which_another_process_trains_is_waited_for(served: Served):
+    job_id, folder = await pause_one(served)
     with run_lock(folder):
         await served.ask("resume", job_id)
         job = await served.until(job_id, "running")
@@ -227,10 +225,7 @@ async def test_a_run_directory_that_somebody_trains_in_is_waited_for(served: Ser
 async def test_and_not_without_end(tmp_path: Path):
     settings = settings_for(tmp_path)
     async with serving(settings.model_copy(update={"lock_wait_s": 0.0})) as served:
-        job_id = await served.post("waiting")
-        await served.until_it_trains(job_id)
-        await served.ask("pause", job_id)
-        folder = Path((await served.until(job_id, "paused"))["run_dir"])
+        job_id, folder = await pause_one(served)
         with run_lock(folder):
             await served.ask("resume", job_id)
             job = await served.until(job_id, "failed")
