@@ -42,6 +42,7 @@ def test_a_look_parses_only_what_is_new_and_everything_of_a_file_that_was_rewrit
         (lines(1, 2) + '{"kind": "iter', [1, 2], 0),
         (lines(1, 2, 3), [1, 2, 3], 1),
         (lines(2, 1), [1, 2], 2 + 2),  # in another order: the curve is made again
+        (lines(2, 1) + '{"kind": "iter\n[1]\n{"iteration": null}\n', [1, 2], 3),
         ("", [], 0),
     ):
         parsed.clear()

@@ -25,13 +25,8 @@ def file(iteration: int, *, stage: str = "train") -> RolloutFile:
 def test_files_of_evaluations_stay():
     table = RetentionTable(rollout_files_iterations=1)
     stages = ("train", "branches", "evaluation", "warmup", "prompts")
-    assert [keeps_file(table, file(3, stage=stage), newest=9) for stage in stages] == [
-        False,
-        False,
-        True,
-        True,
-        True,
-    ]
+    kept = [stage for stage in stages if keeps_file(table, file(3, stage=stage), newest=9)]
+    assert kept == ["evaluation", "warmup", "prompts"]
 
 
 @given(count=st.integers(1, 50), newest=st.integers(0, 100))
