@@ -125,8 +125,5 @@ def test_chosen_runs_stand_side_by_side_with_their_numbers_and_the_keys_that_dif
 def test_the_page_of_runs_side_by_side_leads_to_each_and_back_to_the_choice(shown: Shown, three):
     query = f"run={three['done']}&run={three['live']}"
     text = shown.page(f"/compare/numbers?{query}")
-    assert (
-        f'href="/runs/{three["live"]}"' in text and f'href="/compare?{query}"'.replace("&", "&amp;") in text
-    )
-    assert "no run is chosen" in shown.page("/compare/numbers", 400)
-    assert "there is no job" in shown.page("/compare/numbers?run=none", 404)
+    assert f'href="/runs/{three["live"]}"' in text
+    assert f'href="/compare?{query}"'.replace("&", "&amp;") in text

@@ -61,8 +61,8 @@ def test_it_says_which_share_of_the_time_both_worked_and_who_waited():
     assert timeline_of(in_turns, [])["words"] == (
         "They took turns: 75 % of the time was collecting, 25 % learning."
     )
-    nobody = [row(1, (0.0, 10.0), (0.0, 10.0), overlap=1.0)]  # the share alone does not tell of how much
-    assert timeline_of(nobody, [])["words"].startswith("Both worked 100 % of the time")
+    always = [row(1, (0.0, 10.0), (0.0, 10.0), overlap=1.0)]  # the share alone does not tell of how much
+    assert timeline_of(always, [])["words"].startswith("Both worked 100 % of the time")
 
 
 def test_evaluations_in_this_time_are_in_the_lane_of_collecting():
