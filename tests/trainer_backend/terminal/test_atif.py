@@ -53,12 +53,8 @@ def test_a_conversation_is_told_as_it_went_on():
     second = step(2, [answer, result("c", "one"), result("d", "two"), said("user", "v")], "a2", reused=2)
     document = told(episode(first, second))
     assert short(document) == [
-        ("system", "s"),
-        ("user", "u"),
-        ("agent", "a1"),
-        ("user", "v"),
-        ("agent", "a2"),
-    ]
+        ("system", "s"), ("user", "u"), ("agent", "a1"), ("user", "v"), ("agent", "a2"),
+    ]  # fmt: skip
     assert results(document, 3) == [("c", "one"), ("d", "two")]
     assert prompt_step_ids(document) == [None, None]
 
@@ -73,14 +69,11 @@ def test_fresh_prompts_say_of_which_steps_they_consist():
     assert prompt_step_ids(document) == [None, [1, 4], [1, 6]]
 
 
-def test_results_that_no_prompt_shows_are_those_of_the_record():
+def test_results_that_no_prompt_shows_are_those_of_the_record_or_of_the_whole_conversation():
     one = acted(step(1, [said("user", "u")], ""), call("c"), result="done")
     two = acted(step(2, [said("user", "v")], ""), call("d"), call("e"), result="both")
     document = told(episode(one, two))
     assert (results(document, 2), results(document, 4)) == ([("c", "done")], [(None, "both")])
-
-
-def test_the_results_of_the_last_answer_come_from_the_whole_conversation():
     last = acted(step(1, [said("user", "u")], "a"), call("c"), call("d"), result="one two")
     answer = Message(role="assistant", content="a", tool_calls=(call("c"), call("d")))
     history = (said("user", "u"), answer, result("c", "one"), result("d", "two"))
@@ -205,7 +198,7 @@ def test_arguments_that_are_no_object_stay_as_they_were_written():
     assert [item.get("extra", {}).get("arguments_text") for item in calls] == [None, "[1", "[1]"]
 
 
-def test_rewards_and_credit_stand_beside_their_decision():
+def test_rewards_and_credit_stand_with_their_decision_and_a_failed_rollout_has_no_trajectory():
     played = rollout(7, [WOOD, COW])
     credits = [{"turn": turn, "reward": 1.0, "advantage": 0.5 / turn} for turn in (1, 2)]
     document = atif_of(played, credits)
@@ -215,7 +208,4 @@ def test_rewards_and_credit_stand_beside_their_decision():
     assert [item["unique_achievements"] for item in extras] == [("collect_wood",), ("eat_cow",)]
     assert document["final_metrics"]["extra"]["outcome_reward"] == 2.0
     assert (document["extra"]["seed"], document["session_id"]) == (7, played.rollout_id)
-
-
-def test_a_rollout_that_failed_has_no_trajectory():
     assert atif_of(rollout(1, [()]).model_copy(update={"trajectory": None, "status": "failed"})) is None
