@@ -24,7 +24,7 @@ from trainer_backend.rundir.state import (
     RunState,
     StateName,
     append_log,
-    exit_code_of,
+    choose_exit_code,
     read_state,
     write_state,
 )
@@ -121,7 +121,7 @@ def faulty(actor: Actor) -> int:
         actor.iterate()
     error = AdvantageError("the estimator raised KeyError")
     actor.say("failed", code=error.code, detail=str(error))
-    return exit_code_of(error)
+    return choose_exit_code(error)
 
 
 def refused(actor: Actor) -> int:

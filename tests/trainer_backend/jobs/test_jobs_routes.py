@@ -10,7 +10,7 @@ import tomli
 from tests.conftest import tiny_job
 from tests.trainer_backend.jobs.served import document, serving, settings_for
 from trainer_backend.errors import QueueFull
-from trainer_backend.jobs.submission import Submission, digest_of, submit
+from trainer_backend.jobs.submission import Submission, hash_body, submit
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.rundir.lock import run_lock
 
@@ -218,6 +218,6 @@ async def test_what_is_posted_while_a_job_is_tried_counts_against_the_queue(tmp_
             await served.post("waiting")
             return ()
 
-        sent = Submission(TOML.encode(), digest_of(TOML.encode()), media_type="application/toml")
+        sent = Submission(TOML.encode(), hash_body(TOML.encode()), media_type="application/toml")
         with pytest.raises(QueueFull):
             await submit(served.service, sent, None, trial)

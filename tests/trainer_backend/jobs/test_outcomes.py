@@ -22,9 +22,18 @@ from trainer_backend.errors import (
 )
 from trainer_backend.jobs.processes import job_command, last_words, start_process, without_secrets
 from trainer_backend.jobs.slots import Slot
-from trainer_backend.jobs.states import Ending, outcome_of, without_process
+from trainer_backend.jobs.states import Ending, decide_outcome, without_process
 from trainer_backend.rundir.files import write_errors
-from trainer_backend.rundir.state import DONE, FAILED, FAULTY, FULL, REFUSED, STOPPED, RunState, exit_code_of
+from trainer_backend.rundir.state import (
+    DONE,
+    FAILED,
+    FAULTY,
+    FULL,
+    REFUSED,
+    STOPPED,
+    RunState,
+    choose_exit_code,
+)
 from trainer_backend.store.jobs import refuse_leap
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
@@ -65,7 +74,7 @@ TABLE = {
 
 def ended(row, exit_code, *, state=SAID, crashes=1, restarts=3, said=None):
     ending = Ending(exit_code, state, crashes, said)
-    return outcome_of(row, ending, restarts=restarts, first_wait_s=1.0, now=NOW)
+    return decide_outcome(row, ending, restarts=restarts, first_wait_s=1.0, now=NOW)
 
 
 @pytest.mark.parametrize(("state", "wanted", "exit_code"), TABLE)
@@ -102,7 +111,7 @@ def test_what_the_job_itself_causes_is_not_tried_a_third_time_and_an_outage_is()
         slot.ending = None
         said = RunState("failed", 17, iteration=iteration, code="credit_failed", detail="no advantage")
         ending = slot.record_end(Ending(exit_code, said))
-        changes = outcome_of(row, ending, restarts=9, first_wait_s=1.0, now=NOW).changes
+        changes = decide_outcome(row, ending, restarts=9, first_wait_s=1.0, now=NOW).changes
         return changes.get("state") == "failed" and "no advantage (twice after the same" in changes["detail"]
 
     assert not any(is_over(FAILED, 3) for _ in range(3))
@@ -128,7 +137,7 @@ def test_what_the_job_itself_causes_is_not_tried_a_third_time_and_an_outage_is()
     ],
 )
 def test_an_error_says_by_its_kind_whether_another_start_would_meet_it(error, exit_code):
-    assert exit_code_of(error) == exit_code
+    assert choose_exit_code(error) == exit_code
 
 
 def test_one_crash_too_many_is_a_failure_in_the_words_of_the_process():
@@ -160,7 +169,7 @@ def test_one_crash_too_many_is_a_failure_in_the_words_of_the_process():
 )
 def test_what_killed_it_is_told_where_it_could_not(exit_code, state, code, told):
     ending = Ending(exit_code, state, crashes=4, last_line="bye")
-    changes = outcome_of(job(), ending, restarts=3, first_wait_s=1.0, now=NOW).changes
+    changes = decide_outcome(job(), ending, restarts=3, first_wait_s=1.0, now=NOW).changes
     assert changes["code"] == code and told in changes["detail"]
     assert ("bye" in changes["detail"]) == (exit_code not in (KILLED, FULL))
 

@@ -11,7 +11,7 @@ from trainer_backend.errors import JobError
 from trainer_backend.job.load import dump_job, load_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import TASK_APP_SETTINGS
-from trainer_backend.jobs.posted import document_of, paths_of, validate_job
+from trainer_backend.jobs.posted import list_paths, parse_document, validate_job
 from trainer_backend.jobs.settings import Bounds, Settings
 
 MODEL: dict[str, Any] = {"model": {"preset": "tiny-0.3m"}}
@@ -49,7 +49,7 @@ def test_a_job_that_names_nothing_gets_the_operators_addresses_and_folder(bounds
 
 def test_what_the_service_resolved_can_be_posted_again(bounds):
     first = posted(bounds, rollout={"max_turns": 7})[0].config
-    assert validate_job(document_of(dump_job(first)), bounds)[0].config == first
+    assert validate_job(parse_document(dump_job(first)), bounds)[0].config == first
 
 
 @pytest.mark.parametrize("url", ["", "dns+http://task-app:8001"], ids=["alone", "Compose"])
@@ -58,7 +58,7 @@ def test_every_job_of_configs_can_be_posted(tmp_path, url):
     refused = {}
     for path in sorted(Path("configs").glob("*.toml")):
         try:
-            found = validate_job(document_of(path.read_text()), bounds)[0].config
+            found = validate_job(parse_document(path.read_text()), bounds)[0].config
         except JobError as error:
             refused[path.name] = str(error)
             continue
@@ -123,13 +123,13 @@ def path_keys(model: type[BaseModel], inside: str = "") -> set[str]:
 def test_every_path_of_the_schema_is_judged():
     known = path_keys(JobConfig) - {"job.runs_dir"}
     assert known >= set(PATHS)
-    assert {key.count(".") for key in known} == {1}, "paths_of looks into tables, not below"
+    assert {key.count(".") for key in known} == {1}, "list_paths looks into tables, not below"
 
 
 @pytest.mark.parametrize("key", PATHS)
 def test_a_file_of_a_root_may_be_named_one_that_a_run_wrote_is_not_code_and_no_other_may_be(bounds, key):
     folders = files(bounds)
-    assert dict(paths_of(posted(bounds, **naming(key, folders["root"] / "file"))[0].config))
+    assert dict(list_paths(posted(bounds, **naming(key, folders["root"] / "file"))[0].config))
     outside = f"{key} names a file outside of what posted jobs may read"
     assert outside in refused(bounds, **naming(key, folders["outside"] / "file"))
     of_a_run = naming(key, folders["data"] / "file")
@@ -297,7 +297,7 @@ def nested(depth: int) -> Any:
 def test_tables_in_one_another_may_be_32_deep(bounds):
     found = posted(bounds, rollout={"env_config": nested(31)})[0].config  # and [rollout] around it
     assert found.rollout.env_config == nested(31)
-    assert document_of(dump_job(found))["rollout"]["env_config"] == nested(31)
+    assert parse_document(dump_job(found))["rollout"]["env_config"] == nested(31)
     for depth in (32, 5_000):
         told = refused(bounds, rollout={"env_config": nested(depth)})
         assert told == "the posted job: rollout holds tables or lists in one another, more than 32 deep"
@@ -306,7 +306,7 @@ def test_tables_in_one_another_may_be_32_deep(bounds):
 @pytest.mark.parametrize("number", ["9223372036854775808", "-9223372036854775809", "0x" + "f" * 5_000])
 def test_a_number_that_toml_has_not_is_refused(bounds, number):
     with pytest.raises(JobError, match="rollout holds a whole number of more than 64 bits"):
-        validate_job(document_of(f"[rollout]\nenv_config = {{seed = {number}}}"), bounds)
+        validate_job(parse_document(f"[rollout]\nenv_config = {{seed = {number}}}"), bounds)
 
 
 def test_tags_come_from_the_table_and_from_the_post(bounds):

@@ -14,12 +14,12 @@ from trainer_backend.pages.facts import chosen_keys, to_begin_from
 from trainer_backend.pages.figures import NONE as NO_VALUE
 from trainer_backend.pages.run_view import (
     evaluation_table,
-    head_of,
     key_figures,
+    make_head,
     seconds_an_iteration,
     success_rates,
 )
-from trainer_backend.pages.series import spark_of
+from trainer_backend.pages.series import draw_spark
 from trainer_backend.rundir.state import ProcessRecord, RunState
 from trainer_backend.store.rows import Curve, Job
 
@@ -34,7 +34,7 @@ JOB = Job(
 
 def head(job=JOB, state=None, **changes):
     given = {"rate_s": None, "place": "0.0", "now": NOON, "can_control": True}
-    return head_of(job, state, **(given | changes))
+    return make_head(job, state, **(given | changes))
 
 
 def series(*values):
@@ -42,8 +42,8 @@ def series(*values):
 
 
 def test_a_curve_of_equal_values_is_a_line_and_one_value_is_none():
-    assert spark_of((5.0, 5.0), "x")["points"] == "0.0,23.0 100.0,23.0"
-    assert spark_of((5.0,), "x")["points"] == ""
+    assert draw_spark((5.0, 5.0), "x")["points"] == "0.0,23.0 100.0,23.0"
+    assert draw_spark((5.0,), "x")["points"] == ""
 
 
 def test_the_head_of_a_run_says_what_is_under_way_and_how_long_it_may_take():

@@ -9,13 +9,13 @@ from shared_schemas.trajectory import PolicyLogprobs, Sampling, StepData
 from tests.trainer_backend.pages.hand_made import COW, WOOD, rollout
 from tests.trainer_backend.terminal import atif_schema
 from tests.trainer_backend.terminal.test_rows import episode, said, step
-from trainer_backend.terminal.atif import atif_of
+from trainer_backend.terminal.atif import make_atif
 
 
 def told(item: Rollout, **trajectory: Any) -> dict[str, Any]:
     """The valid document of a rollout whose trajectory has these fields."""
     update = {"trajectory": item.trajectory.model_copy(update={"model": "tiny/actor", **trajectory})}
-    document = atif_of(item.model_copy(update=update))
+    document = make_atif(item.model_copy(update=update))
     atif_schema.check(document)
     return document
 
@@ -201,11 +201,11 @@ def test_arguments_that_are_no_object_stay_as_they_were_written():
 def test_rewards_and_credit_stand_with_their_decision_and_a_failed_rollout_has_no_trajectory():
     played = rollout(7, [WOOD, COW])
     credits = [{"turn": turn, "reward": 1.0, "advantage": 0.5 / turn} for turn in (1, 2)]
-    document = atif_of(played, credits)
+    document = make_atif(played, credits)
     atif_schema.check(document)
     extras = [item["extra"] for item in document["steps"] if item["source"] == "agent"]
     assert [(item["reward"], item["advantage"]) for item in extras] == [(1.0, 0.5), (1.0, 0.25)]
     assert [item["unique_achievements"] for item in extras] == [("collect_wood",), ("eat_cow",)]
     assert document["final_metrics"]["extra"]["outcome_reward"] == 2.0
     assert (document["extra"]["seed"], document["session_id"]) == (7, played.rollout_id)
-    assert atif_of(rollout(1, [()]).model_copy(update={"trajectory": None, "status": "failed"})) is None
+    assert make_atif(rollout(1, [()]).model_copy(update={"trajectory": None, "status": "failed"})) is None
