@@ -1,7 +1,6 @@
 """A database that does not answer: 503 where it is needed, and jobs go on."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,15 +8,7 @@ from structlog.testing import capture_logs
 
 from tests.trainer_backend.jobs.served import serving, settings_for
 from tests.trainer_backend.jobs.test_a_job_s_life import iterate, release
-from tests.trainer_backend.store.postgres import Postgres
 from trainer_backend.jobs.events import Place, _stream
-
-
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[Postgres]:
-    server = Postgres()
-    yield server
-    server.close()
 
 
 @pytest.mark.timeout(300)

@@ -17,12 +17,6 @@ from trainer_backend.jobs.settings import Settings
 from trainer_backend.rundir.layout import create_run
 
 
-@pytest.fixture
-def data(tmp_path: Path):
-    with open_data_dir(tmp_path / "runs", runs_jobs=True) as found:
-        yield found
-
-
 def test_a_folder_has_its_own_name_and_keeps_it(tmp_path: Path):
     with open_data_dir(tmp_path / "a", runs_jobs=True) as first:
         pass

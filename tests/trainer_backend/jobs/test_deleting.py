@@ -7,18 +7,12 @@ import pytest
 
 from tests.conftest import tiny_job
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.jobs.data_dir import SERVICE, Sweeper, forget_job, open_data_dir, sweep
+from trainer_backend.jobs.data_dir import SERVICE, Sweeper, forget_job, sweep
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.rundir.lock import run_lock
 from trainer_backend.store import jobs
 from trainer_backend.store.database import JobConflict, UnknownJob
 from trainer_backend.store.rows import Job
-
-
-@pytest.fixture
-def data(tmp_path: Path):
-    with open_data_dir(tmp_path / "runs", runs_jobs=True) as found:
-        yield found
 
 
 @pytest.fixture

@@ -5,12 +5,10 @@ import os
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
 
 from tests.conftest import tiny_job
-from trainer_backend.jobs.data_dir import open_data_dir
 from trainer_backend.jobs.slots import wait_for_threads
 from trainer_backend.jobs.watcher import News, Watcher
 from trainer_backend.rundir.layout import RunDirectory, create_run
@@ -22,12 +20,6 @@ from trainer_backend.store.rows import Job
 
 ROW = {"kind": "iteration", "iteration": 1, "reward/mean": 0.5}
 STATE = RunState("training", 17, iteration=1, stage="collect 4", since="2026-11-21T12:00:00.000+00:00")
-
-
-@pytest.fixture
-def data(tmp_path: Path):
-    with open_data_dir(tmp_path / "runs", runs_jobs=False) as found:
-        yield found
 
 
 @pytest.fixture

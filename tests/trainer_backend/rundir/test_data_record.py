@@ -21,11 +21,6 @@ ROWS = [{"id": name, "question": f"{name}?", "answer": "#### 4"} for name in "ab
 HELD_OUT = [{"id": name, "question": f"{name}?", "answer": "#### 4"} for name in "xyz"]
 
 
-@pytest.fixture
-def run(tmp_path):
-    return create_run(tiny_job(), tmp_path / "run")
-
-
 def job_on(folder, rows, held_out=HELD_OUT, **keys):
     table = DataTable(
         path=jsonl(folder / "rows.jsonl", rows),

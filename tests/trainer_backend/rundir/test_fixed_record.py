@@ -2,22 +2,15 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
-from tests.conftest import tiny_job
 from tests.trainer_backend.rundir.disk import full_disk
 from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.rundir.fixed_record import FixedWeights, RemoteModel, begin_record, continue_record
-from trainer_backend.rundir.layout import FIXED_RECORD, RunDirectory, create_run
+from trainer_backend.rundir.layout import FIXED_RECORD, RunDirectory
 
 OLD, NEW = FixedWeights("/runs/a/iteration_20", "11" * 32), FixedWeights("/runs/a/iteration_40", "22" * 32)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return create_run(tiny_job(), tmp_path / "run")
 
 
 def recorded(run: RunDirectory) -> dict[str, dict[str, str]]:

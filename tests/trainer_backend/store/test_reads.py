@@ -21,11 +21,6 @@ from trainer_backend.store.sync import sync_run
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return new_run(tmp_path / "run")
-
-
-@pytest.fixture
 def job(store: Store, run: RunDirectory) -> Job:
     """Of two iterations and an evaluation."""
     for iteration in (1, 2):

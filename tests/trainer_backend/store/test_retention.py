@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer_backend.store.runs import evaluate, finish, new_run
+from tests.trainer_backend.store.runs import evaluate, finish
 from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.job.load import load_job
 from trainer_backend.rundir.layout import RunDirectory
@@ -28,11 +28,6 @@ def test_the_newest_iterations_and_all_evaluations_stay(tmp_path: Path):
     assert {file.path for file in rest} == {*tmp_path.iterdir()}
     assert {file.path.name for file in files} - {file.path.name for file in rest} == {"train_1", "branches_1"}
     assert remove_old_files(RetentionTable(rollout_files_iterations=3), rest) == rest
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return new_run(tmp_path / "run")
 
 
 def test_files_of_old_iterations_are_deleted_only_where_that_is_asked(store: Store, run: RunDirectory):

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import event, func, select
 
 from tests.trainer_backend.store.conftest import NOON
-from tests.trainer_backend.store.runs import checkpoint, episodes, evaluate, finish, metrics_row, new_run
+from tests.trainer_backend.store.runs import checkpoint, episodes, evaluate, finish, metrics_row
 from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.checkpoint_paths import BestMark, mark_best
 from trainer_backend.rundir.layout import RunDirectory
@@ -20,11 +20,6 @@ from trainer_backend.store.database import Store, StoreUnavailable, UnknownJob, 
 from trainer_backend.store.rows import Job
 from trainer_backend.store.sync import sync_run
 from trainer_backend.store.tables import METADATA
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return new_run(tmp_path / "run")
 
 
 @pytest.fixture
