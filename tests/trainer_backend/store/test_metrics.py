@@ -20,8 +20,8 @@ def lines(*iterations: int, kind: str = "iteration") -> str:
 def parsed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
     """Every line that was parsed."""
     found: list[bytes] = []
-    parse = metrics.object_of
-    monkeypatch.setattr(metrics, "object_of", lambda line: found.append(line) or parse(line))
+    parse = metrics.parse_object
+    monkeypatch.setattr(metrics, "parse_object", lambda line: found.append(line) or parse(line))
     return found
 
 
