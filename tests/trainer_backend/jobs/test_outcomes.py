@@ -69,9 +69,11 @@ def test_every_end_with_every_wish(exit_code):
         row = job(state=state, wanted=wanted)
         outcome = ended(row, exit_code)
         assert outcome.changes.get("state", state) == after, (state, wanted)
+        assert outcome.changes.get("wanted", wanted) == "pause" or after != "paused"
         assert (outcome.restart_in_s is not None) == (after == "running")
         assert (outcome.changes.get("ended") is not None) == (after in ("succeeded", "failed", "cancelled"))
         refuse_leap(row, after)
+    assert ended(job(), STOPPED).changes["code"] == "stopped"
 
 
 @pytest.mark.parametrize("exit_code", [FAILED, REFUSED, KILLED])
