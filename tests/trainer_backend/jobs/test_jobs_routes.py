@@ -89,7 +89,8 @@ async def test_many_clients_with_one_key_make_one_job_and_without_one_each_their
     keyed = [served.client.post("/jobs", content=TOML, headers={"Idempotency-Key": "k"}) for _ in range(12)]
     plain = [served.client.post("/jobs", content=TOML) for _ in range(6)]
     answers = await asyncio.gather(*keyed, *plain)
-    assert sorted(answer.status_code for answer in answers[:12]) == [200] * 11 + [201]
+    told = [(answer.status_code, "idempotency-replayed" in answer.headers) for answer in answers[:12]]
+    assert sorted(told) == [(200, True)] * 11 + [(201, False)]
     assert len({answer.json()["id"] for answer in answers[:12]}) == 1
     assert len({answer.json()["id"] for answer in answers}) == 7
     assert len((await served.client.get("/jobs")).json()["jobs"]) == 7

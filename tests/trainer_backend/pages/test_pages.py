@@ -149,13 +149,6 @@ def test_the_page_of_a_run_that_failed_says_why_and_promises_no_figures(shown: S
     assert "No iteration has finished yet." in text
 
 
-def test_rollouts_can_be_filtered_and_sorted(shown: Shown, job_id):
-    link, path = r'class="name"><a href="[^"]*/rollouts/([^"?]*)"', f"/runs/{job_id}/rollouts"
-    text = shown.page(f"{path}?stage=train&iteration=1&sort=reward&down=0")
-    assert re.findall(link, text) == [FIRST_ROLLOUT, ROLLOUT]
-    assert "No rollout is like that" in shown.page(f"{path}?policy=nobody")
-
-
 def test_of_lost_rollouts_the_list_says_why_each_stage_lost_some(shown: Shown, tmp_path):
     run = numbered_run(tmp_path / "tiny")
     failure = RolloutFailure(code="task_app_lost", detail="away")
@@ -190,6 +183,8 @@ def test_a_fork_is_drawn_at_the_decision_that_others_play_on_from(shown: Shown, 
 
 EPISODE = f"/runs/{{}}/rollouts/{FIRST_ROLLOUT}"
 REFUSED = [
+    ("/?state=lost", 400, "known: active, ended, queued"),
+    ("/?tag=red", 400, "must be key=value"),
     ("/runs/none", 404, "there is no job"),
     ("/compare", 400, "no run is chosen"),
     ("/compare/numbers", 400, "no run is chosen"),
