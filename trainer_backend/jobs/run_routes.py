@@ -36,17 +36,10 @@ class MetricsQuery(Body):
     points: int = Field(default=300, ge=2, le=5000, description="at most so many a curve")
 
 
-class Line(Body):
-    """A line of a log; `time` is UTC, and empty in files without times."""
-
-    time: str
-    text: str
-
-
 class Log(Body):
     """Lines of a log; send `next_offset` with the next request to receive only new lines."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[LogLine, ...]
     next_offset: int
 
 
@@ -88,9 +81,9 @@ def _log(job: Job, query: LogQuery) -> Log:
         Path(job.run_dir, _FILES.get(query.part, f"{query.part}.log")), query.offset, last=True
     )
     if query.part == "run":
-        lines = [Line(time=line.time, text=line.text) for line, _ in piece.log_lines()]
+        lines = [line for line, _ in piece.log_lines()]
     else:
-        lines = [Line(time="", text=text) for text in piece.texts()]
+        lines = [LogLine("", text) for text in piece.texts()]
     return Log(lines=tuple(lines[-query.tail :]), next_offset=piece.end)
 
 

@@ -178,7 +178,7 @@ LOG_FILE = "run.log"
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """A line of run.log; `time` is UTC, ISO 8601."""
+    """A line of a log; `time` is UTC, ISO 8601, and empty in files without times."""
 
     time: str
     text: str
