@@ -48,7 +48,7 @@ from trainer_backend.job.load import load_job
 from trainer_backend.plugins import ESTIMATORS, estimator
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import finished_rows
-from trainer_backend.rundir.truth_file import TruthFile, TruthSetting, truth_of
+from trainer_backend.rundir.truth_file import TruthFile, TruthSetting, locate_truth
 from trainer_backend.terminal.progress import ConsoleReporter
 from trainer_backend.terminal.templates import write_environment
 
@@ -103,7 +103,7 @@ def scored(
         budget=None,
         iteration=ITERATIONS,
         checkpoint=None,
-        out=truth_of(run.path),
+        out=locate_truth(run.path),
         seed=seed,
     )
     tell = partial(print, f"{setting} {seed}, decisions done and in all:", end="\r", flush=True)
@@ -211,7 +211,7 @@ def _figures(run: RunDirectory, names: Sequence[str], checkpoint: Path, *overrid
     """What `turnwise recredit --truth --checkpoint` writes as numbers."""
     _, folder = recredit_run(
         run.path, names, (), checkpoint, _scores_of(run) / "_".join(overrides), overrides,
-        truth=truth_of(run.path), reporter=ConsoleReporter(Console()),
+        truth=locate_truth(run.path), reporter=ConsoleReporter(Console()),
     )  # fmt: skip
     figures: dict[str, Any] = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
     return figures

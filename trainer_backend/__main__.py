@@ -98,7 +98,7 @@ def train(
         tell(_out, f"turnwise train {' '.join(map(str, job)) if job else resume}")
         from trainer_backend.terminal.train_command import (
             RunPlan,
-            dashboard_beside,
+            open_dashboard,
             run_of_each_seed,
             single_run,
             train_one,
@@ -112,11 +112,11 @@ def train(
             warn(_err, plan.loaded)
             if dashboard and stay is None:  # one shows all runs
                 roots = {file.resolve().parent for file in plan.loaded.config.services.task_plugins}
-                beside = dashboard_beside(plan.folder, lambda line: tell(_out, line), roots=sorted(roots))
-                stay = stack.enter_context(beside)
+                shown = open_dashboard(plan.folder, lambda line: tell(_out, line), roots=sorted(roots))
+                stay = stack.enter_context(shown)
             if not train_one(_out, plan, streams, report=report):
                 raise typer.Exit(130)
-        if stay is not None and _out.is_terminal:  # somebody is there to look, and to end it
+        if stay is not None and _out.is_terminal:  # a person can look, and end it
             stay()
 
 
@@ -250,12 +250,12 @@ def recredit(
 ) -> None:
     """Credit stored rollouts again, by every estimator and any reward mode (--set), without new rollouts."""
     from trainer_backend.credit.recredit import recredit_run
-    from trainer_backend.rundir.truth_file import truth_of
+    from trainer_backend.rundir.truth_file import locate_truth
     from trainer_backend.terminal.progress import ConsoleReporter
 
     tables, folder = recredit_run(
         run, advantage or (), iteration or (), checkpoint, out, overrides or (),
-        truth=truth_file or (truth_of(run) if truth else None),
+        truth=truth_file or (locate_truth(run) if truth else None),
         reporter=ConsoleReporter(_out),
     )  # fmt: skip
     _out.print(tables, crop=False)  # a line for all estimators may be longer than the terminal is wide
@@ -293,14 +293,14 @@ def measure_the_truth(
     from trainer_backend.credit.truth_scores import noise_lines
     from trainer_backend.evaluation.truth import TruthOptions, measure_truth
     from trainer_backend.rundir.layout import open_run
-    from trainer_backend.rundir.truth_file import truth_of
+    from trainer_backend.rundir.truth_file import locate_truth
 
     opened = open_run(run)
     loaded = opened.job_with(overrides or ())
     warn(_err, loaded)
     options = TruthOptions(
         decisions=decisions, continuations=continuations, horizon=horizon, budget=budget, iteration=iteration,
-        checkpoint=checkpoint, out=out or truth_of(run), seed=seed,
+        checkpoint=checkpoint, out=out or locate_truth(run), seed=seed,
     )  # fmt: skip
     with _err.status("measuring", spinner="line") as status:
 

@@ -282,20 +282,6 @@ def test_a_filter_keeps_the_order_and_sorting_keeps_the_focus(browser, service, 
     assert seen.complaints == []
 
 
-def test_rollouts_are_filtered_without_leaving_the_page(browser, service, ids):
-    seen = Watched(browser, service[0])
-    seen.go(f"/runs/{ids['trained']}/rollouts")
-    before = seen.page.locator("tbody tr").count()
-    with seen.page.expect_response("**/rollouts?*stage=evaluation*"):
-        seen.page.locator("select[name=stage]").select_option("evaluation")
-    seen.page.locator("caption", has_text="of 8 rollouts").wait_for()
-    assert seen.page.locator("tbody tr").count() < before
-    assert "stage=evaluation" in seen.page.url
-    seen.page.locator("th a", has_text="outcome").click()
-    seen.page.locator("th[aria-sort=descending]", has_text="outcome").wait_for()
-    assert seen.complaints == []
-
-
 def test_runs_are_narrowed_sorted_and_ticked_in_the_address_and_then_stand_side_by_side(
     browser, service, ids
 ):

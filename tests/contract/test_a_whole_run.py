@@ -22,7 +22,7 @@ from tests.conftest import rows_of, tiny_job, train_job, warmed_up
 from trainer_backend import job_parts
 from trainer_backend.job.load import dump_job
 from trainer_backend.run.stopping import STOPPING
-from trainer_backend.rundir.checkpoint_paths import best_checkpoint, iteration_of, latest_checkpoint
+from trainer_backend.rundir.checkpoint_paths import best_checkpoint, latest_checkpoint, read_iteration
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.rundir.spool import read_ledger
 from trainer_backend.rundir.state import read_log, read_status
@@ -121,7 +121,7 @@ def test_transformers_loads_the_best_checkpoint_and_computes_what_the_engine_did
     folder = directory.checkpoints / "best"
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    played = read_rollouts(directory.rollouts_file(f"evaluation_{iteration_of(folder.resolve())}"))
+    played = read_rollouts(directory.rollouts_file(f"evaluation_{read_iteration(folder.resolve())}"))
     call = played[0].trajectory.steps[0].policy_logprobs
     prompt, sampled = call.prompt_token_ids, call.token_ids
     with torch.no_grad():
@@ -211,11 +211,13 @@ def test_a_terminal_that_is_gone_stops_no_run_and_its_hang_up_saves_what_is_fini
     assert process.returncode == 130
     latest = latest_checkpoint(run / "checkpoints")
     assert latest is not None
-    last = f"stopped by SIGHUP after iteration {iteration_of(latest)}; continue with: turnwise train --resume"
+    last = (
+        f"stopped by SIGHUP after iteration {read_iteration(latest)}; continue with: turnwise train --resume"
+    )
     assert texts()[-1] == f"{last} {run}"
     assert (texts().count(GONE), texts().count(STOPPING)) == (1, 1)
     counted = [int(text.split()[1]) for text in texts() if text.startswith("iteration ")]
-    assert counted == list(range(1, iteration_of(latest) + 1))
+    assert counted == list(range(1, read_iteration(latest) + 1))
 
 
 BUSY_WITH_A_TASK_APP = """

@@ -10,7 +10,7 @@ from tests.trainer_backend.terminal import atif_schema
 from trainer_backend import job_parts
 from trainer_backend.core.segments import build_segments
 from trainer_backend.rundir.rollout_files import read_rollouts
-from trainer_backend.terminal.atif import atif_of
+from trainer_backend.terminal.atif import make_atif
 
 # An agent with OpenAI's own client, and no word of Turnwise: three calls of one conversation, and between
 # them one of a sub-agent. It says of each call how well that went; the second got the first reward.
@@ -106,7 +106,7 @@ def test_rewards_reach_the_call_that_they_name(run, rollouts):
 
 def test_as_atif_each_call_has_the_tokens_that_its_branch_saw(rollouts):
     for rollout in rollouts:
-        document = atif_of(rollout)
+        document = make_atif(rollout)
         atif_schema.check(document)
         first, helper, second = build_segments(rollout.trajectory.steps, rollout_id=rollout.rollout_id)
         (of_helper,) = document["subagent_trajectories"]

@@ -29,7 +29,7 @@ from trainer_backend.evaluation.truth import TruthOptions, find_horizon, find_so
 from trainer_backend.models.folder import load_model_folder
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts
-from trainer_backend.rundir.truth_file import TruthFile, truth_of
+from trainer_backend.rundir.truth_file import TruthFile, locate_truth
 
 GAMMA = 0.8
 DECISIONS = 3
@@ -143,7 +143,7 @@ def reward_of(turn, position, action, coin):
 
 def options(directory, **changes):
     given = {"horizon": None, "budget": None, "iteration": None, "checkpoint": None}
-    given |= {"decisions": 200, "continuations": 24, "out": truth_of(directory.path)} | changes
+    given |= {"decisions": 200, "continuations": 24, "out": locate_truth(directory.path)} | changes
     return TruthOptions(**given)
 
 
@@ -392,7 +392,7 @@ def test_estimators_are_scored_against_the_truth(run, tmp_path):
     )  # fmt: skip
     assert shown.exit_code == 0, shown.output
     found = json.loads((tmp_path / "figures.json").read_text())["truth"]
-    assert found["noise"]["decisions"] == len(TruthFile.read(truth_of(directory.path), directory).truths)
+    assert found["noise"]["decisions"] == len(TruthFile.read(locate_truth(directory.path), directory).truths)
     assert set(found["estimators"]) == {"stepwise", "rloo", "grpo"}
     assert 0 < found["estimators"]["stepwise"]["correlation"] <= 1
     assert all(0 < found["estimators"][name]["unbiased"] <= 1 for name in ("stepwise", "rloo"))
@@ -413,14 +413,14 @@ def test_the_gradient_of_the_measured_decisions_is_compared_with_that_of_the_tru
     measure(run)
     recredit_run(
         directory.path, ["stepwise", "rloo"], [], directory.checkpoints / "iteration_0", tmp_path, (),
-        truth=truth_of(directory.path), reporter=ListReporter(),
+        truth=locate_truth(directory.path), reporter=ListReporter(),
     )  # fmt: skip
     cosines = json.loads((tmp_path / "figures.json").read_text())["truth"]["estimators"]
     assert all(-1 <= item["gradient_cosine"] <= 1 for item in cosines.values())
     with pytest.raises(RunDirectoryError, match=r"give --checkpoint .*/iteration_0"):
         recredit_run(
             directory.path, ["stepwise"], [], directory.checkpoints / "iteration_1", tmp_path, (),
-            truth=truth_of(directory.path), reporter=ListReporter(),
+            truth=locate_truth(directory.path), reporter=ListReporter(),
         )  # fmt: skip
 
 
@@ -505,7 +505,7 @@ def test_what_cannot_be_measured_is_refused_by_name(run, trained, tmp_path):
     with pytest.raises(RunDirectoryError, match=r"other returns, with gamma = 0\.8 instead of 0\.5"):
         recredit_run(
             directory.path, [], [], None, tmp_path, ["algorithm.gamma=0.5"],
-            truth=truth_of(directory.path), reporter=ListReporter(),
+            truth=locate_truth(directory.path), reporter=ListReporter(),
         )  # fmt: skip
     with pytest.raises(RunDirectoryError, match="no truth is measured"):
         TruthFile.read(tmp_path / "none.jsonl", directory)

@@ -4,6 +4,7 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.trainer_backend.store.postgres import Postgres
 from trainer_backend.operator_plugins import _BY_FILE, _load_packages_once
 from trainer_backend.plugins import OPEN_BOARDS
 
@@ -16,3 +17,11 @@ def own_boards() -> Iterator[None]:
             stack.enter_context(patch.dict(board))
         yield
     _load_packages_once.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    """One server for all tests of a process, which may kill it and start it again."""
+    server = Postgres()
+    yield server
+    server.close()

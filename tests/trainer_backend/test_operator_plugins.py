@@ -313,12 +313,12 @@ def test_a_posted_job_takes_the_file_as_it_is_and_runs_none_that_was_withdrawn(t
     own.write_text(trap(tmp_path))
     waiting = posted_row(run_dir=str(bounds.data_dir / "mine"), config=config)
     with open_data_dir(bounds.data_dir, runs_jobs=True, plugins=(own,)) as data:
-        assert data.run_of(waiting).job().job.trainer_plugins_sha256 == ()
+        assert data.prepare_run(waiting).job().job.trainer_plugins_sha256 == ()
     with (
         open_data_dir(bounds.data_dir, runs_jobs=True) as data,
         pytest.raises(JobError, match=r"the service had .*own\.py, and it has it no more"),
     ):
-        data.run_of(waiting)
+        data.prepare_run(waiting)
     assert not (tmp_path / "sprung").exists()
 
 

@@ -42,7 +42,7 @@ from trainer_backend.rundir.rollout_files import (
     read_values_after,
     write_rollouts,
 )
-from trainer_backend.rundir.truth_file import TruthFile, rewards_of
+from trainer_backend.rundir.truth_file import TruthFile, select_rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,7 +415,7 @@ def _read_truth(
             f"{path} is the truth of iteration {setting.iteration}, and --iteration asks for {asked}"
         )
     stored = {**setting.rewards, "gamma": setting.gamma}
-    own = {**rewards_of(training), "gamma": gamma}
+    own = {**select_rewards(training), "gamma": gamma}
     if others := [name for name in own if own[name] != stored.get(name)]:
         told = ", ".join(f"{name} = {stored.get(name)!r} instead of {own[name]!r}" for name in others)
         raise RunDirectoryError(

@@ -36,7 +36,7 @@ from trainer_backend.rundir.data_record import DataRecord, accept_rows
 from trainer_backend.rundir.digests import digest_of
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import read_rollout, rollout_ids
-from trainer_backend.rundir.truth_file import TruthFile, TruthSetting, play_of, rewards_of
+from trainer_backend.rundir.truth_file import TruthFile, TruthSetting, select_play, select_rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,8 @@ async def measure_truth(
                 else options.horizon or None,
                 fresh_draws=environment.reseedable,
                 seed=options.seed,
-                rewards=rewards_of(job.training),
-                play=play_of(job.rollout),
+                rewards=select_rewards(job.training),
+                play=select_play(job.rollout),
             )
             file = TruthFile.open(options.out, setting)
             dispatcher = job_parts.dispatcher(job, apps)

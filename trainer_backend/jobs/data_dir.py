@@ -51,7 +51,7 @@ class DataDir:
         """Return a unique path for a new job's run; the folder is not created yet."""
         return self.path / f"{name}-{uuid4().hex[:8]}"
 
-    def run_of(self, job: Job) -> RunDirectory:
+    def prepare_run(self, job: Job) -> RunDirectory:
         """Return the run of a posted job. Create it if needed, and complete a half-created one."""
         stored = tomli.loads(job.config)
         stored.get("job", {}).pop("trainer_plugins_sha256", None)  # a run begins with what its start finds
@@ -145,13 +145,13 @@ def open_data_dir(path: Path, *, runs_jobs: bool, plugins: tuple[Path, ...] = ()
                 f"another trainer service runs jobs in {path}",
                 hint="Stop it, choose another --data-dir, or start this one with --no-jobs.",
             ) from error
-        home = _home_of(folder / SERVICE / "home")
+        home = _read_home(folder / SERVICE / "home")
         if runs_jobs:
             _claim_place(folder, home)
         yield DataDir(folder, home, plugins)
 
 
-def _home_of(file: Path) -> str:
+def _read_home(file: Path) -> str:
     """Return the folder's name, created by the first service that opens it."""
     with write_errors(file), file.open("a+", encoding="utf-8") as home:
         fcntl.flock(home, fcntl.LOCK_EX)

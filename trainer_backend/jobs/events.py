@@ -23,7 +23,7 @@ from starlette.responses import StreamingResponse
 from shared_schemas.base import Body
 from trainer_backend.errors import ApiError, TooManyStreams
 from trainer_backend.jobs.run_routes import Piece, read_piece
-from trainer_backend.jobs.service import Service, find_job, job_view, service_of
+from trainer_backend.jobs.service import Service, find_job, get_service, job_view
 from trainer_backend.rundir.state import LOG_FILE
 from trainer_backend.store import jobs, reads
 from trainer_backend.store.database import StoreUnavailable, UnknownJob
@@ -75,7 +75,7 @@ async def stream_job_events(
 
     `metrics`, `log`, `state`, `store`, `end`; comments in between keep the stream open.
     """
-    service = service_of(request)
+    service = get_service(request)
     place = Place.read(last_event_id or query.after or "0.0")
     job = await find_job(service, job_id)
     if service.streams >= service.settings.max_streams:

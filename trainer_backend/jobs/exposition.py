@@ -17,7 +17,7 @@ from trainer_backend.jobs.service import Service
 from trainer_backend.rundir.state import read_state
 from trainer_backend.store import jobs, reads
 from trainer_backend.store.database import StoreUnavailable, UnknownJob
-from trainer_backend.store.metrics import numbers_of
+from trainer_backend.store.metrics import list_numbers
 from trainer_backend.store.rows import ACTIVE, ENDED, Job, JobState
 
 _PREFIX = "turnwise_trainer"
@@ -75,7 +75,7 @@ def _of_runs(jobs: Iterable[tuple[Job, Mapping[str, Mapping[str, Any]]]]) -> Ite
     families = _Families()
     for job, rows in jobs:
         for kind, row in rows.items():
-            for name, value in numbers_of(row):
+            for name, value in list_numbers(row):
                 if "/" in name:
                     text = f"{name} of the last row."
                     families.add(f"{_PREFIX}_{_plain(name)}", text, value, job, kind=kind)
@@ -109,7 +109,7 @@ class _Families:
 
 def _under_other_names(names: Mapping[str, str], row: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
     """Yield their name, our name and the value; a `*` at the end of both names matches any ending."""
-    numbers = dict(numbers_of(row)) | {name: row[name] for name in ("iteration",) if name in row}
+    numbers = dict(list_numbers(row)) | {name: row[name] for name in ("iteration",) if name in row}
     for name, ours in names.items():
         if not ours.endswith("*"):
             matches = {name: ours}

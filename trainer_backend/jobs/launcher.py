@@ -17,10 +17,10 @@ from shared_schemas.rewards import CONSISTENT_STRATEGIES
 from trainer_backend.errors import JobError
 from trainer_backend.job.foreign_keys import NEW_NAMES
 from trainer_backend.job.tables import HUB_NAME
-from trainer_backend.jobs.posted import copy_table, document_of, refuse_unwritable
+from trainer_backend.jobs.posted import copy_table, parse_document, refuse_unwritable
 from trainer_backend.jobs.routes import CreateQuery, IdempotencyKey, Resolved
-from trainer_backend.jobs.service import find_job, job_view, service_of
-from trainer_backend.jobs.submission import Submission, digest_of, resolution, submit
+from trainer_backend.jobs.service import find_job, get_service, job_view
+from trainer_backend.jobs.submission import Submission, hash_body, resolution, submit
 from trainer_backend.jobs.task_app_trial import Verified, Verify, try_at_task_apps, verify
 from trainer_backend.store.rows import JobView
 
@@ -188,10 +188,10 @@ async def create_rl_job(
 
     The job's task apps check it first; their refusal is the reply.
     """
-    service = service_of(request)
+    service = get_service(request)
     config = body.data.config
     tables, not_read = translate(
-        await service.checks.ask(document_of, config) if isinstance(config, str) else config,
+        await service.checks.ask(parse_document, config) if isinstance(config, str) else config,
         task_url=body.data.endpoint_base_url,
         model=body.data.model or body.data.base_model,
     )
@@ -199,7 +199,7 @@ async def create_rl_job(
     if body.compute:
         warnings += ("compute is for other backends and is not read",)
     warnings += not_read
-    submission = Submission(tables, digest_of(await request.body()), body.tags)
+    submission = Submission(tables, hash_body(await request.body()), body.tags)
     if query.dry_run:
         resolved = await resolution(service, submission)
         warnings = (*warnings, *resolved.warnings, *await try_at_task_apps(resolved.toml))
@@ -217,7 +217,7 @@ async def create_rl_job(
 @router.get("/rl/jobs/{job_id}")
 async def show_rl_job(request: Request, job_id: str) -> LauncherView:
     """Show one job as in GET /jobs/{job_id}, with the field names of launchers."""
-    service = service_of(request)
+    service = get_service(request)
     view = await service.line.ask(job_view, await find_job(service, job_id))
     return LauncherView(**dict(view), job_id=view.id, status=view.state)
 
@@ -226,4 +226,4 @@ async def show_rl_job(request: Request, job_id: str) -> LauncherView:
 @router.post("/rl/verify_task_app")
 async def verify_task_app(request: Request, body: Verify) -> Verified:
     """Check that a task app answers this service and accepts its key. Only allowed task apps are asked."""
-    return await verify(body.endpoint_base_url, service_of(request).settings)
+    return await verify(body.endpoint_base_url, get_service(request).settings)

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from fastapi import APIRouter, Form, Query, Request
 from starlette.responses import RedirectResponse, Response
 
-from trainer_backend.jobs.service import service_of
+from trainer_backend.jobs.service import get_service
 from trainer_backend.jobs.sessions import COOKIE, SESSION_S
 from trainer_backend.pages.page import page
 
@@ -25,7 +25,7 @@ _TOO_MANY = f"{_WRONG} Too many wrong ones came from here; the right one opens a
 @router.get(LOGIN)
 async def ask(request: Request, next: Annotated[str, Query(max_length=_LONGEST)] = "/") -> Response:
     """Show the form, or redirect if the service has no key."""
-    if not service_of(request).keys.configured:
+    if not get_service(request).keys.configured:
         return RedirectResponse(own_path(next), 303)
     return _form(request, own_path(next))
 
@@ -41,7 +41,7 @@ async def log_in(
     The right key opens whatever came before it: behind a proxy all people have one address, and one of them,
     or a stranger, must not lock the others out.
     """
-    service = service_of(request)
+    service = get_service(request)
     if service.keys.opens(key):
         response = RedirectResponse(own_path(next), 303)
         response.set_cookie(
@@ -59,7 +59,7 @@ async def log_in(
 
 
 def _form(request: Request, next: str, *, refused: str = "", status: int = 200) -> Response:
-    command = service_of(request).settings.key_command
+    command = get_service(request).settings.key_command
     return page("login", status=status, next=next, refused=refused, key_command=command)
 
 

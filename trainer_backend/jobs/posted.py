@@ -50,7 +50,7 @@ _LONGEST_PATH = 4_096  # Linux
 _WHOLE_NUMBERS = range(-(2**63), 2**63)  # TOML's range; a longer number cannot be written again
 
 
-def document_of(text: str) -> dict[str, Any]:
+def parse_document(text: str) -> dict[str, Any]:
     """Parse a TOML text of at most so many values. Call it in the check process, which limits its time."""
     if sum(map(text.count, _DIVIDERS)) > MOST_VALUES:
         raise JobError(f"{WHERE}: {_TOO_MANY}")
@@ -102,11 +102,11 @@ def validate_job(
         )
     _fill_in(own, bounds)
     draft = parse_job(own, where=WHERE).config
-    for key, path in paths_of(draft):
+    for key, path in list_paths(draft):
         if len(str(path)) > _LONGEST_PATH:
             raise JobError(f"{WHERE}: {key} is a path of more than {_LONGEST_PATH} characters")
     # With a way up, the place where a path is found would reveal whether a foreign file exists.
-    if not any(".." in path.parts for _, path in paths_of(draft)):
+    if not any(".." in path.parts for _, path in list_paths(draft)):
         for folder in (*bounds.roots, Path()):
             anchor(own, folder)
     loaded = parse_job(own, where=WHERE)
@@ -117,7 +117,7 @@ def validate_job(
     return loaded, all_tags
 
 
-def paths_of(config: JobConfig) -> Iterator[tuple[str, Path]]:
+def list_paths(config: JobConfig) -> Iterator[tuple[str, Path]]:
     """Yield every path that a job names, with its key, except job.runs_dir, which the service sets."""
     for table_name in type(config).model_fields:
         section = getattr(config, table_name)
@@ -175,13 +175,13 @@ def _outside(config: JobConfig, bounds: Bounds) -> Iterator[str]:
             f"{key} is for jobs of `turnwise train`; for those of this service its operator sets "
             f"TURNWISE_{key.partition('.')[2].upper()} in the service's environment; leave it out"
         )
-    for key, path in paths_of(config):
+    for key, path in list_paths(config):
         if key == "job.trainer_plugins" or key in settings:  # the operator's own, or refused
             continue
         roots = ", ".join(map(str, _roots(key, bounds)))
         if not may_name(key, path, bounds):
             yield f"{key} names a file outside of what posted jobs may read: {roots} (--allow-root)"
-        elif (link := _link_out_of(path, key, bounds)) is not None:
+        elif (link := _find_link_out(path, key, bounds)) is not None:
             yield (
                 f"{key} holds a link, {link.name!r}, that leads outside of what posted jobs may read: "
                 f"{roots} (--allow-root)"
@@ -275,7 +275,7 @@ def may_name(key: str, path: Path, bounds: Bounds) -> bool:
     return any(real.is_relative_to(root) for root in _roots(key, bounds))
 
 
-def _link_out_of(folder: Path, key: str, bounds: Bounds, depth: int = _FOLDERS) -> Path | None:
+def _find_link_out(folder: Path, key: str, bounds: Bounds, depth: int = _FOLDERS) -> Path | None:
     """Find a link in a folder or its subfolders that leads to a place the job may not read."""
     try:
         with os.scandir(folder) as entries:
@@ -283,7 +283,7 @@ def _link_out_of(folder: Path, key: str, bounds: Bounds, depth: int = _FOLDERS) 
                 path = Path(entry.path)
                 if entry.is_symlink() and not may_name(key, path, bounds):
                     return path
-                inside = depth and entry.is_dir() and _link_out_of(path, key, bounds, depth - 1)
+                inside = depth and entry.is_dir() and _find_link_out(path, key, bounds, depth - 1)
                 if inside:
                     return inside
     except OSError:  # a file, or a folder that the job cannot read either
@@ -332,7 +332,7 @@ class PostedJob(Body):
 
     config: dict[str, Any] | None = Field(default=None, description="the tables of the TOML")
     toml: str | None = Field(default=None, description="or the TOML itself")
-    tags: Tags = Field(default_factory=dict, description="beside [tags]")
+    tags: Tags = Field(default_factory=dict, description="in addition to [tags]")
 
     @model_validator(mode="after")
     def _one_of_two(self) -> "PostedJob":
@@ -382,9 +382,9 @@ def resolve(
 
 def check(content: bytes, bounds: Bounds) -> Checked:
     """Check the TOML of a job as POST /jobs would, without storing or starting anything."""
-    text = text_of(content)
+    text = decode_body(content)
     try:
-        document = document_of(text)
+        document = parse_document(text)
     except JobError as error:
         cause, last = error.__cause__, text.count("\n", 0, -1) + 1
         line = min(cause.lineno, last) if isinstance(cause, tomli.TOMLDecodeError) else None
@@ -397,9 +397,9 @@ def check(content: bytes, bounds: Bounds) -> Checked:
     except TrainerError as error:
         ok, lines_told = False, filter(None, str(error).splitlines())
         sentences = tuple(line.removeprefix(f"{WHERE}: ") for line in lines_told)
-    lines = lines_of(text) if sentences else {}
+    lines = list_lines(text) if sentences else {}
     severity: Literal["error", "warning"] = "warning" if ok else "error"
-    found = (Finding(severity=severity, text=one, line=line_of(one, lines)) for one in sentences)
+    found = (Finding(severity=severity, text=one, line=find_line(one, lines)) for one in sentences)
     return Checked(ok=ok, findings=tuple(found))
 
 
@@ -408,7 +408,7 @@ _DOTTED = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*+(?:\.[A-Za-z0-9_-]++)*+")
 _MOST_CHARACTERS = 2 << 20
 
 
-def line_of(message: str, lines: Mapping[str, int]) -> int | None:
+def find_line(message: str, lines: Mapping[str, int]) -> int | None:
     """Return the line of the first key that a message names; a missing key has that of the table around."""
     for dotted in _DOTTED.findall(message):
         name = dotted
@@ -419,7 +419,7 @@ def line_of(message: str, lines: Mapping[str, int]) -> int | None:
     return None
 
 
-def lines_of(text: str) -> dict[str, int]:
+def list_lines(text: str) -> dict[str, int]:
     """Map each dotted key and each table of a valid TOML text to its first line, from 1.
 
     A statement (a header, or a key with its value) is valid TOML alone, and ends at the first line end where
@@ -456,7 +456,7 @@ def _names(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _names(inner, f"{prefix}{key}.")
 
 
-def text_of(body: bytes) -> str:
+def decode_body(body: bytes) -> str:
     try:
         return decode_text(body)
     except ValueError as error:
@@ -474,7 +474,7 @@ def _read(body: bytes, media_type: str) -> tuple[dict[str, Any], Mapping[str, An
             raise ApiError(told, where="body") from error
         except ValueError as error:
             raise ApiError(str(error), where="body") from error
-        tables = job.config if job.toml is None else document_of(text_of(job.toml.encode()))
+        tables = job.config if job.toml is None else parse_document(decode_body(job.toml.encode()))
         return tables or {}, job.tags
     if media_type not in _TOML and not media_type.startswith("text/"):
         raise UnknownMediaType(
@@ -482,7 +482,7 @@ def _read(body: bytes, media_type: str) -> tuple[dict[str, Any], Mapping[str, An
             where="header Content-Type",
         )
     try:
-        return document_of(text_of(body)), {}
+        return parse_document(decode_body(body)), {}
     except JobError as error:
         if media_type != _FORM:
             raise

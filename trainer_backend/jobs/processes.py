@@ -16,7 +16,7 @@ from trainer_backend.learner.calls import KEYS_OF_THE_LEARNER
 from trainer_backend.pages.figures import clip
 from trainer_backend.rundir.files import now
 from trainer_backend.rundir.state import DONE, ERROR, FINAL, append_log, read_state, write_state
-from trainer_backend.store.rows import Job, tables_of
+from trainer_backend.store.rows import Job, parse_tables
 
 PROCESS_LOG = "process.log"
 _MOST_SHOWN = 300
@@ -47,7 +47,7 @@ class JobProcess(Child):
 
 def without_secrets(config: str = "", environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of a job's process, by the job's TOML; an external learner's job has its key."""
-    cluster = tables_of(config).get("cluster")
+    cluster = parse_tables(config).get("cluster")
     is_external = isinstance(cluster, dict) and cluster.get("launcher") == "external"
     return without(_OWN_KEYS if is_external else _OWN_KEYS | KEYS_OF_THE_LEARNER, environ)
 

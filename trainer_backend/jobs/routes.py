@@ -11,9 +11,9 @@ from shared_schemas.base import Body
 from trainer_backend.jobs.data_dir import forget_job
 from trainer_backend.jobs.exposition import page
 from trainer_backend.jobs.posted import Checked, PostedJob, check
-from trainer_backend.jobs.service import Service, find_job, job_view, refuse_foreign, service_of
+from trainer_backend.jobs.service import Service, find_job, get_service, job_view, refuse_foreign
 from trainer_backend.jobs.states import Verb
-from trainer_backend.jobs.submission import Submission, apply_verb, digest_of, resolution, submit
+from trainer_backend.jobs.submission import Submission, apply_verb, hash_body, resolution, submit
 from trainer_backend.store import jobs
 from trainer_backend.store.rows import JobState, JobView
 
@@ -87,9 +87,9 @@ async def create_job(
     idempotency_key: IdempotencyKey = None,
 ) -> Any:
     """Post a job: its TOML, or JSON with its tables. It is trained in its turn, in a process of its own."""
-    service = service_of(request)
+    service = get_service(request)
     body, media_type = await request.body(), request.headers.get("content-type", "")
-    submission = Submission(body, digest_of(body), media_type=media_type)
+    submission = Submission(body, hash_body(body), media_type=media_type)
     if query.dry_run:
         resolved = await resolution(service, submission)
         answer = Resolved(toml=resolved.toml, warnings=resolved.warnings)
@@ -106,14 +106,14 @@ async def create_job(
 @router.post("/jobs/check", openapi_extra=job_body(as_json=False))
 async def check_job(request: Request) -> Checked:
     """List the errors and likely mistakes in a job's TOML, each with its line; nothing is stored."""
-    service = service_of(request)
+    service = get_service(request)
     return await service.checks.ask(check, await request.body(), service.settings.bounds)
 
 
 @router.get("/jobs")
 async def list_jobs(request: Request, query: Annotated[ListQuery, Query()]) -> JobList:
     """List jobs, newest first, including runs of `turnwise train` (`origin` cli)."""
-    service = service_of(request)
+    service = get_service(request)
     page = await service.line.ask(
         jobs.find, service.store, states=query.state, cursor=query.cursor, limit=query.limit
     )
@@ -124,7 +124,7 @@ async def list_jobs(request: Request, query: Annotated[ListQuery, Query()]) -> J
 @router.get("/jobs/{job_id}")
 async def show_job(request: Request, job_id: str) -> JobView:
     """Show one job by its id, by at least 6 leading characters of the id, or by a unique name."""
-    service = service_of(request)
+    service = get_service(request)
     return await service.line.ask(job_view, await find_job(service, job_id))
 
 
@@ -135,14 +135,14 @@ async def show_job(request: Request, job_id: str) -> JobView:
 )
 async def show_job_config(request: Request, job_id: str) -> Response:
     """Return the job's TOML with every default filled in; it can be posted again."""
-    job = await find_job(service_of(request), job_id)
+    job = await find_job(get_service(request), job_id)
     return Response(job.config, media_type="application/toml")
 
 
 @router.delete("/jobs/{job_id}", status_code=204, response_class=Response)
 async def delete_job(request: Request, job_id: str, query: Annotated[DeleteQuery, Query()]) -> None:
     """Forget an ended or paused job of this service. Unless `files` is set, its files stay, but hidden."""
-    service = service_of(request)
+    service = get_service(request)
     job = await find_job(service, job_id)
     refuse_foreign(service, job)
     try:
@@ -158,19 +158,19 @@ async def pause_job(request: Request, job_id: str) -> JobView:
 
     A queued job waits for `resume`.
     """
-    return await _apply(service_of(request), "pause", job_id)
+    return await _apply(get_service(request), "pause", job_id)
 
 
 @router.post("/jobs/{job_id}/resume")
 async def resume_job(request: Request, job_id: str) -> JobView:
     """Queue a paused, failed or cancelled job again; it continues from its newest checkpoint."""
-    return await _apply(service_of(request), "resume", job_id)
+    return await _apply(get_service(request), "resume", job_id)
 
 
 @router.post("/jobs/{job_id}/cancel")
 async def cancel_job(request: Request, job_id: str) -> JobView:
     """End a job for good; it is `cancelling` until its process has saved. Its results stay."""
-    return await _apply(service_of(request), "cancel", job_id)
+    return await _apply(get_service(request), "cancel", job_id)
 
 
 async def _apply(service: Service, verb: Verb, job_id: str) -> JobView:
@@ -194,7 +194,7 @@ class Health(Body):
 @info_router.get("/health")
 async def show_health(request: Request) -> Health:
     """Report that the service lives; needs no key."""
-    return Health(store="up" if service_of(request).watcher.store_up else "away")
+    return Health(store="up" if get_service(request).watcher.store_up else "away")
 
 
 class ServiceInfo(Body):
@@ -236,7 +236,7 @@ class Info(Body):
 @info_router.get("/info")
 async def show_info(request: Request) -> Info:
     """Describe the service and what posted jobs may name."""
-    service = service_of(request)
+    service = get_service(request)
     settings = service.settings
     return Info(
         service=ServiceInfo(name=SERVICE, version=version(), home=service.data.home),
@@ -261,6 +261,6 @@ async def show_info(request: Request) -> Info:
 @info_router.get("/metrics", response_class=Response, responses={200: {"content": METRICS_CONTENT}})
 async def show_metrics(request: Request) -> Response:
     """Return the service's counts and the last numbers of running jobs in Prometheus' text format."""
-    service = service_of(request)
+    service = get_service(request)
     accept = request.headers.get("accept", "")
     return await service.line.ask(page, service, version=request.app.version, accept=accept)

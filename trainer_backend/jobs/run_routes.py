@@ -11,9 +11,9 @@ from pydantic import Field
 
 from shared_schemas.base import Body
 from trainer_backend.jobs.processes import PROCESS_LOG
-from trainer_backend.jobs.service import find_job, service_of
-from trainer_backend.rundir.files import object_of
-from trainer_backend.rundir.state import LOG_FILE, LogLine, line_of
+from trainer_backend.jobs.service import find_job, get_service
+from trainer_backend.rundir.files import parse_object
+from trainer_backend.rundir.state import LOG_FILE, LogLine, parse_line
 from trainer_backend.store import reads
 from trainer_backend.store.rows import Curve, Job
 
@@ -36,17 +36,10 @@ class MetricsQuery(Body):
     points: int = Field(default=300, ge=2, le=5000, description="at most so many a curve")
 
 
-class Line(Body):
-    """A line of a log; `time` is UTC, and empty in files without times."""
-
-    time: str
-    text: str
-
-
 class Log(Body):
     """Lines of a log; send `next_offset` with the next request to receive only new lines."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[LogLine, ...]
     next_offset: int
 
 
@@ -65,7 +58,7 @@ class LogQuery(Body):
 @router.get("/jobs/{job_id}/metrics")
 async def show_job_metrics(request: Request, job_id: str, query: Annotated[MetricsQuery, Query()]) -> Metrics:
     """Read curves of a run by metric name; docs/metrics.md describes each."""
-    service = service_of(request)
+    service = get_service(request)
     job = await find_job(service, job_id)
     names = query.names or await service.line.ask(reads.metric_names, service.store, job.id, query.kind)
     curves = await service.line.ask(
@@ -77,7 +70,7 @@ async def show_job_metrics(request: Request, job_id: str, query: Annotated[Metri
 @router.get("/jobs/{job_id}/log")
 async def show_job_log(request: Request, job_id: str, query: Annotated[LogQuery, Query()]) -> Log:
     """Read lines of a run's logs; of a long log the last megabyte."""
-    service = service_of(request)
+    service = get_service(request)
     return await service.line.ask(_log, await find_job(service, job_id), query)
 
 
@@ -88,9 +81,9 @@ def _log(job: Job, query: LogQuery) -> Log:
         Path(job.run_dir, _FILES.get(query.part, f"{query.part}.log")), query.offset, last=True
     )
     if query.part == "run":
-        lines = [Line(time=line.time, text=line.text) for line, _ in piece.log_lines()]
+        lines = [line for line, _ in piece.log_lines()]
     else:
-        lines = [Line(time="", text=text) for text in piece.texts()]
+        lines = [LogLine("", text) for text in piece.texts()]
     return Log(lines=tuple(lines[-query.tail :]), next_offset=piece.end)
 
 
@@ -118,8 +111,8 @@ class Piece:
     def log_lines(self) -> Iterator[tuple[LogLine, int]]:
         """Yield each line of run.log and the offset where it ends; skip lines that are not in our format."""
         for line, end in zip(self.lines, self.ends, strict=True):
-            if (row := object_of(line)) is not None:
-                yield line_of(row), end
+            if (row := parse_object(line)) is not None:
+                yield parse_line(row), end
 
 
 def read_piece(path: Path, offset: int, *, last: bool = False) -> Piece:

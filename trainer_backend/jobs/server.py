@@ -45,7 +45,7 @@ def serve_trainer(settings: Settings, say: Callable[[str], None], *, command: Co
         open_service(settings, checks, command=command) as service,
     ):
         checks.start()
-        server = server_of(app_of(service), ready=lambda: say(f"{READY}{listener.url}"))
+        server = build_server(build_app(service), ready=lambda: say(f"{READY}{listener.url}"))
         say(f"store: {service.store.shown}; runs: {service.data.path}")
         for root in settings.roots:
             if reason := say_unusable(root, writes=False):
@@ -95,17 +95,17 @@ def open_service(
             store.close()
 
 
-def app_of(service: Service) -> TrainerApp:
+def build_app(service: Service) -> TrainerApp:
     """Build the whole application: the API and the dashboard."""
-    from trainer_backend.jobs.submission import dashboard_of
+    from trainer_backend.jobs.submission import build_dashboard
     from trainer_backend.pages.app import router
 
     app = create_app(service, pages=[router])
-    app.state.dashboard = dashboard_of(service)
+    app.state.dashboard = build_dashboard(service)
     return app
 
 
-def server_of(app: TrainerApp, *, ready: Callable[[], None]) -> Server:
+def build_server(app: TrainerApp, *, ready: Callable[[], None]) -> Server:
     """Build a server that ends event streams when it stops; a second signal kills jobs that still stop."""
     service: Service = app.state.service
     supervisor = service.supervisor

@@ -20,7 +20,7 @@ from trainer_backend.jobs.watcher import News, Watcher
 from trainer_backend.rundir.state import FINAL, read_state
 from trainer_backend.store import jobs
 from trainer_backend.store.database import JobConflict, Store, UnknownJob
-from trainer_backend.store.rows import ACTIVE, Job, JobView, Progress, iterations_of
+from trainer_backend.store.rows import ACTIVE, Job, JobView, Progress, read_iterations
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class Service:
             self.supervisor.wake()
 
 
-def service_of(request: Request) -> Service:
+def get_service(request: Request) -> Service:
     service = request.app.state.service
     assert isinstance(service, Service)
     return service
@@ -64,7 +64,7 @@ def job_view(job: Job) -> JobView:
     if state is not None:
         same = {name: getattr(state, name) for name in ("iteration", "stage", "done", "total", "since")}
         stage_state = state.state if job.state in ACTIVE or state.state in FINAL else "gone"
-        progress = Progress(state=stage_state, iterations=iterations_of(job.config), **same)
+        progress = Progress(state=stage_state, iterations=read_iterations(job.config), **same)
     return JobView(**{name: getattr(job, name) for name in JobView.model_fields} | {"progress": progress})
 
 

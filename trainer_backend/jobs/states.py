@@ -58,7 +58,7 @@ def is_stop(exit_code: int) -> bool:
     return exit_code in (STOPPED, -signal.SIGTERM)
 
 
-def outcome_of(job: Job, ending: Ending, *, restarts: int, first_wait_s: float, now: datetime) -> Outcome:
+def decide_outcome(job: Job, ending: Ending, *, restarts: int, first_wait_s: float, now: datetime) -> Outcome:
     """Return the outcome for a job whose process ended; `restarts` and `first_wait_s` are the settings.
 
     `wanted` of the job's current row may have changed while the process was ending.

@@ -37,7 +37,7 @@ class Submission:
     """Content-Type of the body."""
 
 
-def digest_of(body: bytes) -> str:
+def hash_body(body: bytes) -> str:
     return hashlib.sha256(body).hexdigest()
 
 
@@ -113,13 +113,13 @@ class JobsForPages:
     async def check(self, text: str) -> Checked:
         bounds = self._service.settings.bounds
         try:
-            return await self._service.checks.ask(check, _bytes_of(text), bounds)
+            return await self._service.checks.ask(check, _encode(text), bounds)
         except TrainerError as error:
             return Checked(ok=False, findings=(Finding(severity="error", text=str(error), line=None),))
 
     async def submit(self, text: str, form: str) -> Job:
-        body = _bytes_of(text)
-        submission = Submission(body, digest_of(body), media_type="application/toml")
+        body = _encode(text)
+        submission = Submission(body, hash_body(body), media_type="application/toml")
         # The text is part of the key: going back and sending another text makes another job.
         key = f"form-{form}-{submission.digest[:16]}" if form else None
         job, _, _ = await submit(self._service, submission, key)
@@ -129,12 +129,12 @@ class JobsForPages:
         return await apply_verb(self._service, action, await find_job(self._service, job_id))
 
 
-def _bytes_of(text: str) -> bytes:
+def _encode(text: str) -> bytes:
     """Encode a form's text; half a surrogate pair becomes bytes that the decoder refuses later."""
     return text.encode("utf-8", "surrogatepass")
 
 
-def dashboard_of(service: Service) -> page.Dashboard:
+def build_dashboard(service: Service) -> page.Dashboard:
     """Build what the dashboard's pages need."""
     jobs = JobsForPages(service) if service.supervisor is not None else None
     settings = service.settings

@@ -28,7 +28,7 @@ from trainer_backend.jobs.processes import (
 )
 from trainer_backend.jobs.settings import SupervisorSettings
 from trainer_backend.jobs.slots import Line, Slot
-from trainer_backend.jobs.states import Ending, Outcome, outcome_of, without_process
+from trainer_backend.jobs.states import Ending, Outcome, decide_outcome, without_process
 from trainer_backend.jobs.watcher import News, Watcher
 from trainer_backend.rundir.lock import holder, refuse_if_locked
 from trainer_backend.rundir.state import DONE, FAILED, REFUSED, is_final
@@ -201,7 +201,7 @@ class Supervisor:
     async def _start(self, row: Job, slot: Slot) -> None:
         self.slots[row.id] = slot
         try:
-            run = await self._line.ask(self._data.run_of, row)
+            run = await self._line.ask(self._data.prepare_run, row)
             trainer = await self._line.ask(holder, run.path)
             if trainer is not None:
                 slot.lock_deadline_s = slot.lock_deadline_s or self._now() + self._settings.lock_wait_s
@@ -276,7 +276,7 @@ class Supervisor:
             if is_closing and job.wanted == "run" and ending.exit_code not in (DONE, REFUSED):
                 return None
             settings, now = self._settings, self._store.clock()
-            outcome = outcome_of(
+            outcome = decide_outcome(
                 job, ending, restarts=settings.restarts, first_wait_s=settings.first_wait_s, now=now
             )
             return outcome.changes

@@ -15,7 +15,15 @@ from trainer_backend.core.segments import build_segments
 from trainer_backend.errors import RunDirectoryError, SegmentError, TrainerError
 from trainer_backend.pages.episode_view import decision_lines, decision_view
 from trainer_backend.pages.figures import number, rollout_address, short_id, signed, spaced
-from trainer_backend.pages.page import HEADERS, Dashboard, UnknownTurn, dashboard_of, frame, page, page_router
+from trainer_backend.pages.page import (
+    HEADERS,
+    Dashboard,
+    UnknownTurn,
+    frame,
+    get_dashboard,
+    page,
+    page_router,
+)
 from trainer_backend.pages.stored import StoredRollout, read_stored, why_undrawn
 from trainer_backend.pages.token_view import find_decoder, segment_view, token_advantages
 from trainer_backend.store import jobs, reads_rollouts
@@ -118,7 +126,7 @@ router = page_router()
 @router.get("/runs/{job_id}/rollouts/{rollout_id:path}", response_class=HTMLResponse)
 def rollout(request: Request, job_id: str, rollout_id: str, turn: int = 1) -> Response:
     """Show an episode at one of its decisions."""
-    values = show_episode(dashboard_of(request), job_id, rollout_id, turn)
+    values = show_episode(get_dashboard(request), job_id, rollout_id, turn)
     return page("rollout", **values, **frame(request, "runs"))
 
 
@@ -126,7 +134,7 @@ def rollout(request: Request, job_id: str, rollout_id: str, turn: int = 1) -> Re
 async def frames(request: Request, job_id: str, rollout: str, turn: int) -> Response:
     """Show the pictures before and after a decision, or the reason why there are none."""
     try:
-        pngs = await _frames_of(request, job_id, rollout)
+        pngs = await _read_frames(request, job_id, rollout)
     except TrainerError as error:  # the rest of the page stands without them
         return page("frames", frame_png="", turn=turn, missing=str(error))
     if turn not in pngs or turn - 1 not in pngs:
@@ -137,7 +145,7 @@ async def frames(request: Request, job_id: str, rollout: str, turn: int) -> Resp
 @router.get("/runs/{job_id}/frame.png")
 async def frame_png(request: Request, job_id: str, rollout: str, turn: int) -> Response:
     """Send the picture after a decision; turn 0 is the start."""
-    pngs = await _frames_of(request, job_id, rollout)
+    pngs = await _read_frames(request, job_id, rollout)
     if turn not in pngs:
         raise UnknownTurn(f"rollout {rollout[:200]} has no decision {turn}")
     # An episode never changes. A shared cache does not check keys, so only the browser may cache it.
@@ -150,7 +158,7 @@ def _frame_address(job_id: str, rollout_id: str) -> str:
     return f"/runs/{job_id}/frame.png?" + urlencode({"rollout": rollout_id})
 
 
-async def _frames_of(request: Request, job_id: str, rollout_id: str) -> Mapping[int, bytes]:
-    dashboard = dashboard_of(request)
+async def _read_frames(request: Request, job_id: str, rollout_id: str) -> Mapping[int, bytes]:
+    dashboard = get_dashboard(request)
     _, _, run_dir, (rollout, _) = await run_in_threadpool(read_episode, dashboard.store, job_id, rollout_id)
     return await dashboard.frames.of(run_dir, rollout)

@@ -70,7 +70,7 @@ def _call(call: ToolCall) -> str:
     return f"{call.function.name} {call.function.arguments}"
 
 
-def prompt_of(episode: Trajectory, turn: int) -> list[dict[str, Any]]:
+def show_prompt(episode: Trajectory, turn: int) -> list[dict[str, Any]]:
     """Return every message of the prompt of a turn, in the order of the prompt.
 
     `state`: kept, as in the previous prompt; new, not in it; edited, changed since it was new. Of an edited
@@ -139,7 +139,7 @@ def decision_lines(episode: Trajectory, columns: Sequence[Columns]) -> list[dict
             "unlocked": [spaced(name) for name in step_deltas(step).unique],
             "payments": _payments(step), "invalid": step.step_info.invalid_reason is not None,
             "reward": row.get("reward"), "return_to_go": row.get("return_to_go"), "advantage": advantage,
-            "bar": None if advantage is None else bar_of(advantage, largest),
+            "bar": None if advantage is None else draw_bar(advantage, largest),
         })  # fmt: skip
     return lines
 
@@ -159,7 +159,7 @@ def decision_view(episode: Trajectory, columns: Sequence[Columns], turn: int) ->
         ],
         "measures": _measures(step),
         "unlocked": [spaced(name) for name in step_deltas(step).unique],
-        "prompt": prompt_of(episode, turn),
+        "prompt": show_prompt(episode, turn),
         "fresh": not talks,  # each decision has a fresh prompt, so no message is marked as new
         "calls": step.tool_calls,
         "answer": step.raw_policy_output or str(step.action_taken.get("content") or ""),
@@ -174,7 +174,7 @@ def decision_view(episode: Trajectory, columns: Sequence[Columns], turn: int) ->
     }
 
 
-def bar_of(advantage: float, largest: float) -> dict[str, Any]:
+def draw_bar(advantage: float, largest: float) -> dict[str, Any]:
     """Return a bar from the middle of a scale of BAR_WIDTH: to the right if positive, else to the left.
 
     `largest` is the largest abs(advantage), whose bar fills its half.

@@ -11,7 +11,7 @@ from pydantic_core import PydanticUndefined
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import table_model
 from trainer_backend.pages.figures import NONE, duration
-from trainer_backend.store.rows import ENDED, Job, tables_of
+from trainer_backend.store.rows import ENDED, Job, parse_tables
 
 ABSENT = "absent"
 # The operator sets where runs lie and gateways listen (jobs/posted.py).
@@ -63,7 +63,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 def to_begin_from(job: Job) -> str:
     """Return a TOML for another job like this one: its chosen keys, without those that the service sets."""
-    known = tables_of(job.config)
+    known = parse_tables(job.config)
     # [[rollout_only]] stays as it was written, and an optional table such as [warmup] even without a key.
     lists = {table: content for table, content in known.items() if isinstance(content, list)}
     fields = JobConfig.model_fields
@@ -85,7 +85,7 @@ def _values(config: str) -> dict[str, Any]:
     return {
         # Of several tables, such as [[rollout_only]], the name stands before the keys.
         f"{table}.{key}" if keys is content else f"{table}.{keys.get('name')}.{key}": value
-        for table, content in tables_of(config).items()
+        for table, content in parse_tables(config).items()
         if table in JobConfig.model_fields
         for keys in (content if isinstance(content, list) else [content])
         if isinstance(keys, dict)
@@ -114,6 +114,6 @@ def time_taken(job: Job) -> str:
     return duration(max(job.ended - job.started, timedelta()).total_seconds())
 
 
-def folder_of(job: Job) -> str:
+def name_folder(job: Job) -> str:
     """The name of the run directory, or the job's id before there is one."""
     return (job.run_dir or job.id).rstrip("/").rpartition("/")[2]

@@ -16,8 +16,8 @@ from trainer_backend.pages.page import (
     Dashboard,
     Jobs,
     ReadOnly,
-    dashboard_of,
     frame,
+    get_dashboard,
     page,
     page_router,
     takes_part,
@@ -36,7 +36,7 @@ FormId = Annotated[str, Form(max_length=32, pattern="^[0-9a-f]*$")]
 @router.get("/new", response_class=HTMLResponse)
 def new(request: Request, like: str = "") -> Response:
     """Show the form of a new job, filled with an example or another job."""
-    dashboard = dashboard_of(request)
+    dashboard = get_dashboard(request)
     _desk(dashboard)
     examples = dict(dashboard.examples)
     if not like or like in examples:
@@ -49,14 +49,14 @@ def new(request: Request, like: str = "") -> Response:
 @router.post("/new/check", response_class=HTMLResponse)
 async def check(request: Request, toml: Toml = "") -> Response:
     """Show the errors in the text so far."""
-    findings = await _desk(dashboard_of(request)).check(_lines(toml))
+    findings = await _desk(get_dashboard(request)).check(_lines(toml))
     return page("findings", findings=findings)
 
 
 @router.post("/new", response_class=HTMLResponse)
 async def submit(request: Request, toml: Toml = "", form: FormId = "") -> Response:
     """Begin the job and show it, or show the form again with the error."""
-    dashboard = dashboard_of(request)
+    dashboard = get_dashboard(request)
     try:
         job = await _desk(dashboard).submit(_lines(toml), form)
     except TrainerError as error:
@@ -70,7 +70,7 @@ async def submit(request: Request, toml: Toml = "", form: FormId = "") -> Respon
 @router.post("/runs/{job_id}/{action}", response_class=HTMLResponse)
 async def control(request: Request, job_id: str, action: Action) -> Response:
     """Pause, resume or cancel a job, and show its new head."""
-    await _desk(dashboard_of(request)).control(job_id, action)
+    await _desk(get_dashboard(request)).control(job_id, action)
     if not takes_part(request):
         return RedirectResponse(f"/runs/{job_id}", status_code=303)
     return page("head", **await asyncio.to_thread(run_frame, request, job_id, ""))
@@ -91,7 +91,7 @@ def _show_form(
     findings: Checked | None = None,
     status: int = 200,
 ) -> Response:
-    starts = [*start, *((name, name) for name, _ in dashboard_of(request).examples)]
+    starts = [*start, *((name, name) for name, _ in get_dashboard(request).examples)]
     return page(
         "new", status=status, toml=toml, starts=starts, like=like, form_id=secrets.token_hex(8),
         findings=findings, **frame(request, "new"),

@@ -57,7 +57,7 @@ class Dashboard:
     frames: Frames = field(default_factory=Frames)
 
 
-def dashboard_of(request: Request) -> Dashboard:
+def get_dashboard(request: Request) -> Dashboard:
     dashboard = request.app.state.dashboard
     assert isinstance(dashboard, Dashboard)
     return dashboard
@@ -198,7 +198,7 @@ def problem_page(request: Request, error: TrainerError) -> Response:
 
 def frame(request: Request, here: str) -> dict[str, Any]:
     """The values that the frame of every page needs; `here` is the part of the site."""
-    return {"here": here, "can_submit": dashboard_of(request).jobs is not None}
+    return {"here": here, "can_submit": get_dashboard(request).jobs is not None}
 
 
 def page_router() -> APIRouter:

@@ -2,7 +2,7 @@
 
 A metric gets a chart by a row of `PANELS`. A `*` in the name of a metric stands for any text, such as every
 stop reason. A run shows the panels that it has metrics for, and one generated panel for each metric that no
-panel names (`rest_of`).
+panel names (`make_other_panels`).
 """
 
 from collections.abc import Iterable, Iterator
@@ -205,7 +205,7 @@ def merge_outcome(panels: Iterable[Panel], outcome: str) -> list[Panel]:
     ]
 
 
-def rest_of(metrics: Iterable[tuple[str, str]]) -> list[Panel]:
+def make_other_panels(metrics: Iterable[tuple[str, str]]) -> list[Panel]:
     """Make a panel for every metric of an iteration that no panel of `PANELS` draws.
 
     Times of day have none: pages/timeline.py draws them.

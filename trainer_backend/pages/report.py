@@ -24,7 +24,7 @@ from trainer_backend.pages.page import saved_page
 from trainer_backend.pages.panels import Panel
 from trainer_backend.pages.run import View
 from trainer_backend.pages.run_data import chart_data, group_by_section, panels_for, points_for, run_data
-from trainer_backend.pages.run_view import head_of
+from trainer_backend.pages.run_view import make_head
 from trainer_backend.pages.series import Chart, add_up_axes, make_chart, make_curve
 from trainer_backend.pages.stored import FrameSource, played_frames, why_undrawn
 from trainer_backend.pages.story import EVALUATE_S, Row, Story, read_story
@@ -102,7 +102,7 @@ def write_report(directory: RunDirectory, *, frames: FrameSource = played_frames
         drawn,
         **data,
         lines=(),
-        head=head_of(
+        head=make_head(
             job, read_state(directory.path), rate_s=None, place="", now=job.created, can_control=False
         ),
         figures=[*figure_lines(story), *([("not held out", leaks)] if leaks else [])],
@@ -225,7 +225,7 @@ def figure_lines(story: Story) -> list[Line]:
 
 def stage_totals(story: Story) -> list[tuple[str, float]]:
     """Return the seconds of each stage over the whole run, without stages of 0 s."""
-    warmups = [row for kind in ("teacher", "warmup") for row in story.rows_of(kind)[:1]]
+    warmups = [row for kind in ("teacher", "warmup") for row in story.select_rows(kind)[:1]]
     totals = [
         ("warm-up: collect", sum(row.get("time/collect_s", 0.0) for row in warmups)),
         ("warm-up: learn", sum(row.get("time/warmup_s", 0.0) for row in warmups)),
@@ -266,12 +266,12 @@ def _training(story: Story) -> list[Line]:
     rows = [row for row in story.iterations if _SHARE in row]
     fixed = [table.name for table in story.job.fixed_policies] if rows else []
     return lines + [
-        (f"training episodes by {policy!r}", _episodes_of(rows, policy, story.outcome))
+        (f"training episodes by {policy!r}", _count_episodes(rows, policy, story.outcome))
         for policy in ([ACTOR, *fixed] if fixed else [])
     ]
 
 
-def _episodes_of(rows: Sequence[Row], policy: str, outcome: str) -> str:
+def _count_episodes(rows: Sequence[Row], policy: str, outcome: str) -> str:
     """The episodes of a policy in these iterations: number, mean outcome, and weight if it is fixed."""
     past = read_past(rows, [policy])
     mean = mean_over(past, [policy], of=OUTCOME)
@@ -285,7 +285,7 @@ def _episodes_of(rows: Sequence[Row], policy: str, outcome: str) -> str:
 
 
 def _warmup(story: Story) -> list[Line]:
-    if not (rows := story.rows_of("teacher")):
+    if not (rows := story.select_rows("teacher")):
         return []
     row = rows[0]
     outcome = outcome_interval(row)

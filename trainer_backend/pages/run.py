@@ -13,12 +13,12 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from trainer_backend.collect.losses import FAILED
 from trainer_backend.pages.address import describe_order, link_list, read_filter, read_order
-from trainer_backend.pages.facts import chosen_keys, folder_of
+from trainer_backend.pages.facts import chosen_keys, name_folder
 from trainer_backend.pages.page import (
     HEADERS,
     BadAddress,
-    dashboard_of,
     frame,
+    get_dashboard,
     list_page,
     page,
     page_router,
@@ -34,7 +34,7 @@ from trainer_backend.pages.run_data import (
     points_for,
     run_data,
 )
-from trainer_backend.pages.run_view import RATES, head_of, list_losses, seconds_an_iteration
+from trainer_backend.pages.run_view import RATES, list_losses, make_head, seconds_an_iteration
 from trainer_backend.pages.series import AXIS_METRICS, EVERY_POINT, add_up_axes, table
 from trainer_backend.pages.timeline import SHOWN
 from trainer_backend.rundir.state import LOG_FILE, LogLine, read_log, read_state
@@ -80,7 +80,7 @@ Chosen = Annotated[View, Depends()]
 
 def run_frame(request: Request, job_id: str, tab: str) -> dict[str, Any]:
     """The values that the head of every page of a run needs."""
-    dashboard = dashboard_of(request)
+    dashboard = get_dashboard(request)
     store = dashboard.store
     job = jobs.get(store, job_id)
     # Read the place first: rows that arrive during the other reads are then still sent as news.
@@ -88,7 +88,7 @@ def run_frame(request: Request, job_id: str, tab: str) -> dict[str, Any]:
     (job,) = reads.refresh(store, [job])
     times = reads.series(store, [job_id], _STAGES)[job_id] if job.state == "running" else {}
     state = read_state(Path(job.run_dir)) if job.run_dir else None
-    head = head_of(
+    head = make_head(
         job, state, rate_s=seconds_an_iteration(times), place=place, now=dashboard.clock(),
         can_control=dashboard.jobs is not None,
     )  # fmt: skip
@@ -98,7 +98,7 @@ def run_frame(request: Request, job_id: str, tab: str) -> dict[str, Any]:
 @router.get("/runs/{job_id}", response_class=HTMLResponse)
 def run(request: Request, job_id: str, view: Chosen) -> Response:
     """Show the charts of a run, or of several runs laid over one another."""
-    store = dashboard_of(request).store
+    store = get_dashboard(request).store
     alone = {job_id, *view.others} == {job_id}
     runs = [_whole_run(store, jobs.get(store, job_id))] if alone else _runs(store, job_id, view.others)
     ids = [one.job.id for one in runs]
@@ -110,7 +110,7 @@ def run(request: Request, job_id: str, view: Chosen) -> Response:
             one["without"] = f"/runs/{first}?{view.query(rest)}"
         live = any(one.job.state not in ENDED for one in runs)
         return page("compare", live=live, **data, **frame(request, "runs"))
-    lines = () if data["sections"] else _log_of(runs[0].job, _FIRST_LINES)[0]
+    lines = () if data["sections"] else _read_log(runs[0].job, _FIRST_LINES)[0]
     return page("run", lines=lines, **data, **run_frame(request, job_id, ""))
 
 
@@ -123,7 +123,7 @@ def head(request: Request, job_id: str) -> Response:
 @router.get("/runs/{job_id}/charts")
 def charts(request: Request, job_id: str, view: Chosen, rest: bool = False) -> JSONResponse:
     """Send the values of every chart, as static/charts.js reads them."""
-    store = dashboard_of(request).store
+    store = get_dashboard(request).store
     runs = _runs(store, job_id, view.others)
     return JSONResponse(_values(store, runs, _panels(store, runs)[int(rest)]), headers=dict(HEADERS))
 
@@ -131,7 +131,7 @@ def charts(request: Request, job_id: str, view: Chosen, rest: bool = False) -> J
 @router.get("/runs/{job_id}/values", response_class=HTMLResponse)
 def values(request: Request, job_id: str, panel: str, view: Chosen) -> Response:
     """Show one chart as a table, of one run with its place on the chosen axis."""
-    store = dashboard_of(request).store
+    store = get_dashboard(request).store
     runs = _runs(store, job_id, view.others)
     panels = [item for part in _panels(store, runs) for item in part if item.key == panel]
     drawn = _values(store, runs, panels, AXIS_METRICS if view.x else ())
@@ -144,7 +144,7 @@ def values(request: Request, job_id: str, panel: str, view: Chosen) -> Response:
 @router.get("/runs/{job_id}/rest", response_class=HTMLResponse)
 def rest(request: Request, job_id: str, view: Chosen) -> Response:
     """Show charts of the metrics that no panel names."""
-    store = dashboard_of(request).store
+    store = get_dashboard(request).store
     runs = _runs(store, job_id, view.others)
     return page("rest", panels=_panels(store, runs)[1], query=view.query(view.others), job_id=job_id)
 
@@ -152,21 +152,21 @@ def rest(request: Request, job_id: str, view: Chosen) -> Response:
 @router.get("/runs/{job_id}/config", response_class=HTMLResponse)
 def config(request: Request, job_id: str) -> Response:
     """Show the job, and its keys that are not at their defaults."""
-    job = jobs.get(dashboard_of(request).store, job_id)
+    job = jobs.get(get_dashboard(request).store, job_id)
     return page("config", toml=job.config, differs=chosen_keys(job), **run_frame(request, job_id, "config"))
 
 
 @router.get("/runs/{job_id}/log", response_class=HTMLResponse)
 def log(request: Request, job_id: str) -> Response:
     """Show the last lines of the run's log."""
-    lines, skipped = _log_of(jobs.get(dashboard_of(request).store, job_id), _LOG_LINES)
+    lines, skipped = _read_log(jobs.get(get_dashboard(request).store, job_id), _LOG_LINES)
     return page("log", lines=lines, skipped=skipped, **run_frame(request, job_id, "log"))
 
 
 @router.get("/runs/{job_id}/rollouts", response_class=HTMLResponse)
 def rollouts(request: Request, job_id: str) -> Response:
     """Show the list of rollouts, as the address filters and sorts it."""
-    store = dashboard_of(request).store
+    store = get_dashboard(request).store
     values = list_rollouts(store, job_id, request.query_params)
     # A list that is filtered or followed needs no values to filter by.
     facets = None if takes_part(request) else reads_rollouts.facets(store, job_id)
@@ -195,7 +195,7 @@ def list_rollouts(store: Store, job_id: str, params: QueryParams) -> dict[str, A
     }  # fmt: skip
 
 
-def _log_of(job: Job, last: int) -> tuple[list[LogLine], int]:
+def _read_log(job: Job, last: int) -> tuple[list[LogLine], int]:
     return read_log(Path(job.run_dir), last=last) if job.run_dir else ([], 0)
 
 
@@ -208,7 +208,7 @@ def _runs(store: Store, job_id: str, others: Sequence[str]) -> list[Run]:
     last = reads.last_lines(store, ids, KINDS)
     return [
         Run(job, name, [line.whole for line in last[job.id].values()])
-        for job, name in zip(rows, names_of(rows), strict=True)
+        for job, name in zip(rows, name_runs(rows), strict=True)
     ]
 
 
@@ -262,10 +262,10 @@ def _by_iteration(series: Mapping[str, Curve]) -> dict[int, dict[str, float]]:
     return rows
 
 
-def names_of(runs: Sequence[Job]) -> list[str]:
+def name_runs(runs: Sequence[Job]) -> list[str]:
     """Name each run by its job, or by its folder if another run has the same job name."""
     names = [job.name for job in runs]
-    return [job.name if names.count(job.name) == 1 else folder_of(job) for job in runs]
+    return [job.name if names.count(job.name) == 1 else name_folder(job) for job in runs]
 
 
 def _place(store: Store, job: Job) -> str:

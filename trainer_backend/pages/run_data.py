@@ -20,14 +20,14 @@ from trainer_backend.pages.panels import (
     Kind,
     Panel,
     Section,
+    make_other_panels,
     merge_outcome,
-    rest_of,
     restrict,
     split_by_line,
 )
 from trainer_backend.pages.run_view import FIGURES, evaluation_table, key_figures, list_losses, success_rates
-from trainer_backend.pages.series import Axes, Curves, chart_of, place_on_axes
-from trainer_backend.pages.timeline import SHOWN, timeline_of
+from trainer_backend.pages.series import Axes, Curves, draw_chart, place_on_axes
+from trainer_backend.pages.timeline import SHOWN, draw_timeline
 from trainer_backend.store.rows import CheckpointRow, Curve, Job
 
 KINDS = get_args(Kind)
@@ -59,7 +59,7 @@ def panels_for(runs: Sequence[Run], metrics: Iterable[tuple[str, str]]) -> tuple
     """Return the panels for the (kind, metric) pairs of any run, and generated ones for those of no panel."""
     pairs = sorted(pair for pair in metrics if pair[0] in KINDS)
     panels = merge_outcome(restrict(PANELS, pairs), name_outcome(runs))
-    return panels if len(runs) == 1 else split_by_line(panels), rest_of(pairs)
+    return panels if len(runs) == 1 else split_by_line(panels), make_other_panels(pairs)
 
 
 def name_outcome(runs: Sequence[Run]) -> str:
@@ -103,7 +103,7 @@ def run_data(
         "key": key_figures(iterations, evaluations, outcome_name(last)),
         "rates": success_rates(evaluations, run.rates),
         "evaluations": evaluation_table(evaluations, run.best),
-        "timeline": timeline_of(iterations[-SHOWN:], evaluations),
+        "timeline": draw_timeline(iterations[-SHOWN:], evaluations),
         "losses": list_losses(lossy[-MOST_LOSSES:]),
         "checkpoints": run.checkpoints,
     }
@@ -126,7 +126,7 @@ def chart_data(
     `curves`, thinned to `points_for` points, and `axes` are those of each run.
     """
     named = [(run.name, its) for run, its in zip(runs, curves, strict=True)]
-    charts = [chart for chart in (chart_of(panel, named) for panel in panels) if chart is not None]
+    charts = [chart for chart in (draw_chart(panel, named) for panel in panels) if chart is not None]
     return {
         "charts": charts,
         "runs": [*map(name_run, runs)],

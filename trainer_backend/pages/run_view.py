@@ -11,9 +11,9 @@ from trainer_backend.core.intervals import wilson_interval
 from trainer_backend.pages.facts import time_taken
 from trainer_backend.pages.figures import NONE, ago, interval, number, roughly, spaced
 from trainer_backend.pages.panels import Form
-from trainer_backend.pages.series import spark_of
+from trainer_backend.pages.series import draw_spark
 from trainer_backend.rundir.state import ProcessRole, RunState
-from trainer_backend.store.rows import ACTIVE, Curve, Job, iterations_of, tables_of
+from trainer_backend.store.rows import ACTIVE, Curve, Job, parse_tables, read_iterations
 
 Row = Mapping[str, Any]
 Figure = tuple[str, str, str]
@@ -26,7 +26,7 @@ _ACTIONS = {
 }
 
 
-def head_of(
+def make_head(
     job: Job, state: RunState | None, *, rate_s: float | None, place: str, now: datetime, can_control: bool
 ) -> dict[str, Any]:
     """Make the head of a job's pages from its row and, if there is one, the state in its run directory.
@@ -36,7 +36,7 @@ def head_of(
     are allowed now, `processes` those of a live run by role, and `notes` what its last start does, or did,
     more slowly than it could.
     """
-    total, live = iterations_of(job.config) or 0, job.state in ACTIVE or job.state == "queued"
+    total, live = read_iterations(job.config) or 0, job.state in ACTIVE or job.state == "queued"
     done = max(job.iteration, state.iteration if state is not None and live else 0)
     return {
         "id": job.id, "name": job.name, "state": job.state, "live": live, "place": place, "done": done,
@@ -68,7 +68,7 @@ def _progress(job: Job, state: RunState | None, done: int, total: int, rate_s: f
 
 def _facts(job: Job, state: RunState | None, now: datetime) -> list[tuple[str, str]]:
     losses = sum_losses(job.numbers.get("sums", {}))
-    tables = tables_of(job.config)
+    tables = parse_tables(job.config)
     model, rollout = tables.get("model", {}), tables.get("rollout", {})
     path = str(model.get("path") or model.get("preset") or model.get("name") or "")
     parts = path.split("/")
@@ -112,7 +112,7 @@ def key_figures(iterations: Sequence[Row], evaluations: Sequence[Row], outcome: 
             continue  # an evaluation that lost all its episodes says so in its figure
         if metric == _EVENT and "episode/unique_achievements" not in last:
             continue
-        bounds = bounds_of(last, metric) if held_out else ""
+        bounds = show_bounds(last, metric) if held_out else ""
         lost = count_worlds(last) if metric == _OUTCOME and losses_in(last).lost else ""
         texts = (f"95 % {bounds}" if bounds else "", lost, note or _before(rows, metric, form))
         value = f"{number(last.get(metric), form)}{unit}"
@@ -128,7 +128,7 @@ def _before(rows: Sequence[Row], metric: str, form: Form) -> str:
     return f"{number(first[metric], form)} at iteration {first['iteration']}"
 
 
-def bounds_of(row: Row, metric: str = _OUTCOME) -> str:
+def show_bounds(row: Row, metric: str = _OUTCOME) -> str:
     """The 95 % interval of a held-out figure; empty if the row has none."""
     low, high = row.get(f"{metric}_low"), row.get(f"{metric}_high")
     return "" if low is None or high is None else f"{number(low)} to {number(high)}"
@@ -210,5 +210,5 @@ def _rate(name: str, before: float | None, rate: float, episodes: int, curve: Cu
         "last": round(100 * rate, 1),
         "low": round(100 * low, 1),
         "high": round(100 * high, 1),
-        "spark": spark_of(curve.values if curve else (), "success rate", "percent", between=(0.0, 1.0)),
+        "spark": draw_spark(curve.values if curve else (), "success rate", "percent", between=(0.0, 1.0)),
     }

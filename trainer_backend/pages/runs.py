@@ -10,25 +10,25 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from trainer_backend.collect.losses import sum_losses
 from trainer_backend.pages.address import change_query, describe_order, link_list, read_order
-from trainer_backend.pages.facts import differing_keys, folder_of, time_taken
+from trainer_backend.pages.facts import differing_keys, name_folder, time_taken
 from trainer_backend.pages.figures import clip, number
 from trainer_backend.pages.page import (
     BadAddress,
-    dashboard_of,
     frame,
+    get_dashboard,
     list_page,
     page,
     page_router,
     takes_part,
 )
-from trainer_backend.pages.run import MOST_RUNS, names_of
-from trainer_backend.pages.run_view import bounds_of
-from trainer_backend.pages.series import spark_of
+from trainer_backend.pages.run import MOST_RUNS, name_runs
+from trainer_backend.pages.run_view import show_bounds
+from trainer_backend.pages.series import draw_spark
 from trainer_backend.store import jobs, reads
 from trainer_backend.store.database import Store, UnknownJob
-from trainer_backend.store.metrics import numbers_of
+from trainer_backend.store.metrics import list_numbers
 from trainer_backend.store.reads import RunFilter, RunSort
-from trainer_backend.store.rows import ACTIVE, ENDED, Job, JobState, iterations_of, tables_of
+from trainer_backend.store.rows import ACTIVE, ENDED, Job, JobState, parse_tables, read_iterations
 
 router = page_router()
 
@@ -45,7 +45,7 @@ Chosen = Query(default=[])
 @router.get("/", response_class=HTMLResponse)
 def runs(request: Request) -> Response:
     """Show the list of runs, as the address filters and sorts it."""
-    dashboard = dashboard_of(request)
+    dashboard = get_dashboard(request)
     values = list_runs(dashboard.store, request.query_params)
     facets = None if takes_part(request) else count_values(dashboard.store, values["where"])
     return list_page("runs", now=dashboard.clock(), facets=facets, **values, **frame(request, "runs"))
@@ -116,15 +116,15 @@ def _describe(job: Job) -> dict[str, Any]:
     _, outcomes = job.numbers.get("spark") or ((), ())
     return {
         "id": job.id, "name": job.name, "state": job.state, "live": job.state in ACTIVE,
-        "where": f"{folder_of(job)}{'' if job.origin == 'api' else ' · turnwise train'}",
+        "where": f"{name_folder(job)}{'' if job.origin == 'api' else ' · turnwise train'}",
         "tags": [f"{name}={value}" for name, value in job.tags.items()],
         "environment": job.environment, "model": job.model,
-        "advantage": str(tables_of(job.config).get("algorithm", {}).get("advantage", "")),
+        "advantage": str(parse_tables(job.config).get("algorithm", {}).get("advantage", "")),
         "detail": clip(job.detail or "", _TEXT),
-        "done": job.iteration, "total": iterations_of(job.config) or 0,
+        "done": job.iteration, "total": read_iterations(job.config) or 0,
         "outcome": number(job.outcome),
-        "spark": spark_of(outcomes, "training outcome"),
-        "held_out": number(job.evaluation), "bounds": bounds_of(held_out),
+        "spark": draw_spark(outcomes, "training outcome"),
+        "held_out": number(job.evaluation), "bounds": show_bounds(held_out),
         "started": job.started, "took": time_taken(job), "finished": job.finished,
         "lost": losses.count if losses.lost else "",
     }  # fmt: skip
@@ -144,7 +144,7 @@ def compare(run: list[str] = Chosen) -> Response:
 @router.get("/compare/numbers", response_class=HTMLResponse)
 def numbers(request: Request, run: list[str] = Chosen) -> Response:
     """Show the numbers of the chosen runs side by side."""
-    dashboard = dashboard_of(request)
+    dashboard = get_dashboard(request)
     values = compare_numbers(dashboard.store, run)
     return page("numbers", now=dashboard.clock(), **values, **frame(request, "runs"))
 
@@ -159,7 +159,7 @@ def compare_numbers(store: Store, job_ids: Sequence[str]) -> dict[str, Any]:
     tables = []
     for kind, title in _KINDS.items():
         last = [lines[job_id].get(kind) for job_id in ids]
-        found = [dict(numbers_of(line.row)) if line is not None else {} for line in last]
+        found = [dict(list_numbers(line.row)) if line is not None else {} for line in last]
         names = sorted({name for row in found for name in row if not name.startswith(_TIMES)})
         places = ["" if line is None else f"iteration {line.iteration}" for line in last]
         if names:
@@ -167,7 +167,7 @@ def compare_numbers(store: Store, job_ids: Sequence[str]) -> dict[str, Any]:
                 "title": title, "places": places,
                 "rows": [(name, [number(row.get(name)) for row in found]) for name in names],
             })  # fmt: skip
-    columns = zip(names_of(rows), map(_describe, reads.refresh(store, rows)), strict=True)
+    columns = zip(name_runs(rows), map(_describe, reads.refresh(store, rows)), strict=True)
     return {
         "runs": [
             one | {"name": name, "without": _query([other for other in ids if other != one["id"]])}

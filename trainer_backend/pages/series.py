@@ -25,7 +25,7 @@ Values = Sequence[float | None]
 EVERY_POINT = 10**9  # as a number of points: no curve is thinned
 
 
-def chart_of(panel: Panel, runs: Sequence[tuple[str, Curves]]) -> Chart | None:
+def draw_chart(panel: Panel, runs: Sequence[tuple[str, Curves]]) -> Chart | None:
     """Draw a panel for runs given as (name, curves); None if no run has a value of it."""
     lines = [
         (number, name, place, line, curves)
@@ -174,7 +174,7 @@ def _cell(curve: Mapping[str, Any], index: int, form: Form) -> str:
 WIDTH, HEIGHT = 100.0, 24.0
 
 
-def spark_of(
+def draw_spark(
     values: Sequence[float], what: str, form: Form = "number", *, between: tuple[float, float] | None = None
 ) -> Spark:
     """Draw two values or more, named `what`, as a small curve, in SVG and in words; else both are empty.

@@ -49,7 +49,7 @@ class Story:
 
     @property
     def iterations(self) -> list[Row]:
-        return self.rows_of("iteration")
+        return self.select_rows("iteration")
 
     @property
     def by_actor(self) -> list[Row]:
@@ -58,7 +58,7 @@ class Story:
 
     @property
     def evaluations(self) -> list[Row]:
-        return self.rows_of("evaluation")
+        return self.select_rows("evaluation")
 
     @property
     def best_evaluation(self) -> Row | None:
@@ -131,7 +131,7 @@ class Story:
         checkpoints = checkpoint_rows(self.directory.checkpoints)
         return Run(self.job_row(), self.name, self.rows, rates, best, checkpoints)
 
-    def rows_of(self, kind: str) -> list[Row]:
+    def select_rows(self, kind: str) -> list[Row]:
         return [row for row in self.rows if row.get("kind") == kind]
 
 

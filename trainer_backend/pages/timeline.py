@@ -35,7 +35,7 @@ class _Span:
     end: float
 
 
-def timeline_of(iterations: Sequence[Row], evaluations: Iterable[Row]) -> dict[str, Any]:
+def draw_timeline(iterations: Sequence[Row], evaluations: Iterable[Row]) -> dict[str, Any]:
     """Draw the last `SHOWN` iterations of the newest start of a run.
 
     Those of earlier starts are left out: between two starts may lie days. Rows are given the oldest first;

@@ -15,7 +15,7 @@ STATE_FILE = "state.json"
 STARTED_FROM = "iteration_0"
 BEST, _MARK = "best", "best.json"
 # The files that only a resume reads. They have a folder of their own, since servers load every safetensors
-# file beside config.json as weights of the model.
+# file next to config.json as weights of the model.
 TRAINING_FOLDER = "training_state"
 VALUE_HEAD_FILE = "value_head.safetensors"
 CRITIC_FILE = "critic.safetensors"
@@ -115,10 +115,10 @@ def prune_checkpoints(checkpoints: Path, keep: int, *, stays: Callable[[int], bo
     A checkpoint counts for `keep` where `stays` says so of its iteration; others exist only for a resume.
     """
     folders = _folders(checkpoints)
-    rest = [folder for folder in folders if stays(iteration_of(folder))][-keep:]
+    rest = [folder for folder in folders if stays(read_iteration(folder))][-keep:]
     rest += [folder for folder in (best_checkpoint(checkpoints), latest_checkpoint(checkpoints)) if folder]
     for folder in folders:
-        if folder not in rest and iteration_of(folder) > 0:
+        if folder not in rest and read_iteration(folder) > 0:
             with write_errors(folder):
                 # A kill during the deletion must not leave half a checkpoint under a valid name.
                 os.replace(folder, folder.with_name(f".{folder.name}.gone"))
@@ -129,14 +129,14 @@ def prune_checkpoints(checkpoints: Path, keep: int, *, stays: Callable[[int], bo
 
 def whole_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
     """List the finished checkpoints with their iterations, oldest first."""
-    return [(iteration_of(folder), folder) for folder in _folders(checkpoints) if is_whole(folder)]
+    return [(read_iteration(folder), folder) for folder in _folders(checkpoints) if is_whole(folder)]
 
 
 def _folders(checkpoints: Path) -> list[Path]:
     """List the folders, oldest first. A user's copy (iteration_5_backup) is never counted or deleted."""
     ours = [path for path in checkpoints.glob("iteration_*") if path.name[10:].isdecimal()]
-    return sorted(ours, key=iteration_of)
+    return sorted(ours, key=read_iteration)
 
 
-def iteration_of(folder: Path) -> int:
+def read_iteration(folder: Path) -> int:
     return int(folder.name.rpartition("_")[2])

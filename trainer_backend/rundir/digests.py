@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trainer_backend.errors import CheckpointError
-from trainer_backend.rundir.checkpoint_paths import TRAINING_FOLDER, iteration_of, whole_checkpoints
+from trainer_backend.rundir.checkpoint_paths import TRAINING_FOLDER, read_iteration, whole_checkpoints
 from trainer_backend.rundir.files import flush
 
 FILE = "digests.json"
@@ -74,12 +74,12 @@ def digests_of(folder: Path) -> Iterator[Digests]:
 
 def refuse_damaged(checkpoint: Path) -> None:
     """Refuse a damaged checkpoint; the error names the newest older one that is whole, and how to use it."""
-    damage = damage_of(checkpoint)
+    damage = find_damage(checkpoint)
     if damage is None:
         return
     hint, run = "No older one is whole: put a copy of it back, or begin a new run.", checkpoint.parent.parent
     for iteration, folder in reversed(whole_checkpoints(checkpoint.parent)):
-        if iteration < iteration_of(checkpoint) and damage_of(folder) is None:
+        if iteration < read_iteration(checkpoint) and find_damage(folder) is None:
             hint = (
                 f"{folder.name} is whole. To go on from there: `mv {checkpoint} {checkpoint}_damaged`, then "
                 f"`turnwise train --resume {run}`, which does again what came after iteration {iteration}."
@@ -88,7 +88,7 @@ def refuse_damaged(checkpoint: Path) -> None:
     raise CheckpointError(f"the checkpoint is damaged: {damage}", where=str(checkpoint), hint=hint)
 
 
-def damage_of(checkpoint: Path) -> str | None:
+def find_damage(checkpoint: Path) -> str | None:
     """Describe the first file that differs from what was written, or return None."""
     try:
         stored = json.loads((checkpoint / FILE).read_bytes())

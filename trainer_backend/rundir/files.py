@@ -45,7 +45,7 @@ def append_text(path: Path, line: str, *, durable: bool) -> None:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read the objects of all whole lines. Lines that are not JSON objects are skipped."""
-    return [row for line in read_texts(path) if (row := object_of(line)) is not None]
+    return [row for line in read_texts(path) if (row := parse_object(line)) is not None]
 
 
 def each_line(path: Path) -> Iterator[dict[str, Any]]:
@@ -53,7 +53,7 @@ def each_line(path: Path) -> Iterator[dict[str, Any]]:
     if path.exists():
         with path.open("rb") as file:
             for line in file:
-                if line.endswith(b"\n") and (row := object_of(line)) is not None:
+                if line.endswith(b"\n") and (row := parse_object(line)) is not None:
                     yield row
 
 
@@ -71,7 +71,7 @@ def replace_lines(path: Path, rows: Iterable[Mapping[str, Any]], *, durable: boo
     replace_text(path, "".join(lines), durable=durable)
 
 
-def object_of(line: bytes) -> dict[str, Any] | None:
+def parse_object(line: bytes) -> dict[str, Any] | None:
     """Parse a line as a JSON object; return None if it is not one."""
     try:
         row = json.loads(line)

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.rundir import lock, state
-from trainer_backend.rundir.checkpoint_paths import iteration_of, latest_checkpoint
+from trainer_backend.rundir.checkpoint_paths import latest_checkpoint, read_iteration
 from trainer_backend.rundir.files import (
     append_line,
     flush,
@@ -20,7 +20,7 @@ from trainer_backend.rundir.files import (
     replace_text,
     write_errors,
 )
-from trainer_backend.rundir.spool import SPOOL_ENDING, cut_ledger, stage_of, tidy_spools
+from trainer_backend.rundir.spool import SPOOL_ENDING, cut_ledger, read_stage, tidy_spools
 from trainer_backend.rundir.state import LOG_FILE
 
 # A job's schema takes a third of the start of a command that only reads what a run has stored; the methods
@@ -102,7 +102,7 @@ class RunDirectory:
     def remove_spools(self, iteration: int) -> None:
         """Delete the spools of what the weights of an iteration have learned from, before RL too."""
         for path in self.rollouts.glob(f"*{SPOOL_ENDING}"):
-            stage, number = stage_of(path)
+            stage, number = read_stage(path)
             if not stage or (stage == "iteration" and 0 <= number <= iteration):
                 with write_errors(path):
                     path.unlink(missing_ok=True)
@@ -169,7 +169,7 @@ class RunDirectory:
         if status.holder is not None or status.state is None or status.state.state != "ended" or not newest:
             return False
         evaluations = {row["iteration"] for row in self.metrics() if row["kind"] == "evaluation"}
-        return iteration_of(newest) >= iterations and iteration_of(newest) in evaluations
+        return read_iteration(newest) >= iterations and read_iteration(newest) in evaluations
 
     def missing_rows(self, iteration: int) -> str | None:
         """Describe missing rows up to an iteration; each row was written before its checkpoint."""

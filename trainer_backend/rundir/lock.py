@@ -78,7 +78,7 @@ def holder(folder: Path) -> Holder | None:
     except BlockingIOError:
         return _read_holder(path)
     except OSError:
-        return None  # a file system without locks, where nobody can hold one
+        return None  # a file system without locks has no holder
     finally:
         os.close(descriptor)
     return None

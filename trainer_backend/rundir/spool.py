@@ -24,7 +24,7 @@ from trainer_backend.rundir.files import (
     append_text,
     each_line,
     flush,
-    object_of,
+    parse_object,
     read_texts,
     replace_lines,
     replace_text,
@@ -108,7 +108,7 @@ class Spool:
         The task app has logged them under the ids of that start, which differ only in the run's id.
         """
         pairs = ((request, self._rollouts.get(plan_id(request.rollout_id))) for request in requests)
-        return {request.rollout_id: _with_ids_of(old, request) for request, old in pairs if old is not None}
+        return {request.rollout_id: _replace_ids(old, request) for request, old in pairs if old is not None}
 
     def keep(self, rollout: Rollout) -> None:
         """Append a finished rollout. It survives a kill; after a power cut it may be requested again."""
@@ -121,7 +121,7 @@ class Spool:
         elif not self._is_begun:
             replace_lines(self.path, [self._header], durable=False)
         self._is_begun = True
-        append_text(self.path, _line_of(rollout), durable=False)
+        append_text(self.path, _dump_rollout(rollout), durable=False)
 
     def hold(self) -> None:
         """Keep what comes in memory: of weights that no checkpoint holds yet it is of no use on disk."""
@@ -144,7 +144,7 @@ class Spool:
             answers = [one for part in parts for one in part.answers(self._header)]
             ids = {id(one) for one in answers if plan_id(one.rollout_id) in plans}
             rest = _filter(parts, lambda one: id(one) not in ids)
-            replace_text(self.path, _text_of(rest), durable=True)
+            replace_text(self.path, _dump_parts(rest), durable=True)
 
     def flush(self) -> None:
         """Write it through to disk, so that no power cut leaves less of it than of a file written later."""
@@ -167,7 +167,7 @@ def name_requests(path: Path, requests: Sequence[RolloutRequest], gateway_urls: 
         digests = request_digests(requests, gateway_urls)
         header = {"requests": digests, "policy_version": before["policy_version"]}
         parts[0] = parts[0]._replace(header=header)
-        replace_text(path, _text_of(parts), durable=True)
+        replace_text(path, _dump_parts(parts), durable=True)
     return parts
 
 
@@ -192,7 +192,7 @@ def add_stored(path: Path, requests: Sequence[RolloutRequest], rollouts: Iterabl
 def append_rejected(path: Path, rollout: Rollout, why: str) -> None:
     """Keep a rollout that cannot be learned from, with the reason, for a person alone."""
     # Pydantic writes null for the NaN that may be the reason, and json would refuse it.
-    append_text(path, f'{{"why": {json.dumps(why)}, "rollout": {_line_of(rollout)}}}', durable=True)
+    append_text(path, f'{{"why": {json.dumps(why)}, "rollout": {_dump_rollout(rollout)}}}', durable=True)
 
 
 def plan_digest(requests: Iterable[RolloutRequest], gateway_urls: Sequence[str]) -> str:
@@ -224,7 +224,7 @@ def tidy_spools(
     With iteration -1 the run begins again.
     """
     for path in sorted(folder.glob(f"*_*{SPOOL_ENDING}")):
-        stage, number = stage_of(path)
+        stage, number = read_stage(path)
         first = {"iteration": iteration + 1, "evaluation": iteration}.get(stage)
         if first is None:
             continue
@@ -240,7 +240,7 @@ def tidy_spools(
                 path.unlink()
 
 
-def stage_of(path: Path) -> tuple[str, int]:
+def read_stage(path: Path) -> tuple[str, int]:
     """Return the stage of a spool and its iteration, -1 without one."""
     stage, _, digits = path.name.removesuffix(SPOOL_ENDING).rpartition("_")
     return stage, int(digits) if digits.isdecimal() else -1
@@ -274,7 +274,7 @@ def copy_others_aside(path: Path, used: Sequence[Trajectory], tell: Callable[[st
 
 def _copy_aside(path: Path, parts: Sequence[Part], tell: Callable[[str], None], *, why: str) -> None:
     aside = _name_aside(path)
-    replace_text(aside, _text_of(parts))
+    replace_text(aside, _dump_parts(parts))
     tell(_left(_count(parts), path, aside, why))
 
 
@@ -291,7 +291,7 @@ def _left(count: int, path: Path, aside: Path, why: str) -> str:
     return f"{count} rollouts of {path.name} were collected {why}; they are left in {aside.name}, unused"
 
 
-def _with_ids_of(rollout: Rollout, request: RolloutRequest) -> Rollout:
+def _replace_ids(rollout: Rollout, request: RolloutRequest) -> Rollout:
     """Return the rollout under the ids of this request, so that sorting by ids is as in an unbroken run."""
     attempt = f":{rollout.attempt}" if rollout.attempt else ""
     parent, trajectory = request.start.parent_rollout_id, rollout.trajectory
@@ -315,7 +315,7 @@ def _drop_later_versions(path: Path, newest: int, tell: Callable[[str], None]) -
         # First: a kill must lose none.
         _copy_aside(path, rest, tell, why="by weights that no checkpoint holds")
         usable = _filter(parts, lambda one: _newest_version(one) <= newest)
-        replace_text(path, _text_of(usable))
+        replace_text(path, _dump_parts(usable))
 
 
 def _filter(parts: Iterable[Part], is_kept: Callable[[Rollout], bool]) -> list[Part]:
@@ -326,12 +326,12 @@ def _count(parts: Iterable[Part]) -> int:
     return sum(len(part.rollouts) for part in parts)
 
 
-def _text_of(parts: Iterable[Part]) -> str:
-    lines = (line for part in parts for line in (json.dumps(part.header), *map(_line_of, part.rollouts)))
+def _dump_parts(parts: Iterable[Part]) -> str:
+    lines = (line for part in parts for line in (json.dumps(part.header), *map(_dump_rollout, part.rollouts)))
     return "".join(f"{line}\n" for line in lines)
 
 
-def _line_of(rollout: Rollout) -> str:
+def _dump_rollout(rollout: Rollout) -> str:
     return rollout.model_dump_json(exclude_unset=True)
 
 
@@ -349,7 +349,7 @@ def _read_parts(path: Path) -> list[Part]:
         try:
             rollout = Rollout.model_validate_json(line)
         except ValidationError:
-            header = object_of(line)
+            header = parse_object(line)
             if header is not None and "policy_version" in header:
                 parts.append(Part(header, []))
         else:
@@ -421,7 +421,7 @@ def find_in_ledger(folder: Path, rollout_id: str) -> int | None:
     at = lines.find(json.dumps(rollout_id).encode())
     if at < 0:
         return None
-    row = object_of(lines[lines.rfind(b"\n", 0, at) + 1 : lines.find(b"\n", at)])
+    row = parse_object(lines[lines.rfind(b"\n", 0, at) + 1 : lines.find(b"\n", at)])
     return None if row is None else int(row.get("iteration", 0))
 
 

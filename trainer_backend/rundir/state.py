@@ -1,6 +1,6 @@
 """The state of a run on disk: state.json, run.log, and the exit codes of its process.
 
-The training process writes these files for others; the run itself does not read them. The lock beside them
+The training process writes these files for others; the run itself does not read them. The lock next to them
 shows whether the process is alive.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from service_kit.errors import ServiceError
 from shared_schemas.plain_text import encodable
 from trainer_backend.errors import TrainerError, UpdateStopped
-from trainer_backend.rundir.files import append_line, now, object_of, read_texts, replace_text
+from trainer_backend.rundir.files import append_line, now, parse_object, read_texts, replace_text
 from trainer_backend.rundir.lock import Holder, holder
 
 STATE_FILE = "state.json"
@@ -158,7 +158,7 @@ def is_final(error: ServiceError) -> bool:
     return error.status < 500 or isinstance(error, UpdateStopped)
 
 
-def exit_code_of(error: Exception) -> int:
+def choose_exit_code(error: Exception) -> int:
     """Return the exit code of a process that this error ended."""
     cause = error.__cause__ if isinstance(error, ServiceError) else error
     if isinstance(cause, OSError) and cause.errno in _NO_ROOM:
@@ -178,7 +178,7 @@ LOG_FILE = "run.log"
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """A line of run.log; `time` is UTC, ISO 8601."""
+    """A line of a log; `time` is UTC, ISO 8601, and empty in files without times."""
 
     time: str
     text: str
@@ -192,9 +192,9 @@ def read_log(folder: Path, *, last: int | None = None) -> tuple[list[LogLine], i
     """Read the last lines, or all, oldest first, and count the lines before them."""
     texts = read_texts(folder / LOG_FILE)
     shown = texts if last is None else texts[-last:]
-    rows = [row for line in shown if (row := object_of(line)) is not None]
-    return [line_of(row) for row in rows], len(texts) - len(shown)
+    rows = [row for line in shown if (row := parse_object(line)) is not None]
+    return [parse_line(row) for row in rows], len(texts) - len(shown)
 
 
-def line_of(row: Mapping[str, Any]) -> LogLine:
+def parse_line(row: Mapping[str, Any]) -> LogLine:
     return LogLine(encodable(str(row.get("time", ""))), encodable(str(row.get("text", ""))))

@@ -17,7 +17,7 @@ from trainer_backend.rundir.layout import RunDirectory
 _TRUTH = TypeAdapter(TrueAdvantage)
 
 
-def truth_of(run: Path) -> Path:
+def locate_truth(run: Path) -> Path:
     """The file of a run, unless another one is named."""
     return run / "truth.jsonl"
 
@@ -30,7 +30,7 @@ _PLAY = frozenset(
 
 
 class TruthSetting(BaseModel):
-    """What the measured advantages depend on, beside the rollouts."""
+    """What the measured advantages depend on, besides the rollouts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -62,13 +62,13 @@ class TruthSetting(BaseModel):
         return {"invalid_action_penalty": 0.0} | play
 
 
-def rewards_of(table: TrainingTable) -> dict[str, Any]:
+def select_rewards(table: TrainingTable) -> dict[str, Any]:
     """What r_t depends on."""
     switches = table.step_rewards.model_dump(mode="json")
     return {**switches, "horizon": table.step_rewards_horizon, "kl_reward_coef": table.kl_reward_coef}
 
 
-def play_of(table: RolloutTable) -> dict[str, Any]:
+def select_play(table: RolloutTable) -> dict[str, Any]:
     """What the policy sees and may do."""
     return table.model_dump(mode="json", include=set(_PLAY))
 

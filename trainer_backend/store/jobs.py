@@ -106,7 +106,7 @@ def find(
     if origin is not None:
         query = query.where(JOBS.c.origin == origin)
     if cursor is not None:
-        query = query.where(JOBS.c.number < number_of(cursor))
+        query = query.where(JOBS.c.number < read_cursor(cursor))
     with store.read() as connection:
         rows = [job_row(row) for row in connection.execute(query)]
     return Page(tuple(rows[:limit]), str(rows[limit - 1].number) if len(rows) > limit else None)
@@ -119,7 +119,7 @@ def counts(store: Store, home: str) -> dict[str, int]:
         return {state: count for state, count in connection.execute(query)}
 
 
-def number_of(cursor: str) -> int:
+def read_cursor(cursor: str) -> int:
     """Read the job number in a cursor."""
     if not cursor.isdecimal() or len(cursor) > 18 or not fits(int(cursor)):
         raise UnknownCursor(cursor)

@@ -16,7 +16,7 @@ import numpy as np
 
 from trainer_backend.collect.losses import FAILED, FINISHED
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.rundir.files import object_of
+from trainer_backend.rundir.files import parse_object
 from trainer_backend.store.rows import Curve, MetricLine
 
 METRICS_FILE = "metrics.jsonl"
@@ -28,14 +28,14 @@ _TAIL = 256
 _MOST_BYTES = 128 << 20
 
 
-def numbers_of(row: Row) -> Iterator[tuple[str, float]]:
+def list_numbers(row: Row) -> Iterator[tuple[str, float]]:
     """Yield the finite numbers of a row by name; a number in a dict is `name/key`.
 
     Lists and texts are skipped.
     """
     for name, value in row.items():
         if isinstance(value, dict):
-            yield from ((f"{name}/{key}", number) for key, number in numbers_of(value))
+            yield from ((f"{name}/{key}", number) for key, number in list_numbers(value))
         elif isinstance(value, int | float) and name not in ("kind", "iteration") and math.isfinite(value):
             yield name, float(value)
 
@@ -75,7 +75,7 @@ class _Kind:
         if self.last is not None and iteration <= self.last:
             return False
         self.last = iteration
-        for name, value in numbers_of(row):
+        for name, value in list_numbers(row):
             points = self.curves.get(name)
             if points is None:
                 points = self.curves[name] = Points()
@@ -139,7 +139,7 @@ class MetricsFile:
         disordered: set[str] = set()  # kinds with a row of an iteration that was there
         for line in data.split(b"\n")[:-1]:
             end = begin + len(line)
-            row = object_of(line)
+            row = parse_object(line)
             if row is not None and isinstance(iteration := row.get("iteration", 0), int):
                 name = str(row.get("kind", ""))
                 kind = self._kinds.setdefault(name, _Kind())
@@ -156,7 +156,7 @@ class MetricsFile:
 
     def _row(self, place: int) -> Row:
         begin, end = self._spans[place]
-        return object_of(bytes(self._data[begin:end])) or {}
+        return parse_object(bytes(self._data[begin:end])) or {}
 
     def next_mark(self, mark: Mark) -> Mark:
         """Return the mark of the file as it is, after an earlier mark of it."""

@@ -36,18 +36,15 @@ def sort_page(
     return query.order_by(order[0].nulls_last(), order[1]).limit(limit + 1)
 
 
-def cursor_of(value: Any, number: int) -> str:
-    """Return the cursor of a page that ends with this row."""
-    value = value.isoformat() if isinstance(value, datetime) else value
-    return base64.urlsafe_b64encode(json.dumps([value, number]).encode()).decode().rstrip("=")
-
-
-def page_of(rows: Sequence[Any], column: str, limit: int) -> Page[Any]:
+def make_page(rows: Sequence[Any], column: str, limit: int) -> Page[Any]:
     """Return the rows of a query of `sort_page` as a page; each has the sort column and its number."""
     if len(rows) <= limit:
         return Page(tuple(rows), None)
     end = rows[limit - 1]
-    return Page(tuple(rows[:limit]), cursor_of(getattr(end, column), end.number))
+    value = getattr(end, column)
+    value = value.isoformat() if isinstance(value, datetime) else value
+    cursor = base64.urlsafe_b64encode(json.dumps([value, end.number]).encode()).decode().rstrip("=")
+    return Page(tuple(rows[:limit]), cursor)
 
 
 def _beyond(

@@ -16,7 +16,7 @@ from trainer_backend.rundir.checkpoint_paths import best_checkpoint, whole_check
 from trainer_backend.store.database import Store, UnknownJob
 from trainer_backend.store.jobs import job_row
 from trainer_backend.store.metrics import METRICS_FILE, Mark, MetricsFile, Points, summarise, thin_together
-from trainer_backend.store.paging import page_of, sort_page
+from trainer_backend.store.paging import make_page, sort_page
 from trainer_backend.store.rows import CheckpointRow, Curve, Job, JobState, MetricLine, Page
 from trainer_backend.store.tables import JOBS, SYNCED_FILES
 
@@ -82,7 +82,7 @@ def runs(
     query = sort_page(query, JOBS.c[column], JOBS.c.number, descending=descending, cursor=cursor, limit=limit)
     with store.read() as connection:
         jobs = [job_row(row) for row in connection.execute(query)]
-    return page_of(jobs, column, limit)
+    return make_page(jobs, column, limit)
 
 
 def _run_conditions(where: RunFilter) -> Iterator[ColumnElement[bool]]:

@@ -15,8 +15,8 @@ from trainer_backend.core.advantages.branch import branch_group
 from trainer_backend.rundir.rollout_index import read_credits
 from trainer_backend.rundir.spool import find_in_ledger
 from trainer_backend.store.database import Store, UnknownRollout
-from trainer_backend.store.paging import cursor_of, sort_page
-from trainer_backend.store.rows import AnchorRow, Facets, Page, RolloutRow
+from trainer_backend.store.paging import make_page, sort_page
+from trainer_backend.store.rows import AnchorRow, Page, RolloutRow
 from trainer_backend.store.tables import COUNTED, JOBS, ROLLOUTS, SYNCED_FILES, fits, job_number
 
 RolloutSort = Literal["newest", "outcome_reward", "reward", "unique_achievements", "decisions"]
@@ -59,10 +59,9 @@ def rollouts(
     cursor: str | None = None,
     limit: int = 50,
 ) -> Page[RolloutRow]:
-    """Return a page of rollouts. Rollouts without the sort value come last in both directions.
+    """Return a page of rollouts; those without the sort value come last in both directions.
 
-    Args:
-        cursor: the cursor of the previous page, for the same filter and order.
+    `cursor` is that of the previous page, for the same filter and order.
     """
     column = "number" if sort == "newest" else sort
     with store.read() as connection:
@@ -70,10 +69,7 @@ def rollouts(
         by, number = ROLLOUTS.c[column], ROLLOUTS.c.number
         query = sort_page(query, by, number, descending=descending, cursor=cursor, limit=limit)
         rows = [RolloutRow(*row) for row in connection.execute(query)]
-    if len(rows) <= limit:
-        return Page(tuple(rows), None)
-    end = rows[limit - 1]
-    return Page(tuple(rows[:limit]), cursor_of(getattr(end, column), end.number))
+    return make_page(rows, column, limit)
 
 
 def count_rollouts(store: Store, job_id: str, where: RolloutFilter = RolloutFilter()) -> tuple[int, bool]:
@@ -141,8 +137,11 @@ def _clip(bound: int | None) -> int | None:
     return bound if bound is None or fits(bound) else 2**31 - 1 if bound > 0 else -(2**31)
 
 
-def facets(store: Store, job_id: str) -> Facets:
-    """Return the values by which the rollouts of a run can be filtered, with their counts."""
+def facets(store: Store, job_id: str) -> dict[str, Any]:
+    """Return the values by which the rollouts of a run can be filtered, with their counts.
+
+    `iterations` are the first and the last one, or None.
+    """
     totals: Counter[tuple[Any, ...]] = Counter()
     iterations = set()
     for (*named, iteration), count in _counts(store, job_id):
@@ -152,11 +151,12 @@ def facets(store: Store, job_id: str) -> Facets:
     for values, count in totals.items():
         for counter, value in zip(counters, values, strict=True):
             counter[value] += count
-    stages, policies, statuses, failures, stops = (
-        {value: counter[value] for value in sorted(set(counter) - {None})} for counter in counters
-    )
-    spans = (min(iterations), max(iterations)) if iterations else None
-    return Facets(stages, policies, statuses, failures, stops, spans)
+    names = ("stages", "policies", "statuses", "failure_codes", "stop_reasons")
+    values_by_name = {
+        name: {value: counter[value] for value in sorted(set(counter) - {None})}
+        for name, counter in zip(names, counters, strict=True)
+    }
+    return values_by_name | {"iterations": (min(iterations), max(iterations)) if iterations else None}
 
 
 def rollout(store: Store, job_id: str, rollout_id: str) -> RolloutRow:

@@ -1,4 +1,4 @@
-"""[retention] of a job: which files of a run each sync keeps. A pure rule."""
+"""[retention] of a job: which files of a run each sync keeps."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ class RetentionTable(Table):
     are deleted there and in the database"""
 
 
-def retention_of(run: Path) -> RetentionTable:
+def read_retention(run: Path) -> RetentionTable:
     """Read [retention] of a run's job; the rest may be of an earlier version and is not checked."""
     path = run / "job.toml"
     try:
@@ -38,21 +38,16 @@ def retention_of(run: Path) -> RetentionTable:
         raise RunDirectoryError(f"{path}: [retention] cannot be read: {error}") from error
 
 
-def keeps_file(table: RetentionTable, file: "RolloutFile", *, newest: int) -> bool:
-    """Return whether a file of rollouts stays in the run directory."""
-    count = table.rollout_files_iterations
-    return count is None or file.stage not in _OF_ITERATIONS or file.iteration > newest - count
-
-
 def remove_old_files(table: RetentionTable, files: "list[RolloutFile]") -> "list[RolloutFile]":
     """Delete the files that [retention] does not keep; return the others."""
+    if table.rollout_files_iterations is None:
+        return files
     # [retention] counts back from the last iteration that has rollouts.
     newest = max((file.iteration for file in files if file.stage == "train"), default=0)
-    rest = []
+    oldest = newest - table.rollout_files_iterations + 1
+    rest = [file for file in files if file.stage not in _OF_ITERATIONS or file.iteration >= oldest]
     for file in files:
-        if keeps_file(table, file, newest=newest):
-            rest.append(file)
-            continue
-        with write_errors(file.path):
-            file.path.unlink(missing_ok=True)
+        if file not in rest:
+            with write_errors(file.path):
+                file.path.unlink(missing_ok=True)
     return rest

@@ -16,7 +16,7 @@ Wanted = Literal["run", "pause", "cancel"]
 Origin = Literal["api", "cli"]
 # States in which a process may be at work for the job.
 ACTIVE: frozenset[JobState] = frozenset({"running", "pausing", "cancelling"})
-# States in which a job stays unless somebody resumes it.
+# States in which a job stays unless it is resumed.
 ENDED: frozenset[JobState] = frozenset({"cancelled", "succeeded", "failed"})
 Item = TypeVar("Item")
 
@@ -185,20 +185,8 @@ class CheckpointRow:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Facets:
-    """The values by which the rollouts of a run can be filtered, each with its count."""
-
-    stages: Mapping[str, int]
-    policies: Mapping[str, int]
-    statuses: Mapping[str, int]
-    failure_codes: Mapping[str, int]
-    stop_reasons: Mapping[str, int]
-    iterations: tuple[int, int] | None
-
-
 @lru_cache(maxsize=256)
-def tables_of(config: str) -> Mapping[str, Any]:
+def parse_tables(config: str) -> Mapping[str, Any]:
     """Parse a job's TOML; return nothing if it cannot be parsed any more."""
     try:
         return tomli.loads(config)
@@ -208,7 +196,7 @@ def tables_of(config: str) -> Mapping[str, Any]:
 
 def named_in(config: str) -> dict[str, str]:
     """Return the environment and the model that a job names; an empty text for what is not known."""
-    tables = tables_of(config)
+    tables = parse_tables(config)
     rollout, model = (tables.get(name, {}) for name in ("rollout", "model"))
     named = next((model[key] for key in ("preset", "path", "name") if model.get(key)), "")
     return {
@@ -217,8 +205,8 @@ def named_in(config: str) -> dict[str, str]:
     }
 
 
-def iterations_of(config: str) -> int | None:
+def read_iterations(config: str) -> int | None:
     """Return the number of iterations a job asks for, or None if unknown."""
-    table = tables_of(config).get("training")
+    table = parse_tables(config).get("training")
     iterations = table.get("iterations") if isinstance(table, Mapping) else None
     return iterations if isinstance(iterations, int) else None

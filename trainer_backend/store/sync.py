@@ -20,7 +20,7 @@ from trainer_backend.rundir.rollout_index import RolloutFile, read_index, rollou
 from trainer_backend.store.database import Store
 from trainer_backend.store.metrics import METRICS_FILE, Mark, summarise
 from trainer_backend.store.reads import MARK
-from trainer_backend.store.retention import remove_old_files, retention_of
+from trainer_backend.store.retention import read_retention, remove_old_files
 from trainer_backend.store.tables import COUNTED, JOBS, ROLLOUTS, SYNCED_FILES, job_number
 
 # Rollouts that are stored in one transaction, which others wait for.
@@ -89,7 +89,7 @@ def _sync_rollouts(store: Store, job_id: str, run: Path, seen: Seen, *, tidies: 
 
     `tidies`: files that [retention] does not keep are deleted first.
     """
-    retention = retention_of(run)
+    retention = read_retention(run)
     files = rollout_files(run)
     if tidies:
         files = remove_old_files(retention, files)

@@ -89,11 +89,9 @@ _TYPES: Mapping[Any, Any] = {int: Integer, float: Double, str: AnyText, datetime
 
 
 def _columns(row: type, *, without: str, **options: Mapping[str, Any]) -> Iterator[Column[Any]]:
-    """Yield a column for each field of a row's class; one that may be None is nullable.
+    """Yield a column for each field of a row's class but `without`; one that may be None is nullable.
 
-    Args:
-        without: a field that is no column, or one of another type.
-        options: further arguments of a column, by its name.
+    `options` are further arguments of a column, by its name.
     """
     for name, hint in get_type_hints(row).items():
         if name == without or name.startswith("_") or get_origin(hint) is ClassVar:
@@ -167,9 +165,7 @@ COUNTED = ("stage", "policy", "status", "failure_code", "stop_reason", "iteratio
 def job_number(connection: Connection, job_id: str, *, lock: bool = False) -> int:
     """Return the number that rows of a job refer to.
 
-    Args:
-        lock: hold the job until the transaction ends, so that no second sync and no deletion interferes.
-            (SQLite has only one writer anyway.)
+    `lock` holds the job until the transaction ends, so that no second sync and no deletion interferes.
     """
     query = select(JOBS.c.number).where(JOBS.c.id == job_id)
     number: int | None = connection.scalar(query.with_for_update() if lock else query)

@@ -27,7 +27,7 @@ Json = dict[str, Any]
 _CREDIT = ("reward", "return_to_go", "value", "advantage")
 
 
-def atif_of(rollout: Rollout, credits: Sequence[Mapping[str, Any]] = ()) -> Json | None:
+def make_atif(rollout: Rollout, credits: Sequence[Mapping[str, Any]] = ()) -> Json | None:
     """Return the trajectory of a rollout; None for a rollout that has none.
 
     `credits` are the stored columns of each decision, as `read_credits` gives them.

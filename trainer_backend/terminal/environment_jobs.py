@@ -34,7 +34,7 @@ class EnvironmentJob:
     trained: Values = field(default_factory=dict)
     """Values with a trained model, which reads and answers at length."""
     files: Mapping[str, Callable[[], str]] = field(default_factory=dict)
-    """Examples that are written beside the job, by name."""
+    """Examples that are written next to the job, by name."""
     of_files: Values = field(default_factory=dict)
     """Values with every model that name these files."""
 

@@ -21,8 +21,8 @@ from trainer_backend.rundir.files import write_errors
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.rundir.rollout_index import read_credits, rollout_files
-from trainer_backend.terminal.atif import atif_of
-from trainer_backend.terminal.rows import Row, rows_of
+from trainer_backend.terminal.atif import make_atif
+from trainer_backend.terminal.rows import Row, make_rows
 
 # Stages for training. Learning from held-out worlds would make evaluation on them meaningless.
 DEFAULT_STAGES = ("train", "warmup")
@@ -194,7 +194,7 @@ def _read_file(path: Path) -> tuple[list[Rollout], dict[str, list[dict[str, Any]
 
 
 def _put_lines(file: TextIO, rollout: Rollout, credits: Sequence[Mapping[str, Any]]) -> int:
-    rows = rows_of(rollout, credits)
+    rows = make_rows(rollout, credits)
     for row in rows:
         file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
     return len(rows)
@@ -202,7 +202,7 @@ def _put_lines(file: TextIO, rollout: Rollout, credits: Sequence[Mapping[str, An
 
 def _put_document(folder: Path, rollout: Rollout, credits: Sequence[Mapping[str, Any]]) -> int:
     """Write a file for the rollout, named by its id with + for /, which no id holds."""
-    document = json.dumps(atif_of(rollout, credits), ensure_ascii=False, allow_nan=False)
+    document = json.dumps(make_atif(rollout, credits), ensure_ascii=False, allow_nan=False)
     path = folder / f"{rollout.rollout_id.replace('/', '+')}.json"
     path.write_text(document + "\n", encoding="utf-8")
     return 1
@@ -219,7 +219,7 @@ def _parquet(path: Path) -> Iterator[Put]:
                 waiting.clear()
 
         def put(rollout: Rollout, credits: Sequence[Mapping[str, Any]]) -> int:
-            rows = rows_of(rollout, credits)
+            rows = make_rows(rollout, credits)
             waiting.extend(map(_flat, rows))
             write(2_000)
             return len(rows)

@@ -24,7 +24,7 @@ from pathlib import Path
 from service_kit.boundary import describe_error
 from service_kit.errors import ServiceError
 from trainer_backend.rundir.layout import open_run
-from trainer_backend.rundir.state import DONE, ERROR, STOPPED, exit_code_of
+from trainer_backend.rundir.state import DONE, ERROR, STOPPED, choose_exit_code
 from trainer_backend.terminal.output import LastingStreams, TextConsole
 from trainer_backend.terminal.train_command import RunPlan, train_one
 
@@ -37,18 +37,18 @@ def main(arguments: Sequence[str]) -> int:
     try:
         directory = open_run(Path(arguments[0]))
         loaded = directory.job_with(())
-        # Also for the first start: without a checkpoint a resume starts anew, and keeps the log of a failure.
+        # Also for the first start: without a checkpoint a resume begins the run, and keeps a failure's log.
         plan = RunPlan(loaded, directory, resume=True)
         with LastingStreams.opened() as streams:
             finished = train_one(console, plan, streams, report=True)
     except ServiceError as error:
         _print_error(str(error))
-        return exit_code_of(error)
+        return choose_exit_code(error)
     except Exception as error:
         with suppress(OSError):
             traceback.print_exc()
         _print_error(describe_error(error))
-        return exit_code_of(error)
+        return choose_exit_code(error)
     return DONE if finished else STOPPED
 
 

@@ -103,10 +103,6 @@ class _Warning(StrictReply):
     detail: str
 
 
-class _Object(StrictReply):
-    """An object, of which nothing is read."""
-
-
 # By the name of the event.
 _EVENTS: dict[str, type[StrictReply]] = {
     "state": _StateChange,
@@ -139,7 +135,7 @@ class JobsClient:
     environ: Mapping[str, str]
     most_reply_bytes: int = _MOST_REPLY_BYTES
 
-    def get(self, path: str, kind: type[StrictReply] = _Object, **query: Any) -> Any:
+    def get(self, path: str, kind: type[StrictReply] = StrictReply, **query: Any) -> Any:
         """Return a reply as plain JSON, whose fields are those of the kind, and others."""
         return self._read(kind, self._ask("GET", path, params=query), path)
 
@@ -149,7 +145,7 @@ class JobsClient:
     def post(
         self,
         path: str,
-        kind: type[StrictReply] = _Object,
+        kind: type[StrictReply] = StrictReply,
         *,
         body: str = "",
         headers: Mapping[str, str] | None = None,
@@ -173,7 +169,7 @@ class JobsClient:
                 elif kind == "id":
                     identity = value
                 elif kind == "data":
-                    data = self._read(_EVENTS.get(name, _Object), value.encode(), path)
+                    data = self._read(_EVENTS.get(name, StrictReply), value.encode(), path)
                     yield Event(name, data, identity)
 
     def _ask(self, method: str, path: str, **options: Any) -> bytes:

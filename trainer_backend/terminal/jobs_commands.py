@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer_backend.errors import JobError
-from trainer_backend.terminal.output import JobPaths, Overrides, TextConsole, line_of, tell, write
+from trainer_backend.terminal.output import JobPaths, Overrides, TextConsole, format_line, tell, write
 
 if TYPE_CHECKING:
     from trainer_backend.terminal.jobs_client import JobsClient
@@ -148,7 +148,7 @@ def logs(
         _follow(client, job)
         return
     for line in client.get(f"/jobs/{job}/log", LogReply, part=part, tail=tail)["lines"]:
-        tell(_out, line_of(line))
+        tell(_out, format_line(line))
 
 
 @jobs.command()
@@ -232,7 +232,7 @@ def follow(
                     tell(err, f"the job is {event.data['state']}{why}")
                     return str(event.data["state"])
                 if event.name == "log":
-                    tell(out, line_of(event.data))
+                    tell(out, format_line(event.data))
                 elif event.name == "store":
                     tell(err, f"warning: {event.data['detail']}")
         except ServiceUnreachable as error:

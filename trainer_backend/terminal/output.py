@@ -145,7 +145,7 @@ def warn(console: Console, loaded: "LoadedJob") -> None:
         console.print(Text.assemble(("warning:", "yellow"), f" {warning}"), soft_wrap=True)
 
 
-def line_of(line: Mapping[str, str]) -> str:
+def format_line(line: Mapping[str, str]) -> str:
     """Format a line of a log from a trainer service, with its time if it has one."""
     return f"{line['time'][:19]}  {line['text']}" if line["time"] else line["text"]
 

@@ -30,7 +30,7 @@ class _View:
     answers: dict[int, StepData] = field(default_factory=dict)
 
 
-def rows_of(rollout: Rollout, credits: Sequence[Mapping[str, Any]] = ()) -> list[Row]:
+def make_rows(rollout: Rollout, credits: Sequence[Mapping[str, Any]] = ()) -> list[Row]:
     """Return the rows of a rollout; a failed one, or one without good decisions, has none.
 
     `credits` are the stored columns of each decision.

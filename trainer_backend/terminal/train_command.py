@@ -99,7 +99,7 @@ def run_of_each_seed(
     if not job or resume is not None:
         raise JobError("--seeds needs a job TOML and no --resume: the same command again goes on by itself")
     first: dict[str, Sequence[str]] = {}
-    for seed in _seeds_of(seeds):
+    for seed in _parse_seeds(seeds):
         loaded = load_new_job(job, [*overrides, f"job.seed={seed}"])
         table, digests = loaded.config.job, digests_in(loaded.config)
         first = first or digests
@@ -121,7 +121,7 @@ def run_of_each_seed(
             yield RunPlan(loaded, directory, resume=True, accept_data=accept_data)
 
 
-def _seeds_of(text: str) -> list[int]:
+def _parse_seeds(text: str) -> list[int]:
     words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdigit() for word in words):
         raise JobError(f"--seeds {text!r}: expected whole numbers from 0, such as 0,1,2")
@@ -137,7 +137,7 @@ _STOP_S = 10.0
 
 
 @contextmanager
-def dashboard_beside(
+def open_dashboard(
     data_dir: Path,
     say: Callable[[str], None],
     *,

@@ -27,14 +27,14 @@ from trainer_backend.errors import RunDirectoryError
 from trainer_backend.evaluation.truth import Source, find_playable
 from trainer_backend.evaluation.truth_player import ContinuationPlayer, StoredDecision
 from trainer_backend.rundir.data_record import DataRecord
-from trainer_backend.rundir.truth_file import TruthSetting, play_of, rewards_of
+from trainer_backend.rundir.truth_file import TruthSetting, select_play, select_rewards
 
 PAIRS = 4
 CHOSEN = CHOICES * PAIRS
 JOB = tiny_job(training__step_rewards_mode="env_sparse")
 SETTING = TruthSetting(
     run_id="r", iteration=1, checkpoint="iteration_0", gamma=0.5, continuations=PAIRS, horizon=None,
-    fresh_draws=False, seed=0, rewards=rewards_of(JOB.training), play=play_of(JOB.rollout),
+    fresh_draws=False, seed=0, rewards=select_rewards(JOB.training), play=select_play(JOB.rollout),
 )  # fmt: skip
 # None: infrastructure fails it.
 Answer = Callable[[RolloutRequest], Rollout | None]

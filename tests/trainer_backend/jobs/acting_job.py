@@ -14,17 +14,14 @@ import time
 from pathlib import Path
 
 from service_kit.own_process import end_with_parent
-from trainer_backend.errors import AdvantageError
 from trainer_backend.rundir.lock import run_lock
 from trainer_backend.rundir.state import (
     DONE,
-    FAILED,
     REFUSED,
     STOPPED,
     RunState,
     StateName,
     append_log,
-    exit_code_of,
     read_state,
     write_state,
 )
@@ -109,21 +106,6 @@ def crashing(actor: Actor) -> int:
     return waiting(actor)
 
 
-def hopeless(actor: Actor) -> int:
-    """Dies in every start."""
-    actor.say("failed", code="task_app_failed", detail="no task app answers")
-    return FAILED
-
-
-def faulty(actor: Actor) -> int:
-    """Its plug-in raises in every start; the second finishes an iteration."""
-    if actor.starts == 2:
-        actor.iterate()
-    error = AdvantageError("the estimator raised KeyError")
-    actor.say("failed", code=error.code, detail=str(error))
-    return exit_code_of(error)
-
-
 def refused(actor: Actor) -> int:
     actor.say("failed", code="job_invalid", detail="model.path holds no model")
     return REFUSED
@@ -140,9 +122,7 @@ def main(folder: Path) -> int:
     end_with_parent()
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
-    plays = {
-        play.__name__: play for play in (quick, waiting, stubborn, crashing, hopeless, faulty, refused, mute)
-    }
+    plays = {play.__name__: play for play in (quick, waiting, stubborn, crashing, refused, mute)}
     with run_lock(folder):
         actor = Actor(folder, stopped)
         actor.say("starting")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from service_kit.logs import configure_logs
 from service_kit.server import Listener
 from tests.trainer_backend.jobs.served import acted, checks
-from trainer_backend.jobs.server import app_of, open_service, server_of
+from trainer_backend.jobs.server import build_app, build_server, open_service
 from trainer_backend.jobs.service import Service
 from trainer_backend.jobs.settings import Settings
 
@@ -19,7 +19,7 @@ def on_a_port(settings: Settings) -> Iterator[tuple[str, Service]]:
     configure_logs()  # to stderr
     ready = threading.Event()
     with Listener("127.0.0.1", 0) as listener, open_service(settings, checks(), command=acted) as service:
-        server = server_of(app_of(service), ready=ready.set)
+        server = build_server(build_app(service), ready=ready.set)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener.socket])), daemon=True)
         thread.start()
         try:

@@ -6,31 +6,16 @@ from typing import Any
 from trainer_backend.store.rows import Job
 
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
+CONFIG = '[model]\npreset = "tiny-0.3m"\n[training]\niterations = 7\n'
+RUNNING = Job(
+    number=1, id="0123456789abcdef0123456789abcdef", name="crafter", state="running", config=CONFIG,
+    home="here", attempt=1, created=NOON, started=NOON, version=3,
+)  # fmt: skip
 
 
-def job(**changed: Any) -> Job:
-    values: dict[str, Any] = {
-        "number": 1,
-        "id": "0123456789abcdef0123456789abcdef",
-        "name": "crafter",
-        "state": "running",
-        "wanted": "run",
-        "config": '[model]\npreset = "tiny-0.3m"\n[training]\niterations = 7\n',
-        "run_dir": None,
-        "run_id": None,
-        "origin": "api",
-        "home": "here",
-        "tags": {},
-        "attempt": 1,
-        "created": NOON,
-        "started": NOON,
-        "ended": None,
-        "code": None,
-        "detail": None,
-        "version": 3,
-    }
-    return Job(**(values | changed))
+def job(**changes: Any) -> Job:
+    return replace(RUNNING, **changes)
 
 
-def replace(job: Job, **changed: Any) -> Job:
-    return job.model_copy(update=changed)
+def replace(job: Job, **changes: Any) -> Job:
+    return job.model_copy(update=changes)

@@ -17,13 +17,6 @@ from tests.trainer_backend.store.postgres import Postgres
 from trainer_backend.rundir.lock import run_lock
 
 
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[Postgres]:
-    server = Postgres()
-    yield server
-    server.close()
-
-
 @contextmanager
 def acting(folder: Path, url: str, *, grace_s: float) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
     words = (str(folder), url, str(grace_s))

@@ -13,7 +13,7 @@ import pytest
 from tests.trainer_backend.jobs.served import serving, settings_for
 from trainer_backend.errors import CheckEnded, JobError, TooManyChecks
 from trainer_backend.jobs.check_process import CheckProcess
-from trainer_backend.jobs.posted import document_of
+from trainer_backend.jobs.posted import parse_document
 
 MEBIBYTE = 1 << 20
 MODEL = '[model]\npreset = "tiny-0.3m"\n'
@@ -35,7 +35,7 @@ async def test_a_call_is_ended_when_it_takes_too_long_or_too_much_and_the_next_o
         with pytest.raises(RuntimeError, match="exit code 3"):
             await checks.ask(os._exit, 3)
         with pytest.raises(JobError, match="not valid TOML"):
-            await checks.ask(document_of, "[")
+            await checks.ask(parse_document, "[")
         server = await checks.ask(os.getppid)
         os.kill(server, signal.SIGKILL)
         with pytest.raises(CheckEnded):

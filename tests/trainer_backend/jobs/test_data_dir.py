@@ -17,12 +17,6 @@ from trainer_backend.jobs.settings import Settings
 from trainer_backend.rundir.layout import create_run
 
 
-@pytest.fixture
-def data(tmp_path: Path):
-    with open_data_dir(tmp_path / "runs", runs_jobs=True) as found:
-        yield found
-
-
 def test_a_folder_has_its_own_name_and_keeps_it(tmp_path: Path):
     with open_data_dir(tmp_path / "a", runs_jobs=True) as first:
         pass
@@ -84,9 +78,9 @@ def test_a_run_directory_is_made_once_and_again_where_a_kill_left_half_of_it(dat
     path = data.new_run_dir("tiny")
     (path / "rollouts").mkdir(parents=True)
     (path / "job.toml").write_text("half")
-    run = data.run_of(posted(path))
+    run = data.prepare_run(posted(path))
     assert run.job() == tiny_job()
-    assert data.run_of(posted(path)) == run == data.run_of(posted(path, run_id=run.run_id))
+    assert data.prepare_run(posted(path)) == run == data.prepare_run(posted(path, run_id=run.run_id))
 
 
 @pytest.mark.parametrize("name", ["checkpoints/iteration_3", "notes.txt"])
@@ -95,21 +89,21 @@ def test_what_a_kill_does_not_leave_is_not_overwritten(data, name):
     (path / "checkpoints").mkdir(parents=True)
     (path / name).mkdir() if "/" in name else (path / name).touch()
     with pytest.raises(RunDirectoryError, match=rf"holds '{name.split('/')[0]}' and no run\.json"):
-        data.run_of(posted(path))
+        data.prepare_run(posted(path))
     assert (path / name).exists()
 
 
 def test_a_job_whose_run_is_gone_does_not_begin_anew(data):
     path = data.new_run_dir("tiny")
     with pytest.raises(RunDirectoryError, match="its run is not there any more"):
-        data.run_of(posted(path, run_id="tiny.1"))
+        data.prepare_run(posted(path, run_id="tiny.1"))
     assert not path.exists()
 
 
 def test_a_job_of_a_data_directory_that_was_moved_does_not_train_in_the_old_place(data, tmp_path: Path):
     for path in (tmp_path / "old" / "tiny-1", data.path, data.path / ".." / "tiny-1"):
         with pytest.raises(RunDirectoryError, match="is not below the data directory"):
-            data.run_of(posted(path))
+            data.prepare_run(posted(path))
     assert not (tmp_path / "old").exists()
 
 

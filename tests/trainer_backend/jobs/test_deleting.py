@@ -7,18 +7,12 @@ import pytest
 
 from tests.conftest import tiny_job
 from trainer_backend.errors import RunDirectoryError
-from trainer_backend.jobs.data_dir import SERVICE, Sweeper, forget_job, open_data_dir, sweep
+from trainer_backend.jobs.data_dir import SERVICE, Sweeper, forget_job, sweep
 from trainer_backend.rundir.layout import create_run
 from trainer_backend.rundir.lock import run_lock
 from trainer_backend.store import jobs
 from trainer_backend.store.database import JobConflict, UnknownJob
 from trainer_backend.store.rows import Job
-
-
-@pytest.fixture
-def data(tmp_path: Path):
-    with open_data_dir(tmp_path / "runs", runs_jobs=True) as found:
-        yield found
 
 
 @pytest.fixture
@@ -47,16 +41,10 @@ def test_a_row_that_stays_keeps_its_files(store, data, row):
     jobs.change(store, row.id, lambda job: {"state": "queued"})
     with pytest.raises(JobConflict):
         forget_job(store, data, row, files=True)
+    held = jobs.change(store, row.id, lambda job: {"state": "paused"})
+    with run_lock(Path(row.run_dir)), pytest.raises(JobConflict, match="is being trained by process"):
+        forget_job(store, data, held, files=True)
     assert (Path(row.run_dir) / "run.json").exists() and data.aside() == []
-
-
-def test_nothing_is_deleted_that_somebody_trains_in(store, data, row):
-    with (
-        run_lock(Path(row.run_dir)),
-        pytest.raises(JobConflict, match="is being trained by process"),
-    ):
-        forget_job(store, data, row, files=True)
-    assert (Path(row.run_dir) / "run.json").exists()
 
 
 def test_nothing_is_removed_whose_row_is_being_deleted_still(store, data, row):
@@ -77,8 +65,7 @@ def test_only_run_directories_of_its_own_are_deleted(store, data, row, tmp_path:
             forget_job(store, data, row.model_copy(update={"run_dir": str(path)}), files=True)
     assert jobs.get(store, row.id) == row and other.exists() and (data.path / "no_run").exists()
 
-
-def test_a_job_without_a_run_directory_is_deleted_all_the_same(store, data, row):
+    # A job without a run directory is deleted all the same.
     forget_job(store, data, row.model_copy(update={"run_dir": str(data.path / "never_made")}), files=True)
     with pytest.raises(UnknownJob):
         jobs.get(store, row.id)

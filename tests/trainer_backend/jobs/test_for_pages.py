@@ -1,11 +1,13 @@
 """What the dashboard asks of the service: jobs of its form, and those that the form can begin from."""
 
+from pathlib import Path
+
 import pytest
 from structlog.testing import capture_logs
 
 from tests.trainer_backend.jobs.served import serving, settings_for
 from trainer_backend.jobs.posted import Checked
-from trainer_backend.jobs.submission import JobsForPages, dashboard_of, examples_in
+from trainer_backend.jobs.submission import JobsForPages, build_dashboard, examples_in
 from trainer_backend.terminal.templates import Choices, write_job
 
 TOML = '[job]\nname = "waiting"\n[model]\npreset = "tiny-0.3m"\n'
@@ -38,17 +40,11 @@ def test_examples_are_those_of_the_operator_s_folders_and_what_is_none_is_left_o
     assert [line["file"] for line in logs] == [str(mine / "folder.toml"), str(mine / "latin.toml")]
 
 
-async def test_the_form_offers_what_lies_under_allow_root(served):
-    roots = served.service.settings.roots
-    names = {file.stem for root in roots for file in root.glob("*.toml")}
-    assert {name for name, _ in dashboard_of(served.service).examples[1:]} == names
-    assert "crafter_cpu" in names
-
-
 @pytest.mark.parametrize("environ", [{}, {"TASK_URL": "http://127.0.0.1:9"}])
 async def test_the_form_opens_with_what_init_writes_and_that_can_start(tmp_path, environ):
     write_job(tmp_path / "job.toml", Choices())
     async with serving(settings_for(tmp_path / "data", environ=environ)) as served:
-        name, text = dashboard_of(served.service).examples[0]
+        (name, text), *others = build_dashboard(served.service).examples
         assert (name, text) == ("turnwise init", (tmp_path / "job.toml").read_text())
         assert await JobsForPages(served.service).check(text) == Checked(ok=True, findings=())
+        assert {name for name, _ in others} == {file.stem for file in Path("configs").glob("*.toml")}

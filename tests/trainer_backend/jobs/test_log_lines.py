@@ -38,15 +38,12 @@ def test_pieces_of_a_long_file_are_the_file(path):
     assert (len(last.lines), last.end, last.more) == (10, 2_500_000, False)
 
 
-def test_a_line_that_is_longer_than_a_piece_comes_as_a_whole(path):
+def test_a_line_that_is_longer_than_a_piece_comes_as_a_whole_and_the_last_piece_begins_with_a_line(path):
     long = b"x" * (MOST_BYTES + 5)
     path.write_bytes(long + b"\nshort\n")
     assert read_piece(path, 0).lines == (long,)
     assert read_piece(path, 0).more
     assert read_piece(path, 0, last=True).lines == (b"short",)
-
-
-def test_the_last_megabyte_that_begins_with_a_line_keeps_that_line(path):
     path.write_bytes(b"before\n" + (b"y" * 1023 + b"\n") * 1024)
     assert len(read_piece(path, 0, last=True).lines) == 1024
 

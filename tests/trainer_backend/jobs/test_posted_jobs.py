@@ -11,7 +11,7 @@ from trainer_backend.errors import JobError
 from trainer_backend.job.load import dump_job, load_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import TASK_APP_SETTINGS
-from trainer_backend.jobs.posted import document_of, paths_of, validate_job
+from trainer_backend.jobs.posted import list_paths, parse_document, validate_job
 from trainer_backend.jobs.settings import Bounds, Settings
 
 MODEL: dict[str, Any] = {"model": {"preset": "tiny-0.3m"}}
@@ -49,7 +49,7 @@ def test_a_job_that_names_nothing_gets_the_operators_addresses_and_folder(bounds
 
 def test_what_the_service_resolved_can_be_posted_again(bounds):
     first = posted(bounds, rollout={"max_turns": 7})[0].config
-    assert validate_job(document_of(dump_job(first)), bounds)[0].config == first
+    assert validate_job(parse_document(dump_job(first)), bounds)[0].config == first
 
 
 @pytest.mark.parametrize("url", ["", "dns+http://task-app:8001"], ids=["alone", "Compose"])
@@ -58,7 +58,7 @@ def test_every_job_of_configs_can_be_posted(tmp_path, url):
     refused = {}
     for path in sorted(Path("configs").glob("*.toml")):
         try:
-            found = validate_job(document_of(path.read_text()), bounds)[0].config
+            found = validate_job(parse_document(path.read_text()), bounds)[0].config
         except JobError as error:
             refused[path.name] = str(error)
             continue
@@ -78,9 +78,6 @@ def test_a_relative_path_is_one_from_the_root_that_has_it(bounds):
     data = posted(bounds, data={"path": "file", "evaluation_split": "test"})[0].config.data
     assert data is not None and data.path == root / "file"
     assert "outside" in refused(bounds, data={"path": "../outside/file", "evaluation_split": "test"})
-
-
-# ---- paths
 
 
 def files(bounds: Bounds) -> dict[str, Path]:
@@ -123,32 +120,23 @@ def path_keys(model: type[BaseModel], inside: str = "") -> set[str]:
     return found
 
 
-def test_every_path_of_the_schema_is_judged(bounds):
+def test_every_path_of_the_schema_is_judged():
     known = path_keys(JobConfig) - {"job.runs_dir"}
-    judged = set()
-    for key in known:
-        table, _, name = key.partition(".")
-        assert "." not in name, "paths_of looks into tables, not below"
-        judged.add(f"{table}.{name}")
-    assert judged == known
     assert known >= set(PATHS)
+    assert {key.count(".") for key in known} == {1}, "list_paths looks into tables, not below"
 
 
 @pytest.mark.parametrize("key", PATHS)
-def test_a_file_of_a_root_may_be_named_and_no_other(bounds, key):
+def test_a_file_of_a_root_may_be_named_one_that_a_run_wrote_is_not_code_and_no_other_may_be(bounds, key):
     folders = files(bounds)
-    assert dict(paths_of(posted(bounds, **naming(key, folders["root"] / "file"))[0].config))
-    told = refused(bounds, **naming(key, folders["outside"] / "file"))
-    assert f"{key} names a file outside of what posted jobs may read" in told
-
-
-@pytest.mark.parametrize("key", PATHS)
-def test_what_runs_have_written_may_be_trained_on_and_not_be_run(bounds, key):
-    tables = naming(key, files(bounds)["data"] / "file")
+    assert dict(list_paths(posted(bounds, **naming(key, folders["root"] / "file"))[0].config))
+    outside = f"{key} names a file outside of what posted jobs may read"
+    assert outside in refused(bounds, **naming(key, folders["outside"] / "file"))
+    of_a_run = naming(key, folders["data"] / "file")
     if key in CODE:
-        assert f"{key} names a file outside" in refused(bounds, **tables)
+        assert outside in refused(bounds, **of_a_run)
     else:
-        posted(bounds, **tables)
+        posted(bounds, **of_a_run)
 
 
 @pytest.mark.parametrize("key", TASK_APP_SETTINGS)
@@ -200,22 +188,9 @@ def test_whether_a_foreign_file_is_there_is_not_told(bounds):
     assert gone == there
 
 
-# ---- addresses and keys
-
-
+# The operator's key is sent to the process that listens there, on this machine too.
 @pytest.mark.parametrize(
-    "url",
-    [
-        # The operator's key is sent to whoever listens there, on this machine too.
-        "http://127.0.0.1:8001",
-        "http://localhost:9",
-        "http://[::1]:8001",
-        "http://169.254.169.254",
-        "http://task-app:8001",
-        "http://127.0.0.1.example.com",
-        "dns+http://task-app:8001",
-        "http://0.0.0.0:8001",
-    ],
+    "url", ["http://127.0.0.1:8001", "http://[::1]:8001", "http://task-app:8001", "dns+http://task-app:8001"]
 )
 def test_a_task_app_may_be_named_only_if_the_operator_allowed_it(bounds, url):
     told = refused(bounds, services={"task_url": url})
@@ -238,43 +213,27 @@ def test_a_posted_job_starts_processes_elsewhere_only_where_the_operator_allowed
     posted(Bounds(data_dir=bounds.data_dir, clusters=frozenset({address})), **tables)
 
 
-def test_a_posted_job_holds_no_key_and_no_error_repeats_one(bounds):
-    told = refused(bounds, services={"task_api_key": "s3cret-key"})
-    assert "services.task_api_key is a key" in told and "s3cret" not in told
-
-
-@pytest.mark.parametrize(
-    ("pattern", "fits"),
-    [
-        ("org/model", True),
-        ("org/*", True),
-        ("*", True),
-        ("ORG/*", False),
-        ("org/mod", False),
-        ("other/*", False),
-    ],
-)
-def test_a_model_of_the_hub_may_be_named_only_if_the_operator_allowed_it(bounds, pattern, fits):
+def test_a_model_of_the_hub_may_be_named_only_if_the_operator_allowed_it(bounds):
     named = {"name": "org/model"}
     assert "may not have fetched (--allow-model: none)" in refused(bounds, model=named)
-    allowed = Bounds(data_dir=bounds.data_dir, models=("some/other", pattern))
-    if fits:
-        posted(allowed, model=named)
-    else:
-        assert f"(--allow-model: some/other, {pattern})" in refused(allowed, model=named)
+    for pattern in ("org/model", "org/*", "*"):
+        posted(Bounds(data_dir=bounds.data_dir, models=("some/other", pattern)), model=named)
+    for pattern in ("ORG/*", "org/mod", "other/*"):
+        others = Bounds(data_dir=bounds.data_dir, models=("some/other", pattern))
+        assert f"(--allow-model: some/other, {pattern})" in refused(others, model=named)
 
 
-def test_a_variable_is_read_only_if_the_operator_listed_it(bounds):
-    warmup = {"policy_config": {"inference_url": "http://llm:8000/v1"}, "api_key_env": "LLM_KEY"}
+def test_a_variable_is_read_and_a_server_asked_only_if_the_operator_allowed_it(bounds):
+    warmup = {"policy_config": {"inference_url": "http://LLM:8000/v1"}, "api_key_env": "LLM_KEY"}
     told = refused(bounds, warmup=warmup)
     assert "warmup.api_key_env names a variable" in told and "LLM_KEY" not in told
-    assert "names a server that posted jobs may not ask" in told
-    allowed = Bounds(
-        data_dir=bounds.data_dir,
-        key_variables=frozenset({"LLM_KEY"}),
-        inference_hosts=frozenset({"llm"}),
-    )
-    posted(allowed, warmup=warmup)
+    for host, is_asked in (("llm", True), ("llm:8000", True), ("llm:80", False), ("other", False)):
+        hosts, keys = frozenset({host}), frozenset({"LLM_KEY"})
+        given = Bounds(data_dir=bounds.data_dir, key_variables=keys, inference_hosts=hosts)
+        if is_asked:
+            posted(given, warmup=warmup)
+        else:
+            assert "names a server that posted jobs may not ask" in refused(given, warmup=warmup)
 
 
 def test_a_fixed_policy_s_server_key_and_folder_are_bounded_as_all_others_are(bounds, tmp_path):
@@ -294,39 +253,29 @@ def test_a_fixed_policy_s_server_key_and_folder_are_bounded_as_all_others_are(bo
 
 
 @pytest.mark.parametrize(
-    ("host", "fits"), [("llm", True), ("llm:8000", True), ("llm:80", False), ("other", False)]
-)
-def test_a_teachers_server_is_asked_only_if_the_operator_allowed_it(bounds, host, fits):
-    allowed = Bounds(data_dir=bounds.data_dir, inference_hosts=frozenset({host}))
-    warmup = {"policy_config": {"inference_url": "http://LLM:8000/v1"}}
-    if fits:
-        posted(allowed, warmup=warmup)
-    else:
-        assert "names a server that posted jobs may not ask" in refused(allowed, warmup=warmup)
-
-
-@pytest.mark.parametrize(
     ("tables", "told"),
     [
+        (
+            {"services": {"task_api_key": "s3cret-key"}},
+            "services.task_api_key is a key, and a posted job may",
+        ),
         ({"job": {"runs_dir": "/tmp/elsewhere"}}, "job.runs_dir is the service's own to choose"),
         ({"services": {"gateway_host": "10.0.0.9"}}, "services.gateway_host is the service's own"),
         ({"sinks": {"wandb": {"project": "theirs"}}}, "sinks.wandb would use the service's account"),
         (
-            {"sinks": {"trackio": {"project": "theirs", "space_id": "me/space"}}},
-            "sinks.trackio.space_id would use the service's account",
+            {"sinks": {"trackio": {"project": "x", "space_id": "me/x"}}},
+            "space_id would use the service's acc",
         ),
         ({"services": {"gateways": 9}, "cluster": {}}, "services.gateways is 9; a posted job may have 8"),
-        (
-            {"learner": {"nproc_per_node": 9}, "cluster": {}},
-            "learner.nproc_per_node is 9; a posted job may have 8, since each is a process",
-        ),
+        ({"learner": {"nproc_per_node": 9}, "cluster": {}}, "learner.nproc_per_node is 9; a posted job may"),
         ({"services": "x"}, "services is 'x', but it is a table"),
         ({"tags": {"a": ["list"]}}, "tags.a is no text"),
         ({"tags": {str(i): "x" for i in range(33)}}, "[tags] holds 33 tags; at most 32"),
     ],
 )
-def test_what_is_the_operators_to_decide_is_refused(bounds, tables, told):
-    assert told in refused(bounds, **tables)
+def test_what_is_the_operators_to_decide_is_refused_and_no_error_repeats_a_key(bounds, tables, told):
+    error = refused(bounds, **tables)
+    assert told in error and "s3cret" not in error
 
 
 def test_all_that_is_wrong_is_told_at_once(bounds):
@@ -348,7 +297,7 @@ def nested(depth: int) -> Any:
 def test_tables_in_one_another_may_be_32_deep(bounds):
     found = posted(bounds, rollout={"env_config": nested(31)})[0].config  # and [rollout] around it
     assert found.rollout.env_config == nested(31)
-    assert document_of(dump_job(found))["rollout"]["env_config"] == nested(31)
+    assert parse_document(dump_job(found))["rollout"]["env_config"] == nested(31)
     for depth in (32, 5_000):
         told = refused(bounds, rollout={"env_config": nested(depth)})
         assert told == "the posted job: rollout holds tables or lists in one another, more than 32 deep"
@@ -357,7 +306,7 @@ def test_tables_in_one_another_may_be_32_deep(bounds):
 @pytest.mark.parametrize("number", ["9223372036854775808", "-9223372036854775809", "0x" + "f" * 5_000])
 def test_a_number_that_toml_has_not_is_refused(bounds, number):
     with pytest.raises(JobError, match="rollout holds a whole number of more than 64 bits"):
-        validate_job(document_of(f"[rollout]\nenv_config = {{seed = {number}}}"), bounds)
+        validate_job(parse_document(f"[rollout]\nenv_config = {{seed = {number}}}"), bounds)
 
 
 def test_tags_come_from_the_table_and_from_the_post(bounds):

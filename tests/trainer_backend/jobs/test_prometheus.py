@@ -8,7 +8,6 @@ from pathlib import Path
 
 from tests.exposition import shape
 from tests.house.test_docs import text_of
-from tests.trainer_backend.jobs.test_a_job_s_life import iterate
 from trainer_backend.jobs.exposition import OF_EVALUATIONS, OF_ITERATIONS, page
 from trainer_backend.rundir.state import ProcessRecord, read_state, write_state
 
@@ -43,23 +42,13 @@ async def test_jobs_by_state_and_processes(served):
     assert found["turnwise_trainer_job_starts_total"] == 1
 
 
-async def test_figures_of_a_job_that_runs_by_our_names_and_by_those_that_people_know(served):
-    job_id = await served.post("waiting")
-    await iterate(served, job_id, 1)
-    await served.service.line.ask(served.service.watcher.look, everything=False)
-    found = await samples(served)
-    labels = f'{{job_id="{job_id}",run="waiting"}}'
-    of_iteration = f'{{job_id="{job_id}",kind="iteration",run="waiting"}}'
-    assert found[f"turnwise_trainer_decision_nonzero_frac{of_iteration}"] == 0.25
-    assert found[f"decision_nonzero_frac{labels}"] == 0.25
-    assert found[f"critic_score_mean{labels}"] == 1.5
-    assert found[f"training_global_step{labels}"] == 1
-
-
-async def test_what_both_kinds_of_rows_have_is_told_of_each(served):
+async def test_last_numbers_of_both_kinds_of_rows_by_our_names_and_by_those_that_people_know(served):
     job_id = await served.post("waiting")
     await served.until_it_trains(job_id)
-    iteration = {"rollout/failed": 3, "stop/max_decisions": 0.75, "app/lost": {"10.0.0.7:8001": 2, "own": 1}}
+    iteration = {
+        "rollout/failed": 3, "stop/max_decisions": 0.75, "app/lost": {"10.0.0.7:8001": 2, "own": 1},
+        "episode/outcome_reward": 1.5,
+    }  # fmt: skip
     held_out = {
         "rollout/failed": 5,
         "eval/success_rates": {"eat_cow": 0.5},
@@ -78,6 +67,7 @@ async def test_what_both_kinds_of_rows_have_is_told_of_each(served):
         for name, kind in [found.groups()]
     }
     assert told == {
+        ("episode_outcome_reward", "iteration"): 1.5,
         ("rollout_failed", "iteration"): 3,
         ("rollout_failed", "evaluation"): 5,
         ("stop_max_decisions", "iteration"): 0.75,
@@ -91,6 +81,7 @@ async def test_what_both_kinds_of_rows_have_is_told_of_each(served):
     found = await samples(served)
     assert found[f"stop_max_decisions{labels}"] == 0.75
     assert found[f"errored_rollouts{labels}"] == 3
+    assert (found[f"critic_score_mean{labels}"], found[f"training_global_step{labels}"]) == (1.5, 1)
 
 
 async def test_the_processes_of_a_run_are_counted_by_role_and_state_while_it_runs(served):
@@ -134,25 +125,14 @@ async def test_requests_are_counted_by_route_and_not_by_path(served):
     for path in ("/jobs", "/jobs/a", "/jobs/b", "/x", "/y"):
         await served.client.get(path)
     found = await samples(served)
-    requests = {
-        name: value
-        for name, value in found.items()
-        if name.startswith("turnwise_trainer_http_requests_total")
-    }
-    assert (
-        requests['turnwise_trainer_http_requests_total{method="GET",route="/jobs/{job_id}",status="404"}']
-        == 2
-    )
-    assert requests['turnwise_trainer_http_requests_total{method="GET",route="none",status="404"}'] == 2
-    assert requests['turnwise_trainer_http_requests_total{method="GET",route="/jobs",status="200"}'] == 1
+    for route, status, count in (("/jobs/{job_id}", 404, 2), ("none", 404, 2), ("/jobs", 200, 1)):
+        labels = f'{{method="GET",route="{route}",status="{status}"}}'
+        assert found[f"turnwise_trainer_http_requests_total{labels}"] == count
 
 
-def test_known_names_are_names_of_prometheus():
+def test_known_names_are_names_of_prometheus_and_ours_are_documented():
     for name in (*OF_ITERATIONS, *OF_EVALUATIONS):
         assert re.fullmatch(r"[a-z_]+\*?", name)
-
-
-def test_our_side_of_every_known_name_is_documented():
     page = text_of("docs/metrics.md") + text_of("docs/mixture.md")
     for ours in {*OF_ITERATIONS.values(), *OF_EVALUATIONS.values()} - {"iteration"}:
         assert f"`{ours}`" in page or f"`{ours.rpartition('/')[0]}/*`" in page, ours

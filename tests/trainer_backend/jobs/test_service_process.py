@@ -55,12 +55,6 @@ def test_a_second_one_in_the_same_folder_is_refused_unless_it_only_shows(tmp_pat
             1,
             "error: the store postgresql://turnwise:***@127.0.0.1:1/turnwise cannot be used: ",
         ),
-        (
-            ("--database-url", "oracle://h/d"),
-            2,
-            "error: the database URL names 'oracle'; known: sqlite, postgresql",
-        ),
-        (("--data-dir", "/proc/nowhere"), 1, "error: /proc/nowhere cannot be written: "),
     ],
 )
 def test_what_keeps_it_from_starting_is_one_sentence(tmp_path, words, code, told):

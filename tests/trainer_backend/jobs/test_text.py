@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from tests.trainer_backend.jobs.served import document
 from trainer_backend.jobs.submission import JobsForPages
 from trainer_backend.rundir.state import RunState, append_log, write_state
@@ -17,16 +15,11 @@ NUL = "U+0000, which no database holds"
 
 BODIES = [
     ("/jobs", {"config": document("a"), "tags": {"team": HALF}}, JSON, "half a character"),
-    ("/jobs", {"config": document("a"), "tags": {HALF: "a"}}, JSON, "half a character"),
-    ("/jobs", {"config": document("a", rollout={"env_config": {"a": HALF}})}, JSON, "half a character"),
-    ("/jobs", {HALF: 1}, JSON, "half a character"),
     ("/jobs", {"config": document("a"), "tags": {"team": "\0"}}, JSON, f"tags.team holds {NUL}"),
     ("/jobs", {"toml": "[model\ud83d]"}, JSON, "half a character"),
-    ("/rl/jobs", {"job_type": "rl", HALF: 1, "data": {"config": {}}}, JSON, "half a character"),
     ("/rl/jobs", {"job_type": HALF, "data": {}}, ANY_JSON, "half a character"),
     ("/jobs", json.dumps({"config": document("a")}).encode("utf-16"), JSON, "is UTF-16"),
     ("/jobs", b'{"toml": "\xed\xa0\xbd"}', JSON, "column 11 is no UTF-8"),
-    ("/jobs", {HALF: 1}, {b"Content-Type": b"application/json\xa0"}, "half a character"),
     ("/rl/jobs", {HALF: 1}, {b"Content-Type": b"\x85application/json"}, "half a character"),
     ("/jobs", b'[model]\npreset = "tiny-0.3m"\n[tags]\nteam = "\\u0000"', {}, f"'tags' holds {NUL}"),
     ("/jobs", b'[model]\npath = "a\\u0000"', {}, f"'model' holds {NUL}"),
@@ -44,7 +37,7 @@ async def test_a_body_is_refused_with_its_place(served):
         assert (await served.client.get("/jobs")).json()["jobs"] == []
 
 
-async def test_a_byte_order_mark_before_a_job_is_no_part_of_it(served):
+async def test_a_byte_order_mark_is_no_part_of_a_job_and_a_form_s_text_may_be_refused(served):
     toml = '[job]\nname = "quick"\n[model]\npreset = "tiny-0.3m"\n'
     for body, headers in (
         (toml, {}),
@@ -54,24 +47,16 @@ async def test_a_byte_order_mark_before_a_job_is_no_part_of_it(served):
         content = body.encode("utf-8-sig")
         answer = await served.client.post("/jobs", content=content, headers=headers)
         assert answer.status_code == 201, answer.text
-    (finding,) = (await JobsForPages(served.service).check("\ufeff[model]\npreset = 1")).findings
-    assert "preset" in finding.text
+    for form, told in (("\ufeff[model]\npreset = 1", "preset"), (f"[model]\n{HALF}", "no UTF-8")):
+        (finding,) = (await JobsForPages(served.service).check(form)).findings
+        assert told in finding.text
 
 
-@pytest.mark.parametrize(
-    "path", ["/jobs/a%00b", "/jobs?state=a%00", "/jobs/a/metrics?names=%00", "/login?next=%00"]
-)
-async def test_so_is_an_address(served, path):
-    answer = await served.client.get(path)
-    assert (answer.status_code, answer.json()["code"]) == (422, "request_invalid")
-    assert answer.json()["detail"] in (f"the path holds {NUL}", f"the query holds {NUL}")
-
-
-async def test_the_first_of_two_content_types_counts_for_the_gate_as_for_the_routes(served):
-    headers = [("Content-Type", "application/json"), ("Content-Type", "text/plain")]
-    answer = await served.client.post("/jobs", content=json.dumps({HALF: 1}), headers=headers)
-    assert (answer.status_code, answer.json()["code"]) == (422, "request_invalid")
-    assert "half a character" in answer.json()["detail"]
+async def test_so_is_an_address(served):
+    for path, part in (("/jobs/a%00b", "path"), ("/jobs/a/metrics?names=%00", "query")):
+        answer = await served.client.get(path)
+        assert (answer.status_code, answer.json()["code"]) == (422, "request_invalid")
+        assert answer.json()["detail"] == f"the {part} holds {NUL}"
 
 
 async def test_a_request_without_a_body_may_say_that_it_is_json(served):
@@ -82,11 +67,6 @@ async def test_a_request_without_a_body_may_say_that_it_is_json(served):
         await served.client.post(f"/jobs/{job_id}/cancel", headers=JSON),
     ):
         assert answer.status_code in (200, 409), answer.text
-
-
-async def test_a_form_in_whatever_alphabet_is_refused_with_a_sentence(served):
-    (finding,) = (await JobsForPages(served.service).check(f"[model]\n{HALF}")).findings
-    assert "no UTF-8" in finding.text
 
 
 async def test_half_a_character_that_a_run_wrote_down_is_shown_as_a_question_mark(served):

@@ -8,17 +8,6 @@ TOML = '[job]\nname = "waiting"\n[model]\npreset = "tiny-0.3m"\n[vllm]\n'
 KEY = {"Idempotency-Key": "k-1"}
 
 
-async def test_the_same_request_again_is_the_same_job(served):
-    first, again = [await served.client.post("/jobs", content=TOML, headers=KEY) for _ in range(2)]
-    assert (first.status_code, again.status_code) == (201, 200)
-    assert first.json()["id"] == again.json()["id"]
-    assert [("idempotency-replayed" in answer.headers) for answer in (first, again)] == [False, True]
-    other = await served.client.post("/jobs", content=TOML + "\n", headers=KEY)
-    assert (other.status_code, other.json()["code"]) == (409, "idempotency_conflict")
-    without = await served.client.post("/jobs", content=TOML)
-    assert without.json()["id"] != first.json()["id"]
-
-
 async def test_a_job_that_was_accepted_is_answered_again_when_the_queue_is_full(tmp_path: Path):
     async with serving(settings_for(tmp_path).model_copy(update={"max_queued": 1})) as served:
         running = await served.post("waiting")

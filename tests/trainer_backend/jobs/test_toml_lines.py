@@ -5,7 +5,7 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_backend.jobs.posted import check, line_of, lines_of
+from trainer_backend.jobs.posted import check, find_line, list_lines
 from trainer_backend.jobs.settings import Bounds
 
 TEXT = """\
@@ -37,7 +37,7 @@ last = 2
 
 
 def test_keys_and_tables_stand_on_their_lines():
-    assert lines_of(TEXT) == {
+    assert list_lines(TEXT) == {
         "model": 2, "model.preset": 3, "training": 5, "training.iterations": 6, "training.group_size": 7,
         "training.rewards": 8, "training.rewards.step_rewards_mode": 8, "rollout": 10,
         "rollout.env_config": 10, "rollout.env_config.length": 11, "more": 12, "more.x": 13, "sinks": 14,
@@ -57,7 +57,7 @@ def test_whatever_stands_in_values_the_keys_of_a_text_are_those_that_a_parser_ha
     text = tomli_w.dumps(document, multiline_strings=multiline)
     names = {name for name, value in document.items()}
     names |= {f"{name}.{key}" for name, value in document.items() if isinstance(value, dict) for key in value}
-    lines, rows = lines_of(text), text.split("\n")
+    lines, rows = list_lines(text), text.split("\n")
     assert lines.keys() == names
     for name, line in lines.items():
         row = rows[line - 1].strip("[").replace('"', "")
@@ -76,7 +76,7 @@ def test_whatever_stands_in_values_the_keys_of_a_text_are_those_that_a_parser_ha
     ],
 )
 def test_a_message_is_about_the_first_key_in_it_that_is_there(message, line):
-    assert line_of(message, lines_of(TEXT)) == line
+    assert find_line(message, list_lines(TEXT)) == line
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,10 @@ import os
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 
 import pytest
 
 from tests.conftest import tiny_job
-from trainer_backend.jobs.data_dir import open_data_dir
 from trainer_backend.jobs.slots import wait_for_threads
 from trainer_backend.jobs.watcher import News, Watcher
 from trainer_backend.rundir.layout import RunDirectory, create_run
@@ -22,12 +20,6 @@ from trainer_backend.store.rows import Job
 
 ROW = {"kind": "iteration", "iteration": 1, "reward/mean": 0.5}
 STATE = RunState("training", 17, iteration=1, stage="collect 4", since="2026-11-21T12:00:00.000+00:00")
-
-
-@pytest.fixture
-def data(tmp_path: Path):
-    with open_data_dir(tmp_path / "runs", runs_jobs=False) as found:
-        yield found
 
 
 @pytest.fixture
@@ -74,7 +66,7 @@ def test_a_run_that_is_found_after_its_end_ended_then(store, watcher, run, state
 
 
 def test_a_run_that_ends_again_has_ended_when_it_last_did(store, watcher, run):
-    for hour in (1, 2):  # nobody has seen it run in between
+    for hour in (1, 2):  # it is not seen to run in between
         state = replace(STATE, state="failed", code=f"x{hour}", since=f"2026-01-01T0{hour}:00:00+00:00")
         write_state(run.path, state)
         watcher.look(everything=True)
@@ -129,12 +121,6 @@ def test_a_look_tells_of_what_is_new_and_of_nothing_else(store, watcher, run):
     )
 
 
-def test_a_directory_that_is_no_run_of_ours_is_unusable(store, watcher, run):
-    (run.path / "run.json").write_text('{"run_id": "x", "format": 99}')
-    watcher.look(everything=True)
-    assert jobs.find(store).items == ()
-
-
 def test_a_run_of_an_older_version_is_shown_whatever_keys_its_job_has(store, watcher, run):
     text = '[job]\nname = "old"\n[gone]\nkey = 1\n'
     (run.path / "job.toml").write_text(text)
@@ -142,20 +128,18 @@ def test_a_run_of_an_older_version_is_shown_whatever_keys_its_job_has(store, wat
     assert (only(store).name, only(store).config) == ("old", text)
 
 
-@pytest.mark.parametrize("text", ["[job", "", "job = 3"])
-def test_one_whose_job_is_none_is_unusable(store, watcher, run, text):
-    (run.path / "job.toml").write_text(text)
+def test_a_directory_that_is_no_run_of_ours_is_not_shown_until_it_is_one(store, watcher, run):
+    files = {name: (run.path / name).read_text() for name in ("job.toml", "run.json")}
+    (run.path / "job.toml").unlink()  # a copy is in progress
     watcher.look(everything=True)
-    watcher.look(everything=True)
-    assert jobs.find(store).items == ()
-
-
-def test_a_run_that_is_being_copied_in_is_shown_when_it_is_there(store, watcher, run):
-    text = (run.path / "job.toml").read_text()
-    (run.path / "job.toml").unlink()
-    watcher.look(everything=True)
-    assert jobs.find(store).items == ()
-    (run.path / "job.toml").write_text(text)
+    broken = [("job.toml", text) for text in ("[job", "", "job = 3")]
+    for name, text in (*broken, ("run.json", '{"run_id": "x", "format": 99}')):
+        (run.path / name).write_text(text)
+        for _ in range(2):
+            watcher.look(everything=True)
+            assert jobs.find(store).items == ()
+    for name, text in files.items():
+        (run.path / name).write_text(text)
     watcher.look(everything=True)
     assert only(store).name == "tiny"
 
@@ -165,7 +149,7 @@ def test_a_run_that_cannot_be_read_holds_up_no_other_and_is_read_again_once_it_c
     sound = create_run(tiny_job(), data.path / "sound")
     watcher.look(everything=True)
     by_name = {row.run_dir: row.id for row in jobs.find(store).items}
-    (run.path / "job.toml").write_bytes(b"\xff")  # what nobody thought of: UnicodeDecodeError in the sync
+    (run.path / "job.toml").write_bytes(b"\xff")  # unforeseen: UnicodeDecodeError in the sync
     for one in (run, sound):
         one.append_metrics(ROW)
     watcher.look(everything=True)
@@ -176,11 +160,9 @@ def test_a_run_that_cannot_be_read_holds_up_no_other_and_is_read_again_once_it_c
     assert reads.metric_lines(store, by_name[str(run.path)], kind="iteration")[-1].row == ROW
 
 
-def test_a_row_that_nobody_thought_of_holds_up_no_other(store, data, watcher, run):
-    broken = Job(
-        name="broken", config="", home=data.home, run_dir="nul\0byte"
-    )  # os.stat refuses it: ValueError
-    jobs.create(store, broken)
+def test_a_row_with_an_unforeseen_error_holds_up_no_other(store, data, watcher, run):
+    # os.stat refuses it: ValueError
+    jobs.create(store, Job(name="broken", config="", home=data.home, run_dir="nul\0byte"))
     watcher.look(everything=True)
     assert {row.name for row in jobs.find(store).items} == {"broken", "tiny"}
     run.append_metrics(ROW)
@@ -189,7 +171,7 @@ def test_a_row_that_nobody_thought_of_holds_up_no_other(store, data, watcher, ru
     assert reads.metric_lines(store, tiny.id, kind="iteration")[-1].row == ROW
 
 
-async def test_while_a_look_takes_long_the_store_is_asked_beside_it(store, data, run):
+async def test_while_a_look_takes_long_the_store_is_asked_too(store, data, run):
     watcher = Watcher(store, data, News(), look_s=0.01, answer_s=0.05)
     watcher.store_up = False  # as after a database that was away
     with ExitStack() as held:
@@ -216,7 +198,7 @@ def test_a_service_that_only_shows_removes_no_files(store, data, run, tidies):
     assert left == (["iteration_2"] if tidies else ["iteration_1", "iteration_2"])
 
 
-async def test_whoever_waits_is_told(store, data, run):
+async def test_a_look_wakes_who_waits_for_news(store, data, run):
     news = News()
     watcher = Watcher(store, data, news, look_s=0.01)
     await asyncio.to_thread(watcher.look, everything=True)
@@ -230,7 +212,7 @@ async def test_whoever_waits_is_told(store, data, run):
         await asyncio.gather(looking, return_exceptions=True)
 
 
-async def test_news_that_came_before_the_wait_are_not_missed():
+async def test_news_that_came_before_the_wait_are_not_missed_and_the_service_s_end_ends_it():
     news = News()
     seen = news.count("a")
     news.tell("a")
@@ -238,10 +220,6 @@ async def test_news_that_came_before_the_wait_are_not_missed():
     assert not await news.wait("a", news.count("a"), at_most_s=0.0)
     news.tell("b")
     assert not await news.wait("a", news.count("a"), at_most_s=0.0), "of another job"
-
-
-async def test_nobody_waits_for_a_service_that_ends():
-    news = News()
     waiting = asyncio.ensure_future(news.wait("a", news.count("a"), at_most_s=600))
     await asyncio.sleep(0)
     news.close()

@@ -1,9 +1,17 @@
 """Which metrics are drawn together, and what a chart says of them."""
 
 from tests.trainer_backend.pages.test_run_views import JOB
-from trainer_backend.pages.panels import PANELS, Line, Panel, merge_outcome, rest_of, restrict, split_by_line
+from trainer_backend.pages.panels import (
+    PANELS,
+    Line,
+    Panel,
+    make_other_panels,
+    merge_outcome,
+    restrict,
+    split_by_line,
+)
 from trainer_backend.pages.run_data import Run, run_data
-from trainer_backend.pages.series import add_up_axes, chart_of, place_on_axes, table
+from trainer_backend.pages.series import add_up_axes, draw_chart, place_on_axes, table
 from trainer_backend.store.rows import Curve
 
 PLAIN = Panel("p", "", "Thing", "", (Line("a/x", "x"), Line("a/e", "e", "evaluation")))
@@ -47,7 +55,7 @@ def test_what_stands_in_no_panel_is_drawn_alone_so_nothing_measured_is_hidden():
         ("iteration", "episode/outcome_reward_low"), ("iteration", "episode/outcome_reward"),
         ("iteration", "timeline/learn_end"),  # a time of day makes no curve; it is drawn in the two lanes
     ]  # fmt: skip
-    assert [panel.key for panel in rest_of(known)] == ["rest:my/own"]
+    assert [panel.key for panel in make_other_panels(known)] == ["rest:my/own"]
 
 
 def test_unique_achievements_are_a_chart_with_their_band_and_one_where_they_are_the_outcome():
@@ -77,7 +85,7 @@ def test_the_curves_of_a_chart_share_their_iterations_and_have_gaps_where_they_h
         ("evaluation", "a/e_low"): series([(2, 3.5)]),
         ("evaluation", "a/e_high"): series([(2, 4.5)]),
     }
-    chart = chart_of(PLAIN, [("run", curves)])
+    chart = draw_chart(PLAIN, [("run", curves)])
     assert chart["x"] == [0, 1, 2]
     x, e = chart["curves"]
     assert (x["y"], "low" in x) == ([None, 0.5, 0.75], False)
@@ -87,7 +95,7 @@ def test_the_curves_of_a_chart_share_their_iterations_and_have_gaps_where_they_h
 
 def test_a_thinned_curve_shows_how_far_its_stretches_reach():
     curves = {("iteration", "a/x"): series([(10, 0.5), (20, 0.5)], low=(0.1, 0.2), high=(0.9, 0.8))}
-    (curve,) = chart_of(PLAIN, [("run", curves)])["curves"]
+    (curve,) = draw_chart(PLAIN, [("run", curves)])["curves"]
     assert (curve["low"], curve["high"]) == ([0.1, 0.2], [0.9, 0.8])
 
 
@@ -97,15 +105,15 @@ def test_runs_laid_over_one_another_are_told_apart_by_their_names_in_a_chart_for
     runs = [
         (name, {("iteration", "a/x"): series([(1, value)])}) for name, value in (("one", 1.0), ("two", 2.0))
     ]
-    chart = chart_of(first, runs)
+    chart = draw_chart(first, runs)
     assert [(curve["label"], curve["run"], curve["y"]) for curve in chart["curves"]] == [
         ("one", 0, [1.0]), ("two", 1, [2.0]),
     ]  # fmt: skip
-    assert chart_of(second, runs) is None
+    assert draw_chart(second, runs) is None
 
 
 def test_what_goes_to_the_page_is_rounded_and_has_no_bounds_where_there_are_none():
-    told = chart_of(PLAIN, [("run", {("iteration", "a/x"): series([(1, 1 / 3)])})])
+    told = draw_chart(PLAIN, [("run", {("iteration", "a/x"): series([(1, 1 / 3)])})])
     assert told["curves"] == [{"label": "x", "run": 0, "line": 0, "dots": False, "y": [0.33333333]}]
 
 
@@ -117,7 +125,7 @@ def test_an_axis_adds_up_what_each_iteration_did_and_leaves_out_pauses_between_s
     rows = {1: row(0.0, 3600.0, 0.0), 2: row(1800.0, 7200.0, 0.0), 3: row(90_000.0, 91_800.0, 1.0)}
     axes = add_up_axes(rows)
     assert axes == {"steps": {1: 40.0, 2: 80.0, 3: 120.0}, "hours": {1: 1.0, 2: 2.0, 3: 2.5}}
-    chart = chart_of(PLAIN, [("run", {("evaluation", "a/e"): series([(0, 1.0), (3, 2.0)])})])
+    chart = draw_chart(PLAIN, [("run", {("evaluation", "a/e"): series([(0, 1.0), (3, 2.0)])})])
     assert place_on_axes([axes], [chart]) == {
         "at": [0, 3],
         "axes": {

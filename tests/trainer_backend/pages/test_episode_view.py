@@ -4,7 +4,7 @@ import pytest
 
 from tests.trainer_backend.dialogues import TASK, dialogue, reader
 from tests.trainer_backend.pages.hand_made import COW, WOOD, rollout
-from trainer_backend.pages.episode_view import BAR_WIDTH, bar_of, decision_lines, decision_view, prompt_of
+from trainer_backend.pages.episode_view import BAR_WIDTH, decision_lines, decision_view, draw_bar, show_prompt
 
 CREDIT = [
     {"reward": 1.0, "return_to_go": 1.5, "advantage": 2.0, "episode_advantage": None, "state_key": "k"},
@@ -13,7 +13,7 @@ CREDIT = [
 PLAYED = rollout(1, [WOOD, COW]).trajectory
 
 
-def test_a_line_says_what_was_done_and_unlocked_and_its_advantage_beside_the_largest():
+def test_a_line_says_what_was_done_and_unlocked_and_its_advantage_on_the_scale_of_the_largest():
     first, second = decision_lines(PLAYED, CREDIT)
     assert (first["turn"], first["action"], first["unlocked"]) == (1, "do noop", ["collect wood"])
     assert (first["reward"], first["return_to_go"], first["advantage"]) == (1.0, 1.5, 2.0)
@@ -21,13 +21,10 @@ def test_a_line_says_what_was_done_and_unlocked_and_its_advantage_beside_the_lar
     assert second["bar"] == {"kind": "down", "x": BAR_WIDTH / 4, "width": BAR_WIDTH / 4}
 
 
-def test_an_episode_without_credit_has_lines_without_it():
+def test_an_episode_without_credit_has_lines_without_it_and_one_of_advantages_of_0_bars_without_length():
     assert [(line["advantage"], line["bar"]) for line in decision_lines(PLAYED, [])] == [(None, None)] * 2
     assert decision_view(PLAYED, [], 1)["credit"] == []
-
-
-def test_where_every_advantage_is_0_no_bar_has_a_length():
-    assert bar_of(0.0, 0.0)["width"] == 0.0
+    assert draw_bar(0.0, 0.0)["width"] == 0.0
 
 
 def test_a_conversation_s_line_says_what_was_called_or_written_and_what_was_paid():
@@ -64,19 +61,12 @@ def test_a_decision_says_how_its_advantage_follows_from_its_parts():
     assert decision_view(PLAYED, [gone], 1)["derivation"] == []
 
 
-def test_parts_that_an_earlier_version_stored_as_columns_are_shown():
+def test_parts_that_an_earlier_version_stored_as_columns_are_shown_and_a_fresh_prompt_is_all_new():
     stored = {"advantage": 0.5, "episode_advantage": 0.25, "step_advantage": 0.75}
-    assert [name for name, _, _ in decision_view(PLAYED, [stored], 1)["credit"]] == [
-        "A_E",
-        "A_S",
-        "advantage",
-    ]
-
-
-def test_a_fresh_prompt_is_all_new_and_is_not_called_so():
+    names = [name for name, _, _ in decision_view(PLAYED, [stored], 1)["credit"]]
+    assert names == ["A_E", "A_S", "advantage"]
     view = decision_view(PLAYED, [], 2)
-    assert view["fresh"]
-    assert [message["state"] for message in view["prompt"]] == ["new"]
+    assert view["fresh"] and [message["state"] for message in view["prompt"]] == ["new"]
 
 
 def test_what_follows_the_last_answer_stands_with_the_last_decision():
@@ -88,12 +78,12 @@ def test_what_follows_the_last_answer_stands_with_the_last_decision():
 
 
 def test_a_prompt_says_which_messages_are_new_and_what_stood_where_one_was_deleted():
-    states = [[message["state"] for message in prompt_of(reader(), turn)] for turn in (1, 2, 3)]
+    states = [[message["state"] for message in show_prompt(reader(), turn)] for turn in (1, 2, 3)]
     assert states == [["new"], ["kept", "new", "new"], ["kept", "kept", "edited", "new", "new"]]
-    stub = prompt_of(reader(), 3)[2]
+    stub = show_prompt(reader(), 3)[2]
     assert (stub["text"], stub["was"]) == ("[deleted]", "the whole chunk")
     assert (stub["deleted"], stub["edited_at"]) == (True, 3)
-    (call,) = prompt_of(reader(), 2)[1]["calls"]
+    (call,) = show_prompt(reader(), 2)[1]["calls"]
     assert (call.function.name, call.function.arguments) == ("readChunk", '{"n": 1}')
 
 
@@ -101,24 +91,15 @@ def test_an_edit_that_is_taken_back_leaves_no_trace_and_one_that_deletes_nothing
     episode = reader()
     *others, last = episode.steps
     whole = episode.full_history[2].model_copy(update={"content": "the whole chunk"})
-    seen = last.observation_data
+    seen = {"messages": (), "messages_reused": 5, "changed": {2: others[1].observation_data.messages[1]}}
     undone = last.model_copy(
-        update={
-            "turn": 4,
-            "observation_data": seen.model_copy(
-                update={
-                    "messages": (),
-                    "messages_reused": 5,
-                    "changed": {2: others[1].observation_data.messages[1]},
-                }
-            ),
-        }
+        update={"turn": 4, "observation_data": last.observation_data.model_copy(update=seen)}
     )
     back = episode.model_copy(update={"steps": (*episode.steps, undone)})
-    assert whole.content == prompt_of(back, 4)[2]["text"]
-    assert [message["state"] for message in prompt_of(back, 4)] == ["kept"] * 5
+    assert whole.content == show_prompt(back, 4)[2]["text"]
+    assert [message["state"] for message in show_prompt(back, 4)] == ["kept"] * 5
     kept = episode.model_copy(update={"deleted_msg_ids": ()})
-    assert (prompt_of(kept, 3)[2]["state"], prompt_of(kept, 3)[2]["deleted"]) == ("edited", False)
+    assert (show_prompt(kept, 3)[2]["state"], show_prompt(kept, 3)[2]["deleted"]) == ("edited", False)
 
 
 @pytest.mark.parametrize("turn", [1, 2, 3])
@@ -126,6 +107,6 @@ def test_the_prompt_is_the_one_that_the_wire_s_own_rule_gives(turn):
     from shared_schemas.trajectory import prompts
 
     wanted = list(prompts(reader().steps))[turn - 1]
-    assert [message["text"] for message in prompt_of(reader(), turn)] == [
+    assert [message["text"] for message in show_prompt(reader(), turn)] == [
         message.content or "" for message in wanted
     ]

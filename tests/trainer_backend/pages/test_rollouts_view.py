@@ -9,13 +9,10 @@ from trainer_backend.pages.page import BadAddress
 from trainer_backend.store.reads_rollouts import RolloutFilter
 
 
-def test_a_form_s_empty_fields_narrow_nothing():
+def test_numbers_are_read_and_go_back_into_the_address_and_empty_fields_narrow_nothing():
     params = QueryParams("stage=&iteration=+&text=&lost=&sort=&down=1")
     assert read_filter(RolloutFilter, params) == RolloutFilter()
     assert read_order(params, ("newest", "reward"), "newest") == ("newest", True)
-
-
-def test_numbers_are_read_and_go_back_into_the_address_with_all_else():
     query = "iteration=3&policy=a+b&min_reward=-0.5&lost=1&sort=reward&down=0"
     params = QueryParams(f"stage=&{query}&cursor=c")
     assert read_filter(RolloutFilter, params) == RolloutFilter(
@@ -26,21 +23,15 @@ def test_numbers_are_read_and_go_back_into_the_address_with_all_else():
     assert change_query(params, cursor="d", sort="newest").endswith("&lost=1&down=0&cursor=d&sort=newest")
 
 
-@pytest.mark.parametrize(
-    ("params", "told"),
-    [
+def test_a_number_or_an_order_that_cannot_be_read_is_named():
+    for params, told in (
         ({"iteration": "three"}, "iteration is 'three'; it must be a whole number"),
         ({"iteration": "9" * 20}, "it must be a whole number of at most 2147483647"),
         ({"min_reward": "much"}, "min_reward is 'much'; it must be a number"),
         ({"max_decisions": "nan"}, "max_decisions is 'nan'; it must be a whole number"),
-    ],
-)
-def test_a_number_that_cannot_be_read_is_named(params, told):
-    with pytest.raises(BadAddress, match=told):
-        read_filter(RolloutFilter, params)
-
-
-def test_an_unknown_order_is_named():
+    ):
+        with pytest.raises(BadAddress, match=told):
+            read_filter(RolloutFilter, params)
     with pytest.raises(BadAddress, match="sort is 'luck'; known: newest, reward"):
         read_order({"sort": "luck"}, ("newest", "reward"), "newest")
 

@@ -3,8 +3,6 @@
 import tomllib
 from datetime import UTC, datetime, timedelta
 
-import pytest
-
 from tests.conftest import tiny_job
 from tests.trainer_backend.jobs.rows import replace
 from tests.trainer_backend.pages.hand_made import FIRST, LAST, evaluation_row, iteration_row
@@ -14,12 +12,12 @@ from trainer_backend.pages.facts import chosen_keys, to_begin_from
 from trainer_backend.pages.figures import NONE as NO_VALUE
 from trainer_backend.pages.run_view import (
     evaluation_table,
-    head_of,
     key_figures,
+    make_head,
     seconds_an_iteration,
     success_rates,
 )
-from trainer_backend.pages.series import spark_of
+from trainer_backend.pages.series import draw_spark
 from trainer_backend.rundir.state import ProcessRecord, RunState
 from trainer_backend.store.rows import Curve, Job
 
@@ -34,16 +32,11 @@ JOB = Job(
 
 def head(job=JOB, state=None, **changes):
     given = {"rate_s": None, "place": "0.0", "now": NOON, "can_control": True}
-    return head_of(job, state, **(given | changes))
+    return make_head(job, state, **(given | changes))
 
 
 def series(*values):
     return Curve(tuple(range(1, len(values) + 1)), values, values, values)
-
-
-def test_a_curve_of_equal_values_is_a_line_and_one_value_is_none():
-    assert spark_of((5.0, 5.0), "x")["points"] == "0.0,23.0 100.0,23.0"
-    assert spark_of((5.0,), "x")["points"] == ""
 
 
 def test_the_head_of_a_run_says_what_is_under_way_and_how_long_it_may_take():
@@ -63,41 +56,32 @@ def test_what_a_run_wrote_of_itself_is_not_believed_after_its_end():
     assert dict(shown["facts"])["took"] == "3 min"
 
 
-def test_the_head_shows_processes_by_role_and_of_a_live_run_alone():
+def test_the_head_shows_processes_of_a_live_run_by_role_and_what_it_does_more_slowly_after_its_end_too():
     def record(role, name):
         return ProcessRecord(role, name, "", "serving", None, "", "")
 
     own, replica, gateway = record("task app", "own"), record("replica", "a"), record("gateway", "g")
-    state = RunState("training", 1, processes=(own, replica, gateway))
-    assert head(state=state)["processes"] == [gateway, replica, own]
-    assert head(replace(JOB, state="succeeded", ended=NOON), state)["processes"] == []
+    notes = ("kernels do not run: no C compiler",)
+    state = RunState("training", 1, processes=(own, replica, gateway), notes=notes)
+    live, ended = head(state=state), head(replace(JOB, state="succeeded", ended=NOON), state)
+    assert (live["processes"], live["notes"]) == ([gateway, replica, own], notes)
+    assert (ended["processes"], ended["notes"]) == ([], notes)
 
 
-def test_the_head_says_what_a_run_does_more_slowly_also_after_its_end():
-    state = RunState("training", 1, notes=("kernels do not run: no C compiler",))
-    ended = replace(JOB, state="succeeded", ended=NOON)
-    assert head(state=state)["notes"] == head(ended, state)["notes"] == state.notes
+def test_only_what_makes_sense_is_offered():
+    offered = {
+        "queued": ("pause", "cancel"), "pausing": ("cancel",), "paused": ("resume", "cancel"),
+        "failed": ("resume",), "cancelled": ("resume",), "cancelling": (), "succeeded": (),
+    }  # fmt: skip
+    for state, actions in offered.items():
+        assert head(replace(JOB, state=state))["actions"] == actions
+        assert head(replace(JOB, state=state), can_control=False)["actions"] == ()
+        assert head(replace(JOB, state=state, origin="cli"))["actions"] == ()
 
 
-@pytest.mark.parametrize(
-    ("state", "actions"),
-    [
-        ("queued", ("pause", "cancel")),
-        ("pausing", ("cancel",)),
-        ("paused", ("resume", "cancel")),
-        ("failed", ("resume",)),
-        ("cancelled", ("resume",)),
-        ("cancelling", ()),
-        ("succeeded", ()),
-    ],
-)
-def test_only_what_makes_sense_is_offered(state, actions):
-    assert head(replace(JOB, state=state))["actions"] == actions
-    assert head(replace(JOB, state=state), can_control=False)["actions"] == ()
-    assert head(replace(JOB, state=state, origin="cli"))["actions"] == ()
-
-
-def test_an_iteration_takes_what_its_stages_took_of_late():
+def test_an_iteration_takes_what_its_stages_took_of_late_and_a_curve_of_equal_values_is_a_line():
+    assert draw_spark((5.0, 5.0), "x")["points"] == "0.0,23.0 100.0,23.0"
+    assert draw_spark((5.0,), "x")["points"] == ""
     assert seconds_an_iteration({"a": series(100.0, 1.0, 1.0, 1.0, 1.0, 1.0), "b": series(2.0)}) == 3.0
     assert seconds_an_iteration({}) is None
 
@@ -122,7 +106,7 @@ def test_key_figures_compare_with_the_first_row_and_leave_out_what_there_is_not(
     assert names == ["training score", "reward an episode", "entropy"]
 
 
-def test_the_table_of_evaluations_has_score_and_progress_beside_the_outcome():
+def test_the_table_of_evaluations_has_score_and_progress_after_the_outcome():
     older = {
         name: value for name, value in evaluation_row(0, FIRST, None, None).items() if "progress" not in name
     }
@@ -132,7 +116,7 @@ def test_the_table_of_evaluations_has_score_and_progress_beside_the_outcome():
     assert last[:5] == ("2 (best)", "2.00 (95 %: 1.00 to 3.00)", "12.5 %", "66.7 %", "1.5")
 
 
-def test_success_rates_stand_beside_those_of_the_first_evaluation_the_most_frequent_first():
+def test_success_rates_are_shown_with_those_of_the_first_evaluation_the_most_frequent_first():
     first, last = evaluation_row(0, FIRST, None, None), evaluation_row(2, LAST, 1.0, 3.0)
     rates = success_rates([first, last], {"eval/success_rates/eat_cow": series(0.0, 1.0)})
     assert (rates["before"], rates["after"]) == ("iteration 0", "iteration 2")

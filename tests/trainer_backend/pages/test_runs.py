@@ -6,7 +6,6 @@ from starlette.datastructures import QueryParams
 from tests.conftest import tiny_job
 from tests.trainer_backend.pages.hand_made import empty_run
 from tests.trainer_backend.pages.shown import Shown
-from trainer_backend.pages.page import BadAddress
 from trainer_backend.pages.runs import compare_numbers, count_values, list_runs
 from trainer_backend.store import jobs
 from trainer_backend.store.reads import RunFilter
@@ -94,12 +93,6 @@ def test_a_list_that_is_followed_counts_no_values_and_one_that_comes_back_from_h
     assert all('<div id="list"' in text for text in texts)
 
 
-def test_an_address_that_cannot_be_read_is_refused(shown: Shown):
-    for query, told in (("state=lost", "known: active, ended, queued"), ("tag=red", "must be key=value")):
-        with pytest.raises(BadAddress, match=told):
-            list_runs(shown.store, QueryParams(query))
-
-
 def test_a_long_list_is_turned_page_by_page(shown: Shown):
     for number in range(60):
         jobs.create(shown.store, Job(name=f"run {number:02}", config="", home="h"))
@@ -121,12 +114,7 @@ def test_chosen_runs_stand_side_by_side_with_their_numbers_and_the_keys_that_dif
     assert ("eval/success_rates/eat_cow", ["1", "–"]) in evaluation["rows"]  # noqa: RUF001
     assert ("loss/entropy", ["1.5", "–"]) in iteration["rows"]  # noqa: RUF001
 
-
-def test_the_page_of_runs_side_by_side_leads_to_each_and_back_to_the_choice(shown: Shown, three):
     query = f"run={three['done']}&run={three['live']}"
     text = shown.page(f"/compare/numbers?{query}")
-    assert (
-        f'href="/runs/{three["live"]}"' in text and f'href="/compare?{query}"'.replace("&", "&amp;") in text
-    )
-    assert "no run is chosen" in shown.page("/compare/numbers", 400)
-    assert "there is no job" in shown.page("/compare/numbers?run=none", 404)
+    assert f'href="/runs/{three["live"]}"' in text
+    assert f'href="/compare?{query}"'.replace("&", "&amp;") in text

@@ -1,8 +1,6 @@
 """The two lanes of a run's last iterations: when it collected, when it learned, and who waited."""
 
-import pytest
-
-from trainer_backend.pages.timeline import SHOWN, timeline_of
+from trainer_backend.pages.timeline import SHOWN, draw_timeline
 
 NOON = 1_795_348_800.0  # 2026-11-22, 12:00 UTC
 
@@ -36,7 +34,7 @@ AHEAD = [
 
 
 def test_a_bar_lies_where_its_work_lay_and_the_axis_counts_back_from_the_end():
-    view = timeline_of(AHEAD, [])
+    view = draw_timeline(AHEAD, [])
     assert [(bar["work"], bar["label"], bar["start"], bar["width"]) for bar in view["bars"]] == [
         ("collect", "1", 0.0, 25.0), ("collect", "2", 25.0, 50.0),
         ("learn", "1", 25.0, 25.0), ("learn", "2", 75.0, 25.0),
@@ -53,42 +51,40 @@ def test_a_bar_lies_where_its_work_lay_and_the_axis_counts_back_from_the_end():
 
 def test_it_says_which_share_of_the_time_both_worked_and_who_waited():
     # both 10 s (half of the 20 s of the first row), rollouts awaited 20 s, nothing collected 10 s
-    assert timeline_of(AHEAD, [])["words"] == (
+    assert draw_timeline(AHEAD, [])["words"] == (
         "Both worked 25 % of the time; 50 % of it the learner waited for rollouts, and 25 % nothing was "
         "collected while it worked."
     )
     in_turns = [row(1, (0.0, 30.0), (30.0, 40.0), waits=(30.0, 10.0))]
-    assert timeline_of(in_turns, [])["words"] == (
+    assert draw_timeline(in_turns, [])["words"] == (
         "They took turns: 75 % of the time was collecting, 25 % learning."
     )
-    nobody = [row(1, (0.0, 10.0), (0.0, 10.0), overlap=1.0)]  # the share alone does not tell of how much
-    assert timeline_of(nobody, [])["words"].startswith("Both worked 100 % of the time")
+    always = [row(1, (0.0, 10.0), (0.0, 10.0), overlap=1.0)]  # the share alone does not tell of how much
+    assert draw_timeline(always, [])["words"].startswith("Both worked 100 % of the time")
 
 
 def test_evaluations_in_this_time_are_in_the_lane_of_collecting():
     before, across, after = evaluation(0, -9.0, -1.0), evaluation(1, -10.0, 5.0), evaluation(2, 40.0, 50.0)
-    view = timeline_of(AHEAD, [before, across, after])
+    view = draw_timeline(AHEAD, [before, across, after])
     held_out = [
         (bar["label"], bar["start"], bar["width"]) for bar in view["bars"] if bar["work"] == "evaluate"
     ]
     assert held_out == [("E", 0.0, 10.0), ("E", 80.0, 20.0)]  # of 50 s; the first began before the picture
-    assert view["evaluates"] and not timeline_of(AHEAD, [before, {"iteration": 1}])["evaluates"]
+    assert view["evaluates"] and not draw_timeline(AHEAD, [before, {"iteration": 1}])["evaluates"]
 
 
 def test_it_shows_the_last_dozen_of_the_newest_start_and_rows_without_times_not_at_all():
     rows = [row(n, (10.0 * n, 10.0 * n + 5), (10.0 * n + 5, 10.0 * n + 10)) for n in range(1, 21)]
-    shown = [bar["label"] for bar in timeline_of(rows, [])["bars"] if bar["work"] == "learn"]
+    shown = [bar["label"] for bar in draw_timeline(rows, [])["bars"] if bar["work"] == "learn"]
     assert shown == [str(n) for n in range(21 - SHOWN, 21)]
     day = 86_400.0
     resumed = [*rows, row(21, (day, day + 5.0), (day + 5.0, day + 10.0), resumes=1.0)]
-    assert [bar["label"] for bar in timeline_of(resumed, [])["bars"]] == ["21", "21"]
-    assert timeline_of([{"kind": "iteration", "iteration": 1}], []) == {}
-    assert timeline_of([], [evaluation(0, 0.0, 1.0)]) == {}
+    assert [bar["label"] for bar in draw_timeline(resumed, [])["bars"]] == ["21", "21"]
+    assert draw_timeline([{"kind": "iteration", "iteration": 1}], []) == {}
+    assert draw_timeline([], [evaluation(0, 0.0, 1.0)]) == {}
 
 
-@pytest.mark.parametrize(
-    ("width", "label", "roomy"), [(5.0, "7", True), (2.0, "7", False), (0.5, "", False), (0.0, "", False)]
-)
-def test_a_number_stands_where_its_bar_has_room(width, label, roomy):
-    bar = timeline_of([row(7, (0.0, width), (width, 100.0))], [])["bars"][0]
-    assert (bar["label"], bar["roomy"], bar["width"]) == (label, roomy, max(width, 0.2))
+def test_a_number_stands_where_its_bar_has_room():
+    for width, label, roomy in ((5.0, "7", True), (2.0, "7", False), (0.5, "", False), (0.0, "", False)):
+        bar = draw_timeline([row(7, (0.0, width), (width, 100.0))], [])["bars"][0]
+        assert (bar["label"], bar["roomy"], bar["width"]) == (label, roomy, max(width, 0.2))

@@ -2,10 +2,6 @@
 
 import math
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 from tests.trainer_backend.segment_columns import make_segment
 from trainer_backend.core.segments import CONTEXT
 from trainer_backend.pages.token_view import (
@@ -28,12 +24,8 @@ def view(shown, rows, turn=1):
 
 def test_a_segment_is_cut_where_the_decision_changes_and_says_what_it_trains():
     found = view(segment([CONTEXT, CONTEXT, 0, CONTEXT, 1, 1]), [[1.0], [-0.5]])
-    assert [(run["turn"], len(run["tokens"])) for run in found["runs"]] == [
-        (None, 2),
-        (1, 1),
-        (None, 1),
-        (2, 2),
-    ]
+    runs = [(run["turn"], len(run["tokens"])) for run in found["runs"]]
+    assert runs == [(None, 2), (1, 1), (None, 1), (2, 2)]
     assert (found["number"], found["turns"], found["length"], found["sampled"]) == (1, [1, 2], 6, 3)
     assert found["runs"][0]["tokens"][0]["kind"] == "m0"
     assert found["runs"][1]["tokens"][0]["kind"] == "m1 p0 ap4"
@@ -62,7 +54,7 @@ def test_long_context_is_folded_but_for_its_ends():
     assert (context["tokens"][0]["text"], context["rest"][-1]["text"]) == ("<0>", "<999>")
 
 
-def test_of_a_long_conversation_the_decision_is_shown_with_those_beside_it_and_the_rest_is_counted():
+def test_of_a_long_conversation_the_decision_is_shown_with_its_neighbours_and_the_rest_is_counted():
     # six decisions of three tokens, each after two of context: 30 tokens, the fourth begins at 15
     long = segment([one for t in range(6) for one in (CONTEXT, CONTEXT, t, t, t)])
     found = view(long, [[1.0]] * 6, turn=4)
@@ -84,15 +76,8 @@ def test_what_a_page_shows_of_a_segment_is_bounded():
     assert all(token["kind"] == "m1 p0 ap4" for run in found["runs"] if run["turn"] for token in run["rest"])
 
 
-@given(st.floats(-10, 10), st.floats(0.1, 10))
-def test_the_side_of_an_advantage_is_always_seen(value, largest):
-    step = advantage_step(value, largest)
-    assert abs(step) <= STEPS
-    assert (step > 0, step < 0) == (value > 0, value < 0)
-
-
-@pytest.mark.parametrize(
-    ("probability", "step"), [(1.0, 0), (0.995, 0), (0.95, 1), (0.6, 2), (0.2, 3), (0.05, 4), (0.001, 5)]
-)
-def test_the_unlikelier_a_token_was_the_stronger_its_colour(probability, step):
-    assert probability_step(math.log(probability)) == step
+def test_the_side_of_an_advantage_is_always_seen_and_an_unlikelier_token_has_a_stronger_colour():
+    steps = [advantage_step(value, 2.0) for value in (1e-9, 0.5, 2.0, 9.0, 0.0, -1e-9, -9.0)]
+    assert steps == [1, 1, STEPS, STEPS, 0, -1, -STEPS]
+    probabilities = (1.0, 0.995, 0.95, 0.6, 0.2, 0.05, 0.001)
+    assert [probability_step(math.log(one)) for one in probabilities] == [0, 0, 1, 2, 3, 4, 5]

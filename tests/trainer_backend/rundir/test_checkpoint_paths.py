@@ -57,13 +57,8 @@ def test_the_best_is_what_was_marked_and_else_the_latest(checkpoints: Path):
     assert best_checkpoint(checkpoints) == checkpoints / "iteration_10"
     assert best_mark(checkpoints) == BestMark(checkpoints / "iteration_10", 0.5)
     of_no_checkpoint = '{"checkpoint": "iteration_99", "outcome_reward": 0.5}'
-    for text in (
-        of_no_checkpoint,
-        "",
-        "[]",
-        "{}",
-        of_no_checkpoint.replace("99", "10").replace("0.5", '"x"'),
-    ):
+    without_score = of_no_checkpoint.replace("99", "10").replace("0.5", '"x"')
+    for text in (of_no_checkpoint, "", "[]", "{}", without_score):
         (checkpoints / "best.json").write_text(text)
         assert best_checkpoint(checkpoints) == checkpoints / "iteration_20"
 
@@ -116,13 +111,7 @@ def test_a_removal_that_was_killed_leaves_no_checkpoint_behind_and_is_finished_b
     os.rename(checkpoints / "iteration_10", checkpoints / ".iteration_10.gone")
     prune_checkpoints(checkpoints, 9, stays=always)
     assert not list(checkpoints.glob(".*.gone"))
-    assert names(checkpoints) == {
-        "iteration_0",
-        "iteration_5",
-        "iteration_15",
-        "iteration_20",
-        "iteration_5_backup",
-    }
+    assert names(checkpoints) == {*(f"iteration_{n}" for n in (0, 5, 15, 20)), "iteration_5_backup"}
 
 
 def test_a_full_disk_leaves_the_best_as_it_was(checkpoints: Path):

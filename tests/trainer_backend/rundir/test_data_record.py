@@ -21,11 +21,6 @@ ROWS = [{"id": name, "question": f"{name}?", "answer": "#### 4"} for name in "ab
 HELD_OUT = [{"id": name, "question": f"{name}?", "answer": "#### 4"} for name in "xyz"]
 
 
-@pytest.fixture
-def run(tmp_path):
-    return create_run(tiny_job(), tmp_path / "run")
-
-
 def job_on(folder, rows, held_out=HELD_OUT, **keys):
     table = DataTable(
         path=jsonl(folder / "rows.jsonl", rows),
@@ -142,14 +137,11 @@ def test_rows_of_two_runs_are_compared_by_id_where_their_content_is_equal(tmp_pa
     assert describe_mismatch(first, record("less", ROWS, HELD_OUT[1:])) == []
     other = record("other", HELD_OUT[:2], [{**HELD_OUT[2], "answer": "#### 5"}])
     assert find_other_rows(first, other) == find_other_rows(other, first) == {"z"}
-    assert (
-        describe_mismatch(first, other)
-        == describe_mismatch(other, first)
-        == [
-            "1 held-out rows of one id have different content, and are not paired",
-            "one run trained on what 2 held-out rows of the other ask",
-        ]
-    )
+    told = [
+        "1 held-out rows of one id have different content, and are not paired",
+        "one run trained on what 2 held-out rows of the other ask",
+    ]
+    assert describe_mismatch(first, other) == describe_mismatch(other, first) == told
 
 
 def test_a_run_from_before_records_were_kept_goes_on_with_positions_as_ids(run, tmp_path):

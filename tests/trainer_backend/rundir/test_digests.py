@@ -6,7 +6,7 @@ import pytest
 
 from trainer_backend.errors import CheckpointError
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE
-from trainer_backend.rundir.digests import FILE, damage_of, digests_of, refuse_damaged
+from trainer_backend.rundir.digests import FILE, digests_of, find_damage, refuse_damaged
 
 NAMES = ["model.safetensors", "training_state/optimizer.safetensors", STATE_FILE]
 
@@ -33,14 +33,14 @@ def flip(path: Path, byte: int, bit: int = 0) -> None:
 
 def test_one_flipped_bit_anywhere_is_damage_and_flipped_back_it_is_none(tmp_path: Path):
     folder = checkpoint(tmp_path, 4)
-    assert damage_of(folder) is None
+    assert find_damage(folder) is None
     for name in NAMES:
         for byte, bit in ((0, 0), (5000, 7), (10239, 3)):
             flip(folder / name, byte, bit)
-            told = damage_of(folder)
+            told = find_damage(folder)
             assert told is not None and told.startswith(f"{name} has the crc32 ")
             flip(folder / name, byte, bit)
-    assert damage_of(folder) is None
+    assert find_damage(folder) is None
 
 
 def test_a_file_is_digested_piece_by_piece_to_its_end(tmp_path: Path):
@@ -50,23 +50,23 @@ def test_a_file_is_digested_piece_by_piece_to_its_end(tmp_path: Path):
         file.truncate(2**26 + 10)  # a piece and a bit, without taking room on the disk
     with digests_of(path.parent) as digests:
         digests.write()
-    assert damage_of(path.parent) is None
+    assert find_damage(path.parent) is None
     flip(path, 2**26 + 9)
-    assert damage_of(path.parent) is not None
+    assert find_damage(path.parent) is not None
 
 
 def test_what_is_cut_short_or_gone_is_damage(tmp_path: Path):
     folder = checkpoint(tmp_path, 4)
     (folder / "a note of somebody's").write_text("is none")
-    assert damage_of(folder) is None
+    assert find_damage(folder) is None
     (folder / NAMES[1]).write_bytes(b"")
-    assert damage_of(folder) is not None
+    assert find_damage(folder) is not None
     (folder / NAMES[1]).unlink()
-    assert damage_of(folder) == f"{NAMES[1]} is missing"
+    assert find_damage(folder) == f"{NAMES[1]} is missing"
     (folder / FILE).write_text('{"piece_bytes": 1')
-    assert str(damage_of(folder)).startswith(f"{FILE} cannot be read")
+    assert str(find_damage(folder)).startswith(f"{FILE} cannot be read")
     (folder / FILE).unlink()
-    assert damage_of(folder) == f"{FILE} is missing"
+    assert find_damage(folder) == f"{FILE} is missing"
 
 
 def test_a_damaged_checkpoint_names_the_newest_older_one_that_is_whole_and_the_way_on(tmp_path: Path):

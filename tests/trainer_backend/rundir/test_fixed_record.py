@@ -2,32 +2,19 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
-from tests.conftest import tiny_job
 from tests.trainer_backend.rundir.disk import full_disk
 from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.rundir.fixed_record import FixedWeights, RemoteModel, begin_record, continue_record
-from trainer_backend.rundir.layout import FIXED_RECORD, RunDirectory, create_run
+from trainer_backend.rundir.layout import FIXED_RECORD, RunDirectory
 
 OLD, NEW = FixedWeights("/runs/a/iteration_20", "11" * 32), FixedWeights("/runs/a/iteration_40", "22" * 32)
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return create_run(tiny_job(), tmp_path / "run")
-
-
 def recorded(run: RunDirectory) -> dict[str, dict[str, str]]:
     return json.loads((run.path / FIXED_RECORD).read_text())
-
-
-def test_a_run_without_fixed_policies_has_no_record(run: RunDirectory):
-    begin_record(run, {})
-    continue_record(run, {})
-    assert not (run.path / FIXED_RECORD).exists()
 
 
 def test_the_same_weights_may_lie_elsewhere_and_others_are_refused_with_both(run: RunDirectory):
@@ -62,11 +49,12 @@ def test_a_policy_may_come_and_go_and_is_then_still_what_it_was(run: RunDirector
         continue_record(run, {"one": NEW, "other": NEW})
 
 
-def test_a_run_that_begins_anew_has_no_past(run: RunDirectory):
+def test_a_run_that_begins_again_has_no_past_and_one_without_fixed_policies_no_record(run: RunDirectory):
     begin_record(run, {"fixed": OLD})
     begin_record(run, {"fixed": NEW})
     continue_record(run, {"fixed": NEW})
     begin_record(run, {})
+    continue_record(run, {})
     assert not (run.path / FIXED_RECORD).exists()
 
 
@@ -84,8 +72,10 @@ def test_a_directory_with_nothing_but_a_record_was_not_used(run: RunDirectory):
     assert run.remove_if_unused(with_log=True)
 
 
-def test_a_full_disk_leaves_the_record_as_it_was(run: RunDirectory):
+def test_a_record_that_is_as_it_was_is_not_written_again_and_a_full_disk_leaves_it(run: RunDirectory):
     begin_record(run, {"fixed": OLD})
+    with full_disk():
+        continue_record(run, {"fixed": OLD})
     with full_disk(), pytest.raises(RunDirectoryError, match="cannot be written"):
         continue_record(run, {"fixed": OLD, "other": NEW})
     assert recorded(run).keys() == {"fixed"}
@@ -96,9 +86,3 @@ def test_gateways_that_check_together_each_find_and_add_theirs(run: RunDirectory
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda name: continue_record(run, {name: OLD}), names)) == [[]] * 40
     assert sorted(recorded(run)) == sorted(names)
-
-
-def test_a_record_that_is_as_it_was_is_not_written_again(run: RunDirectory):
-    begin_record(run, {"fixed": OLD})
-    with full_disk():
-        continue_record(run, {"fixed": OLD})

@@ -18,20 +18,16 @@ def test_lines_come_back_in_order(tmp_path: Path):
     assert read_lines(path) == [{"n": 1}, {"n": 2}]
 
 
-def test_a_line_that_is_still_being_written_is_read_when_it_is_whole(tmp_path: Path):
+def test_a_part_of_a_line_is_read_when_it_is_whole_and_what_a_kill_left_does_not_swallow_the_next_one(
+    tmp_path: Path,
+):
     path = tmp_path / "a.jsonl"
     path.write_text('{"n": 1}\n{"n": ')
     assert read_lines(path) == [{"n": 1}]
     with path.open("a") as file:
-        file.write("2}\n")
-    assert read_lines(path) == [{"n": 1}, {"n": 2}]
-
-
-def test_what_a_kill_left_of_a_line_does_not_swallow_the_next_one(tmp_path: Path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"n": 1}\n{"n": ')
+        file.write("2}\n{")
     append_line(path, {"n": 3}, durable=True)
-    assert read_lines(path) == [{"n": 1}, {"n": 3}]
+    assert read_lines(path) == [{"n": 1}, {"n": 2}, {"n": 3}]
 
 
 def test_of_a_line_that_does_not_fit_the_disk_nothing_stays(tmp_path: Path):
@@ -42,15 +38,9 @@ def test_of_a_line_that_does_not_fit_the_disk_nothing_stays(tmp_path: Path):
     assert path.read_text() == '{"n": 1}\n'
 
 
-def test_a_file_that_was_written_anew_holds_its_new_lines_alone(tmp_path: Path):
-    path = tmp_path / "a.jsonl"
-    for number in range(3):
-        append_line(path, {"n": number}, durable=False)
-    replace_lines(path, [{"n": 7}], durable=True)
-    assert read_lines(path) == [{"n": 7}]
-
-
-def test_what_is_no_object_is_no_line(tmp_path: Path):
+def test_what_is_no_object_is_no_line_and_a_replaced_file_holds_its_new_lines_alone(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'[1]\n\xff\xfe\n\n{"n": 1}\n')
     assert read_lines(path) == [{"n": 1}]
+    replace_lines(path, [{"n": 7}], durable=True)
+    assert read_lines(path) == [{"n": 7}]

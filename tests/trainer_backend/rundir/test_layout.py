@@ -10,7 +10,7 @@ from tests.conftest import ListReporter, tiny_job
 from tests.trainer_backend.rundir.disk import full_disk
 from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.run.reporters import RecordingReporter
-from trainer_backend.rundir.layout import create_run, open_run
+from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
 from trainer_backend.rundir.lock import run_lock
 from trainer_backend.terminal.templates import Choices, write_job
 
@@ -30,7 +30,7 @@ def test_a_run_is_opened_as_it_was_made(tmp_path: Path):
     }  # fmt: skip
 
 
-def test_nobody_but_its_owner_may_look_into_a_run(tmp_path: Path):
+def test_a_run_can_be_read_by_its_owner_alone(tmp_path: Path):
     named = create_run(tiny_job(), tmp_path / "run").path
     numbered = create_run(job_in(tmp_path / "runs")).path
     for folder in (named, numbered, named / "rollouts", named / "checkpoints"):
@@ -62,14 +62,13 @@ def test_runs_that_start_together_get_a_folder_each(tmp_path: Path):
     assert len({run.path for run in runs}) == 16
 
 
-def test_a_folder_that_holds_a_run_is_not_taken_again(tmp_path: Path):
-    run = create_run(tiny_job(), tmp_path / "run")
+def test_a_folder_that_holds_a_run_is_not_taken_again(run: RunDirectory, tmp_path: Path):
     with pytest.raises(RunDirectoryError, match="holds a run already; `turnwise train --resume"):
         create_run(tiny_job(job__seed=9), tmp_path / "run")
     assert run.job().job.seed == 1
 
 
-def test_what_a_killed_process_left_of_a_run_that_it_was_making_is_made_anew(tmp_path: Path):
+def test_what_a_killed_process_left_of_a_run_that_it_was_making_is_made_again(tmp_path: Path):
     create_run(tiny_job(job__seed=9), tmp_path / "run")
     (tmp_path / "run" / "run.json").unlink()
     assert create_run(tiny_job(), tmp_path / "run").job() == tiny_job()
@@ -126,25 +125,14 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path):
         create_run(job_in(tmp_path / "file"))
 
 
-def test_what_cannot_be_written_goes_on_with_resume_only_where_it_is_of_a_run(tmp_path: Path):
-    run = create_run(tiny_job(), tmp_path / "run")
+def test_what_cannot_be_written_goes_on_with_resume_only_in_a_run(run: RunDirectory, tmp_path: Path):
     with full_disk(), pytest.raises(RunDirectoryError, match=r"untouched\. With .* goes on with --resume\."):
         run.append_metrics({"kind": "iteration", "iteration": 2})
     with pytest.raises(RunDirectoryError, match=r"gone/x\.toml cannot be written: .*untouched\.$"):
         write_job(tmp_path / "gone" / "x.toml", Choices())
 
 
-def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path: Path):
-    run = create_run(tiny_job(), tmp_path / "run")
-    assert run.metrics() == []
-    run.append_metrics({"kind": "iteration", "iteration": 1})
-    with run.metrics_file.open("a") as file:
-        file.write('{"kind": "iteration", "itera')
-    assert run.metrics() == [{"kind": "iteration", "iteration": 1}]
-
-
-def test_a_resumed_run_forgets_what_it_will_do_again(tmp_path: Path):
-    run = create_run(tiny_job(), tmp_path / "run")
+def test_a_resumed_run_forgets_what_it_will_do_again(run: RunDirectory):
     for iteration in (0, 1, 2, 3):
         run.append_metrics({"kind": "iteration", "iteration": iteration})
     run.forget_after(1)
@@ -154,8 +142,7 @@ def test_a_resumed_run_forgets_what_it_will_do_again(tmp_path: Path):
     ]  # fmt: skip
 
 
-def test_a_full_disk_is_told_with_the_file_and_earlier_rows_stay(tmp_path: Path):
-    run = create_run(tiny_job(), tmp_path / "run")
+def test_a_full_disk_is_told_with_the_file_and_earlier_rows_stay(run: RunDirectory):
     run.append_metrics({"kind": "iteration", "iteration": 0})
     run.append_metrics({"kind": "iteration", "iteration": 1})
     with full_disk(), pytest.raises(RunDirectoryError, match=r"run/metrics\.jsonl cannot be written"):
@@ -165,8 +152,7 @@ def test_a_full_disk_is_told_with_the_file_and_earlier_rows_stay(tmp_path: Path)
     assert [row["iteration"] for row in run.metrics()] == [0, 1]
 
 
-def test_a_run_goes_on_with_another_job_and_a_full_disk_leaves_the_old_one(tmp_path: Path):
-    run = create_run(tiny_job(), tmp_path / "run")
+def test_a_run_goes_on_with_another_job_and_a_full_disk_leaves_the_old_one(run: RunDirectory):
     run.replace_job(tiny_job(training__iterations=9))
     assert run.job().training.iterations == 9
     with full_disk(), pytest.raises(RunDirectoryError, match=r"run/job\.toml cannot be written"):
@@ -175,8 +161,7 @@ def test_a_run_goes_on_with_another_job_and_a_full_disk_leaves_the_old_one(tmp_p
     assert json.loads((run.path / "run.json").read_text())["run_id"] == run.run_id
 
 
-def test_a_spool_that_cannot_be_removed_is_an_error_of_the_run(tmp_path: Path):
-    run = create_run(tiny_job(), tmp_path / "run")
+def test_a_spool_that_cannot_be_removed_is_an_error_of_the_run(run: RunDirectory):
     run.spool_file("iteration_1").mkdir()
     with pytest.raises(RunDirectoryError, match=r"iteration_1\.spool\.jsonl cannot be written"):
         run.remove_spools(1)

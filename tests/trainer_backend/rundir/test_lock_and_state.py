@@ -40,31 +40,18 @@ def test_a_second_trainer_is_refused_by_the_process_of_the_first_until_that_is_k
         assert seen is not None and seen.pid == os.getpid()
 
 
-def test_one_process_does_not_train_it_twice_either(tmp_path: Path):
-    with (
-        run_lock(tmp_path),
-        pytest.raises(RunDirectoryError, match=f"process {os.getpid()} "),
-        run_lock(tmp_path),
-    ):
-        raise AssertionError
-
-
-def test_what_belongs_to_whoever_trains_is_refused_before_it_is_opened(tmp_path: Path):
+def test_looking_for_the_holder_makes_no_lock_and_one_process_does_not_train_twice_either(tmp_path: Path):
     refuse_if_locked(tmp_path)
-    with run_lock(tmp_path), pytest.raises(RunDirectoryError, match=f"trained by process {os.getpid()} "):
-        refuse_if_locked(tmp_path)
-
-
-def test_looking_who_trains_makes_no_lock_and_stands_in_nobody_s_way(tmp_path: Path):
     assert holder(tmp_path) is None
     assert list(tmp_path.iterdir()) == []
+    told = f"trained by process {os.getpid()} "
     with run_lock(tmp_path):
         assert holder(tmp_path) == holder(tmp_path) is not None
-
-
-def test_a_lock_whose_words_are_not_written_yet_is_held_all_the_same(tmp_path: Path):
-    with run_lock(tmp_path):
-        (tmp_path / FILE).write_text("")
+        with pytest.raises(RunDirectoryError, match=told):
+            refuse_if_locked(tmp_path)
+        with pytest.raises(RunDirectoryError, match=told), run_lock(tmp_path):
+            raise AssertionError
+        (tmp_path / FILE).write_text("")  # as before the holder has written who it is
         seen = holder(tmp_path)
         assert seen is not None and (seen.pid, str(seen)) == (0, "another process")
 
@@ -109,11 +96,8 @@ def test_a_full_disk_leaves_the_state_before(tmp_path: Path):
      ("failed", False)],
 )  # fmt: skip
 def test_a_process_that_is_gone_without_a_last_word_was_interrupted(tmp_path: Path, state, interrupted: bool):
+    assert not read_status(tmp_path).interrupted, "of a version that wrote no state"
     write_state(tmp_path, RunState(state, 7))
     assert read_status(tmp_path).interrupted is interrupted
     with run_lock(tmp_path):
         assert not read_status(tmp_path).interrupted
-
-
-def test_a_run_of_a_version_that_wrote_no_state_was_not_interrupted_as_far_as_anybody_knows(tmp_path: Path):
-    assert (read_status(tmp_path).state, read_status(tmp_path).interrupted) == (None, False)

@@ -50,11 +50,11 @@ def overwritten(path: Path) -> None:
     path.write_bytes(data[:4] + b"\xff" * (len(data) // 2) + data[4 + len(data) // 2 :])
 
 
-def of_somebody_else(path: Path) -> None:
+def write_another_table(path: Path) -> None:
     pq.write_table(pa.table({"x": [1]}), path)
 
 
-@pytest.mark.parametrize("damage", [cut_short, overwritten, of_somebody_else])
+@pytest.mark.parametrize("damage", [cut_short, overwritten, write_another_table])
 def test_every_reader_tells_a_damaged_file_by_its_name(tmp_path: Path, damage):
     path = tmp_path / "iteration_1.parquet"
     write_rollouts(path, FIRST)
@@ -176,17 +176,11 @@ def test_the_page_of_data_sets_lists_every_column(tmp_path: Path):
     assert sorted(listed) == sorted([*schema.names, *of_decisions])
 
 
-def test_a_file_of_a_version_without_parts_has_no_estimator(tmp_path: Path):
+def test_a_file_of_a_version_without_parts_or_critics_has_no_estimator_and_no_values(tmp_path: Path):
     path = tmp_path / "a.parquet"
-    rows = [{"rollout_id": "r", "decisions": [{"turn": 1, "episode_advantage": 0.5}]}]
+    rows = [{"rollout_id": "r", "status": "finished", "decisions": [{"turn": 1, "episode_advantage": 0.5}]}]
     pq.write_table(pa.Table.from_pylist(rows), path)
     assert read_decisions(path, "r") == [{"turn": 1, "episode_advantage": 0.5, "estimator": None}]
-
-
-def test_a_file_of_a_version_without_critics_has_no_values(tmp_path: Path):
-    path = tmp_path / "a.parquet"
-    rows = [{"rollout_id": "r", "status": "finished", "decisions": [{"turn": 1}]}]
-    pq.write_table(pa.Table.from_pylist(rows), path)
     assert read_values(path) == {}
 
 

@@ -55,11 +55,8 @@ def test_credits_are_read_by_their_places_from_any_row_group(path: Path):
     write_rollouts(path, [rollout(seed, [WOOD, ()] if seed % 2 else [COW]) for seed in range(5)])
     pq.write_table(pq.read_table(path), path, row_group_size=2)
     found = read_credits(path, [4, 1, 0])  # in the order of the file
-    assert [[decision["unique"] for decision in of] for of in found] == [
-        [["eat_cow"]],
-        [["collect_wood"], []],
-        [["eat_cow"]],
-    ]
+    uniques = [[decision["unique"] for decision in of] for of in found]
+    assert uniques == [[["eat_cow"]], [["collect_wood"], []], [["eat_cow"]]]
     assert read_credits(path)[1] == found[1]
     assert "token_logprobs" not in found[0][0]
 

@@ -238,14 +238,9 @@ def test_the_digests_of_a_plan_know_every_key_but_those_of_a_start():
 
 
 def test_going_back_to_an_iteration_leaves_the_spools_that_are_of_its_weights(tmp_path: Path):
-    names = [
-        "warmup",
-        *(f"iteration_{number}" for number in (2, 3, 4, 5)),
-        "evaluation_2",
-        "evaluation_3",
-        "evaluation_4",
-    ]
-    for name in names:
+    spools = {"iteration": (2, 3, 4, 5), "evaluation": (2, 3, 4)}
+    names = [f"{stage}_{number}" for stage, numbers in spools.items() for number in numbers]
+    for name in ("warmup", *names):
         (tmp_path / f"{name}.spool.jsonl").write_text(f"{HEADER}\n{KEPT}\n")
     told: list[str] = []
     tidy_spools(tmp_path, 3, told.append)
@@ -257,11 +252,7 @@ def test_going_back_to_an_iteration_leaves_the_spools_that_are_of_its_weights(tm
         "evaluation_4.unused-1.jsonl",
     }
     assert len(told) == 2 and all("1 rollouts" in line and "no checkpoint holds" in line for line in told)
-
-
-def test_a_run_that_begins_anew_has_only_the_rollouts_that_it_began_with(tmp_path: Path):
-    for name in ("warmup", "iteration_1", "evaluation_0"):
-        (tmp_path / f"{name}.spool.jsonl").write_text(f"{HEADER}\n{KEPT}\n")
+    # A run that begins again has only the rollouts that it began with.
     tidy_spools(tmp_path, -1, lambda line: None)
     assert {path.name for path in tmp_path.glob("*.spool.jsonl")} == {"warmup.spool.jsonl"}
 

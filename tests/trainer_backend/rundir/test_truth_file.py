@@ -20,7 +20,7 @@ def begun(path: Path, setting: TruthSetting) -> Path:
     return path
 
 
-def test_other_weights_of_the_same_name_do_not_go_on_with_it(tmp_path: Path):
+def test_other_weights_of_the_same_name_do_not_go_on_with_a_file(tmp_path: Path):
     path = begun(tmp_path / "truth.jsonl", SETTING)
     assert TruthFile.open(path, SETTING).truths == {("a", 1): TRUTH}
     for digest in ("d2", None):

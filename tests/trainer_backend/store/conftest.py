@@ -11,17 +11,12 @@ import pytest
 from sqlalchemy import text
 
 from tests.trainer_backend.store.postgres import Postgres
+from tests.trainer_backend.store.runs import new_run
+from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.store.database import Store, open_store
 from trainer_backend.store.tables import METADATA
 
 NOON = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[Postgres]:
-    server = Postgres()
-    yield server
-    server.close()
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -61,8 +56,13 @@ def store(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator
 
 
 @pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return new_run(tmp_path / "run")
+
+
+@pytest.fixture
 def together() -> Callable[[int, Callable[[int], Any]], list[Any]]:
-    """What the work of each of so many threads gives, all of them let go at once."""
+    """The results of so many threads that begin their work at the same moment."""
 
     def run(threads: int, work: Callable[[int], Any]) -> list[Any]:
         barrier = Barrier(threads)

@@ -25,17 +25,8 @@ def filled(folder: Path, url: str):
         new_run(data.path / "b-seeds" / "seed_0")
         (run.path / ".state.json.tmp").write_text("half")
         (run.path / "lock").write_text("{}")
-        first, _ = jobs.create(
-            store,
-            Job(
-                name="a",
-                config='x = "é"',
-                home=data.home,
-                run_dir=str(run.path),
-                run_id=run.run_id,
-                tags={"k": "v"},
-            ),
-        )
+        given = {"run_dir": str(run.path), "run_id": run.run_id, "tags": {"k": "v"}}
+        first, _ = jobs.create(store, Job(name="a", config='x = "é"', home=data.home, **given))
         jobs.transition(store, first, state="running", started=store.clock())
         jobs.create(store, Job(name="c", config="", home=data.home, idempotency_key="one", body_hash="h"))
         jobs.create(store, Job(name="of another service", config="", home="elsewhere"))
@@ -55,12 +46,13 @@ def test_what_was_backed_up_is_there_again_in_another_folder_and_database(tmp_pa
     archive = archive_of(tmp_path / "old", f"sqlite:///{tmp_path}/old.db")
     new = tmp_path / "new"
     assert backup.restore(new, url, archive) == (2, 2)
-    kept = {path.relative_to(old.parent) for path in old.parent.rglob("*") if path.is_file()}
-    kept = {
-        path for path in kept if path.parts[0] != ".service" and path.name not in ("lock", ".state.json.tmp")
-    }
-    there = {path.relative_to(new) for path in new.rglob("*") if path.is_file()}
-    assert {path for path in there if path.parts[0] != ".service"} == kept
+
+    def files(folder: Path) -> set[Path]:
+        found = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+        return {path for path in found if path.parts[0] != ".service"}
+
+    kept = {path for path in files(old.parent) if path.name not in ("lock", ".state.json.tmp")}
+    assert files(new) == kept
     assert all((new / name).read_bytes() == (old.parent / name).read_bytes() for name in kept)
     assert (new / "a-1").stat().st_mode & 0o77 == (new / "a-1" / "run.json").stat().st_mode & 0o77 == 0
     before, after = open_store(f"sqlite:///{tmp_path}/old.db"), open_store(url)

@@ -31,24 +31,15 @@ def test_a_job_is_read_back_as_it_was_made(store: Store):
     assert (job.version, job.attempt, job.started) == (1, 0, None)
 
 
-def test_a_request_that_is_sent_again_makes_no_second_job(store: Store):
-    first = Job(name="a", config="", home="here", idempotency_key="k", body_hash="one")
+def test_a_request_that_is_sent_again_makes_no_second_job_and_no_other_has_its_key_or_directory(store: Store):
+    first = Job(name="a", config="", home="here", run_dir="/runs/a", idempotency_key="k", body_hash="one")
     job, _ = jobs.create(store, first)
     assert jobs.create(store, first) == (job, False)
-    assert jobs.find(store).items == (job,)
-
-
-def test_a_key_that_was_used_for_another_body_is_a_conflict_that_names_the_job(store: Store):
-    job = made(store, idempotency_key="k", body_hash="one")
     with pytest.raises(IdempotencyConflict, match=job.id):
         made(store, idempotency_key="k", body_hash="two")
-
-
-def test_two_jobs_never_share_a_run_directory(store: Store):
-    made(store, run_dir="/runs/a")
     with pytest.raises(JobConflict, match="/runs/a"):
         made(store, run_dir="/runs/a")
-    assert len(jobs.find(store).items) == 1
+    assert jobs.find(store).items == (job,)
 
 
 def test_pages_hand_out_every_job_once_newest_first_though_others_come_meanwhile(store: Store):
@@ -63,15 +54,17 @@ def test_pages_hand_out_every_job_once_newest_first_though_others_come_meanwhile
 
 def test_a_page_is_narrowed_by_state_home_and_origin(store: Store):
     mine, other = made(store), jobs.create(store, Job(name="b", config="", home="there", origin="cli"))[0]
+    assert (jobs.counts(store, "here"), jobs.counts(store, "there")) == ({"queued": 1}, {"queued": 1})
     running = jobs.transition(store, mine, state="running")
+    assert jobs.counts(store, "here") == {"running": 1}
     assert jobs.find(store, states=["running"]).items == (running,)
     assert jobs.find(store, home="there").items == jobs.find(store, origin="cli").items == (other,)
 
 
-@pytest.mark.parametrize("cursor", ["", "x", "-1", "2147483648", "9" * 18, "1" * 40])
-def test_a_cursor_that_is_none_of_ours_is_refused(store: Store, cursor: str):
-    with pytest.raises(UnknownCursor, match="cursor is"):
-        jobs.find(store, cursor=cursor)
+def test_a_cursor_that_is_none_of_ours_is_refused(store: Store):
+    for cursor in ("", "x", "-1", "2147483648", "9" * 18, "1" * 40):
+        with pytest.raises(UnknownCursor, match="cursor is"):
+            jobs.find(store, cursor=cursor)
 
 
 def test_a_change_that_was_decided_on_an_old_version_is_refused_and_changes_nothing(store: Store):
@@ -83,33 +76,25 @@ def test_a_change_that_was_decided_on_an_old_version_is_refused_and_changes_noth
     assert (cancelled.version, cancelled.name) == (2, "a")
 
 
-@pytest.mark.parametrize(
-    ("state", "then", "after"),
-    [
+def test_a_state_changes_only_to_those_that_may_follow_but_for_a_run_of_the_terminal(store: Store):
+    for state, then, after in (
         ("succeeded", "queued", "none"),
         ("cancelling", "running", "cancelled, failed, succeeded"),
         ("paused", "running", "cancelled, queued"),
-    ],
-)
-def test_a_state_is_not_left_for_one_that_no_road_leads_to(store: Store, state, then, after):
-    job = made(store, state=state)
-    with pytest.raises(JobConflict, match=f"is {state} and cannot become {then}; what may follow: {after}"):
-        jobs.transition(store, job, state=then)
-
-
-def test_the_state_of_a_run_of_the_terminal_is_what_is_found_of_it(store: Store):
+    ):
+        job = made(store, state=state)
+        told = f"is {state} and cannot become {then}; what may follow: {after}"
+        with pytest.raises(JobConflict, match=told):
+            jobs.transition(store, job, state=then)
     job = made(store, origin="cli", state="succeeded")
     assert jobs.transition(store, job, state="running").state == "running"
 
 
-def test_a_decision_may_be_to_change_nothing(store: Store):
+def test_a_decision_may_change_nothing_and_an_error_in_it_leaves_the_job_as_it_was(store: Store):
     job = made(store)
     assert jobs.change(store, job.id, lambda found: None) == job
-    assert jobs.change(store, job.id, lambda found: {"detail": found.name}).detail == "a"
-
-
-def test_what_a_decision_raises_leaves_the_job_as_it_was(store: Store):
-    job = made(store)
+    job = jobs.change(store, job.id, lambda found: {"detail": found.name})
+    assert job.detail == "a"
 
     def refuse(found: Job) -> jobs.Changes:
         raise JobConflict("not now")
@@ -128,9 +113,7 @@ def test_the_oldest_queued_job_of_the_service_is_claimed(store: Store):
     again = jobs.claim(store, "here")
     assert again is not None and again.id == second.id
     assert jobs.claim(store, "here") is None
-
-
-def test_a_job_that_is_claimed_again_forgets_how_it_ended(store: Store):
+    # Claimed again, a job forgets how it ended.
     job = made(store, state="failed")
     job = jobs.transition(store, job, state="queued", code="task_app_failed", detail="gone", ended=NOON)
     claimed = jobs.claim(store, "here")
@@ -146,18 +129,7 @@ def test_a_job_goes_only_after_its_end(store: Store):
     assert jobs.remove(store, job.id) == ended
     with pytest.raises(UnknownJob):
         jobs.get(store, job.id)
-
-
-def test_a_number_is_not_used_again_after_its_job_is_gone(store: Store):
-    gone = jobs.remove(store, made(store, state="failed").id)
-    assert made(store).number > gone.number
-
-
-def test_the_jobs_of_a_service_are_counted_by_state(store: Store):
-    for state in ("queued", "failed", "failed"):
-        made(store, state=state)
-    jobs.create(store, Job(name="elsewhere", config="", home="there"))
-    assert jobs.counts(store, "here") == {"queued": 1, "failed": 2}
+    assert made(store).number > ended.number, "a number is not used again"
 
 
 def test_texts_that_a_database_cannot_hold_are_held_with_a_mark(store: Store):

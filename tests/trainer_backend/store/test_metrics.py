@@ -20,8 +20,8 @@ def lines(*iterations: int, kind: str = "iteration") -> str:
 def parsed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
     """Every line that was parsed."""
     found: list[bytes] = []
-    parse = metrics.object_of
-    monkeypatch.setattr(metrics, "object_of", lambda line: found.append(line) or parse(line))
+    parse = metrics.parse_object
+    monkeypatch.setattr(metrics, "parse_object", lambda line: found.append(line) or parse(line))
     return found
 
 
@@ -42,6 +42,7 @@ def test_a_look_parses_only_what_is_new_and_everything_of_a_file_that_was_rewrit
         (lines(1, 2) + '{"kind": "iter', [1, 2], 0),
         (lines(1, 2, 3), [1, 2, 3], 1),
         (lines(2, 1), [1, 2], 2 + 2),  # in another order: the curve is made again
+        (lines(2, 1) + '{"kind": "iter\n[1]\n{"iteration": null}\n', [1, 2], 3),
         ("", [], 0),
     ):
         parsed.clear()

@@ -1,6 +1,7 @@
 """What pages and the API are given, on both databases, of figures worked by hand."""
 
 from base64 import urlsafe_b64encode
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,6 @@ from trainer_backend.store.reads import RunFilter
 from trainer_backend.store.reads_rollouts import RolloutFilter
 from trainer_backend.store.rows import Curve, Job
 from trainer_backend.store.sync import sync_run
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return new_run(tmp_path / "run")
 
 
 @pytest.fixture
@@ -71,20 +67,15 @@ def test_curves_come_by_name_or_by_the_beginning_of_it(store: Store, job: Job):
 def test_no_curve_has_more_points_than_asked_for(store: Store, run: RunDirectory, job: Job):
     for iteration in range(3, 8):
         run.append_metrics(metrics_row(iteration, **{"time/update_s": 1.0}))
-    sync_run(store, job.id, run)
     for points in (1, 2, 3, 5, 7, 100):
         found = reads.series(store, [job.id], ["time/update_s"], points=points)[job.id]["time/update_s"]
-        assert len(found.values) <= points
-        assert found.iterations[-1] == 7
+        assert len(found.values) <= points and found.iterations[-1] == 7
 
 
 def test_a_live_page_goes_on_from_the_last_row_that_it_has(store: Store, run: RunDirectory, job: Job):
     seen = reads.metric_lines(store, job.id)
-    assert [(line.kind, line.iteration) for line in seen] == [
-        ("iteration", 1),
-        ("iteration", 2),
-        ("evaluation", 2),
-    ]
+    told = [(line.kind, line.iteration) for line in seen]
+    assert told == [("iteration", 1), ("iteration", 2), ("evaluation", 2)]
     assert seen[0].row["decision/unique_by_turn"] == [0.5, 0.0, 1.0]
     run.append_metrics(metrics_row(3))
     sync_run(store, job.id, run)
@@ -96,23 +87,32 @@ def test_a_live_page_goes_on_from_the_last_row_that_it_has(store: Store, run: Ru
 
 def ids(store: Store, job: Job, where: RolloutFilter) -> list[str]:
     page = reads_rollouts.rollouts(store, job.id, where)
-    return [row.rollout_id.partition("/")[2] for row in page.items]
+    return sorted(row.rollout_id.partition("/")[2] for row in page.items)
+
+
+FILTERS = [
+    ({"stage": "train", "iteration": 2}, ["train/2/0/0", "train/2/0/1", "train/2/0/2"]),
+    ({"group_id": "train/2/0"}, ["train/2/0/0", "train/2/0/1", "train/2/0/2"]),
+    ({"stage": "evaluation"}, ["evaluation/2/0"]),
+    ({"status": "failed"}, ["train/1/0/2", "train/2/0/2"]),
+    ({"failure_code": "task_app_lost", "iteration": 1}, ["train/1/0/2"]),
+    ({"min_reward": 2.0}, ["evaluation/2/0", "train/1/0/0", "train/2/0/0"]),
+    ({"max_reward": 0.0, "iteration": 1}, ["train/1/0/1"]),
+    ({"min_decisions": 1, "max_decisions": 2, "iteration": 1}, ["train/1/0/1"]),
+    ({"min_decisions": 10**20}, []),
+    ({"max_decisions": 10**20, "stage": "evaluation"}, ["evaluation/2/0"]),
+    ({"lost": True}, ["train/1/0/2", "train/2/0/2"]),
+    ({"text": "1/0/1"}, ["train/1/0/1"]),
+    ({"text": "TRAIN/1/0/1"}, ["train/1/0/1"]),
+    ({"text": "%"}, []),
+    ({"text": "_"}, []),
+    ({"iteration": 10**20}, []),
+]
 
 
 def test_rollouts_are_filtered_by_each_of_their_facts(store: Store, job: Job):
-    second = ["train/2/0/0", "train/2/0/1", "train/2/0/2"]
-    assert sorted(ids(store, job, RolloutFilter(stage="train", iteration=2))) == second
-    assert sorted(ids(store, job, RolloutFilter(group_id="train/2/0"))) == second
-    assert ids(store, job, RolloutFilter(stage="evaluation")) == ["evaluation/2/0"]
-    assert sorted(ids(store, job, RolloutFilter(status="failed"))) == ["train/1/0/2", "train/2/0/2"]
-    assert ids(store, job, RolloutFilter(failure_code="task_app_lost", iteration=1)) == ["train/1/0/2"]
-    assert sorted(ids(store, job, RolloutFilter(min_reward=2.0))) == [
-        "evaluation/2/0",
-        "train/1/0/0",
-        "train/2/0/0",
-    ]
-    assert ids(store, job, RolloutFilter(text="1/0/1")) == ["train/1/0/1"]
-    assert ids(store, job, RolloutFilter(text="%")) == ids(store, job, RolloutFilter(text="_")) == []
+    for where, found in FILTERS:
+        assert ids(store, job, RolloutFilter(**where)) == found, where
 
 
 def test_a_count_is_exact_by_facets_and_bounded_otherwise(
@@ -164,28 +164,22 @@ def test_a_cursor_that_is_none_of_ours_is_refused(store: Store, job: Job):
 
 
 def test_a_number_that_no_column_holds_is_that_of_no_row(store: Store, job: Job):
-    assert ids(store, job, RolloutFilter(iteration=10**20)) == []
     assert reads_rollouts.count_rollouts(store, job.id, RolloutFilter(iteration=-(2**31) - 1)) == (0, True)
     assert reads.metric_lines(store, job.id, after=10**39) == ()
 
 
-def test_capitals_are_alike_in_a_search_and_not_in_an_id(store: Store, job: Job):
-    assert ids(store, job, RolloutFilter(text="TRAIN/1/0/1")) == ["train/1/0/1"]
-    assert reads_rollouts.rollout(store, job.id, "train/1/0/1").sibling == 1
-    with pytest.raises(UnknownRollout, match="no rollouts"):
-        reads_rollouts.rollout(store, job.id, "Train/1/0/1")
-
-
 def test_facets_count_what_can_be_filtered_by(store: Store, job: Job):
     found = reads_rollouts.facets(store, job.id)
-    assert found.stages == {"evaluation": 1, "train": 6}
-    assert found.policies == {"": 2, "openai": 5}
-    assert found.statuses == {"failed": 2, "finished": 5}
-    assert found.failure_codes == {"task_app_lost": 2}
-    assert found.stop_reasons == {"max_decisions": 5}
-    assert found.iterations == (1, 2)
+    assert found == {
+        "stages": {"evaluation": 1, "train": 6},
+        "policies": {"": 2, "openai": 5},
+        "statuses": {"failed": 2, "finished": 5},
+        "failure_codes": {"task_app_lost": 2},
+        "stop_reasons": {"max_decisions": 5},
+        "iterations": (1, 2),
+    }
     fresh, _ = jobs.create(store, Job(name="b", config="", home="here"))
-    assert reads_rollouts.facets(store, fresh.id).iterations is None
+    assert reads_rollouts.facets(store, fresh.id)["iterations"] is None
 
 
 def test_the_policy_of_a_rollout_is_the_last_part_of_its_model(store: Store, run: RunDirectory, job: Job):
@@ -200,10 +194,10 @@ def test_a_rollout_is_found_by_its_id_or_an_end_of_it_that_only_one_has(store: S
     whole = reads_rollouts.rollout(store, job.id, "run/train/1/0/1")
     assert whole == reads_rollouts.rollout(store, job.id, "train/1/0/1")
     assert (whole.iteration, whole.sibling, whole.decisions, whole.reward) == (1, 1, 2, 0.0)
-    with pytest.raises(UnknownRollout, match=r"2 rollouts .* are '0/1': run/train"):
-        reads_rollouts.rollout(store, job.id, "0/1")
-    with pytest.raises(UnknownRollout, match=r"no rollouts .* are '9'"):
-        reads_rollouts.rollout(store, job.id, "9")
+    for name, told in (("0/1", r"2 rollouts .* are '0/1': run/train"), ("9", "no rollouts .* are '9'"),
+                       ("Train/1/0/1", "no rollouts")):  # fmt: skip
+        with pytest.raises(UnknownRollout, match=told):
+            reads_rollouts.rollout(store, job.id, name)
 
 
 def test_siblings_are_those_of_the_same_group_and_iteration(store: Store, job: Job):
@@ -230,22 +224,28 @@ def test_what_an_update_learned_from_is_told(store: Store, job: Job):
     assert reads_rollouts.learning_iteration(store, job.id, "run/train/2/0/2") is None  # it failed
 
 
-def test_several_runs_are_asked_for_in_as_many_questions_as_one(store: Store, job: Job):
-    others = [jobs.create(store, Job(name=name, config="", home="here"))[0].id for name in "bcd"]
+def count_questions(store: Store, *reads: Callable[[], object]) -> list[int]:
+    """The number of queries that each of these takes."""
     asked: list[str] = []
     event.listen(store.engine, "before_cursor_execute", lambda *given: asked.append(given[2]))
+    found = []
+    for read in reads:
+        asked.clear()
+        read()
+        found.append(len([statement for statement in asked if statement.startswith("SELECT")]))
+    return found
+
+
+def test_several_runs_are_asked_for_in_as_many_questions_as_one(store: Store, job: Job):
+    others = [jobs.create(store, Job(name=name, config="", home="here"))[0].id for name in "bcd"]
 
     def questions(ids: list[str]) -> list[int]:
-        found = []
-        for page in (
+        return count_questions(
+            store,
             lambda: reads.series(store, ids, ["time/*"]),
             lambda: reads.known_metrics(store, ids),
             lambda: reads.last_lines(store, ids, ["iteration", "evaluation"]),
-        ):
-            asked.clear()
-            page()
-            found.append(len(asked))
-        return found
+        )
 
     assert questions([job.id, *others]) == questions([job.id])
     told = reads.last_lines(store, [job.id, *others], ["iteration", "evaluation", "nowhere"])
@@ -259,23 +259,16 @@ def test_several_runs_are_asked_for_in_as_many_questions_as_one(store: Store, jo
 def test_pages_ask_as_many_questions_of_a_long_run_as_of_a_short_one(
     store: Store, run: RunDirectory, job: Job
 ):
-    asked: list[str] = []
-    event.listen(store.engine, "before_cursor_execute", lambda *given: asked.append(given[2]))
-
     def questions() -> list[int]:
-        found = []
         row = reads_rollouts.rollout(store, job.id, "train/1/0/0")
-        for page in (
+        return count_questions(
+            store,
             lambda: reads.refresh(store, [job] * 3),
             lambda: reads.series(store, [job.id], ["*", "time/*"]),
             lambda: reads_rollouts.rollouts(store, job.id),
             lambda: reads_rollouts.facets(store, job.id),
             lambda: reads_rollouts.anchors(store, job.id, row, "s", limit=40),
-        ):
-            asked.clear()
-            page()
-            found.append(len([statement for statement in asked if statement.startswith("SELECT")]))
-        return found
+        )
 
     short = questions()
     for iteration in range(3, 9):
@@ -306,17 +299,9 @@ def three(store: Store, job: Job, tmp_path: Path) -> None:
     jobs.create(store, Job(name="b", config=config, home="here", tags={"who": "Ann", "of": "x"}))
     run = new_run(tmp_path / "c")
     finish(run, 1, **{"episode/outcome_reward": 0.5, "rollout/failed": 2.0})
-    made, _ = jobs.create(
-        store,
-        Job(
-            name="c",
-            config=config,
-            home="here",
-            state="paused",
-            tags={"who": "Bo", 'a"b': "é"},
-            run_dir=str(run.path),
-        ),
-    )
+    tags = {"who": "Bo", 'a"b': "é"}
+    third = Job(name="c", config=config, home="here", state="paused", tags=tags, run_dir=str(run.path))
+    made, _ = jobs.create(store, third)
     sync_run(store, made.id, run)
 
 
@@ -370,11 +355,3 @@ def test_the_list_of_runs_tells_what_the_sync_has_seen_and_what_can_be_filtered_
         "states": {"paused": 1, "queued": 2},
         "tags": {'a"b=é': 1, "of=x": 1, "who=Ann": 1, "who=Bo": 1},
     }
-
-
-def test_rollouts_are_filtered_by_bounds_and_by_what_was_lost(store: Store, job: Job):
-    assert ids(store, job, RolloutFilter(max_reward=0.0, iteration=1)) == ["train/1/0/1"]
-    assert ids(store, job, RolloutFilter(min_decisions=1, max_decisions=2, iteration=1)) == ["train/1/0/1"]
-    assert ids(store, job, RolloutFilter(min_decisions=10**20)) == []
-    assert len(ids(store, job, RolloutFilter(max_decisions=10**20, iteration=1))) == 3
-    assert sorted(ids(store, job, RolloutFilter(lost=True))) == ["train/1/0/2", "train/2/0/2"]

@@ -3,47 +3,31 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.trainer_backend.store.runs import evaluate, finish, new_run
+from tests.trainer_backend.store.runs import evaluate, finish
 from trainer_backend.errors import JobError, RunDirectoryError
 from trainer_backend.job.load import load_job
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_index import RolloutFile
 from trainer_backend.store import jobs, reads_rollouts
 from trainer_backend.store.database import Store
-from trainer_backend.store.retention import RetentionTable, keeps_file
+from trainer_backend.store.retention import RetentionTable, remove_old_files
 from trainer_backend.store.rows import Job
 from trainer_backend.store.sync import sync_run
 
 
-def file(iteration: int, *, stage: str = "train") -> RolloutFile:
-    return RolloutFile(Path(), "", stage, iteration, 0, 0)
-
-
-def test_files_of_evaluations_stay():
-    table = RetentionTable(rollout_files_iterations=1)
-    stages = ("train", "branches", "evaluation", "warmup", "prompts")
-    assert [keeps_file(table, file(3, stage=stage), newest=9) for stage in stages] == [
-        False,
-        False,
-        True,
-        True,
-        True,
+def test_the_newest_iterations_and_all_evaluations_stay(tmp_path: Path):
+    files = [
+        RolloutFile(tmp_path / f"{stage}_{iteration}", "", stage, iteration, 0, 0)
+        for iteration in (1, 2, 3)
+        for stage in ("train", "branches", "evaluation", "warmup", "prompts")
     ]
-
-
-@given(count=st.integers(1, 50), newest=st.integers(0, 100))
-def test_of_an_unbroken_run_exactly_so_many_iterations_stay(count: int, newest: int):
-    table = RetentionTable(rollout_files_iterations=count)
-    kept = [n for n in range(1, newest + 1) if keeps_file(table, file(n), newest=newest)]
-    assert len(kept) == min(count, newest)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    return new_run(tmp_path / "run")
+    for file in files:
+        file.path.touch()
+    rest = remove_old_files(RetentionTable(rollout_files_iterations=2), files)
+    assert {file.path for file in rest} == {*tmp_path.iterdir()}
+    assert {file.path.name for file in files} - {file.path.name for file in rest} == {"train_1", "branches_1"}
+    assert remove_old_files(RetentionTable(rollout_files_iterations=3), rest) == rest
 
 
 def test_files_of_old_iterations_are_deleted_only_where_that_is_asked(store: Store, run: RunDirectory):

@@ -9,13 +9,13 @@ from shared_schemas.trajectory import PolicyLogprobs, Sampling, StepData
 from tests.trainer_backend.pages.hand_made import COW, WOOD, rollout
 from tests.trainer_backend.terminal import atif_schema
 from tests.trainer_backend.terminal.test_rows import episode, said, step
-from trainer_backend.terminal.atif import atif_of
+from trainer_backend.terminal.atif import make_atif
 
 
 def told(item: Rollout, **trajectory: Any) -> dict[str, Any]:
     """The valid document of a rollout whose trajectory has these fields."""
     update = {"trajectory": item.trajectory.model_copy(update={"model": "tiny/actor", **trajectory})}
-    document = atif_of(item.model_copy(update=update))
+    document = make_atif(item.model_copy(update=update))
     atif_schema.check(document)
     return document
 
@@ -53,12 +53,8 @@ def test_a_conversation_is_told_as_it_went_on():
     second = step(2, [answer, result("c", "one"), result("d", "two"), said("user", "v")], "a2", reused=2)
     document = told(episode(first, second))
     assert short(document) == [
-        ("system", "s"),
-        ("user", "u"),
-        ("agent", "a1"),
-        ("user", "v"),
-        ("agent", "a2"),
-    ]
+        ("system", "s"), ("user", "u"), ("agent", "a1"), ("user", "v"), ("agent", "a2"),
+    ]  # fmt: skip
     assert results(document, 3) == [("c", "one"), ("d", "two")]
     assert prompt_step_ids(document) == [None, None]
 
@@ -73,14 +69,11 @@ def test_fresh_prompts_say_of_which_steps_they_consist():
     assert prompt_step_ids(document) == [None, [1, 4], [1, 6]]
 
 
-def test_results_that_no_prompt_shows_are_those_of_the_record():
+def test_results_that_no_prompt_shows_are_those_of_the_record_or_of_the_whole_conversation():
     one = acted(step(1, [said("user", "u")], ""), call("c"), result="done")
     two = acted(step(2, [said("user", "v")], ""), call("d"), call("e"), result="both")
     document = told(episode(one, two))
     assert (results(document, 2), results(document, 4)) == ([("c", "done")], [(None, "both")])
-
-
-def test_the_results_of_the_last_answer_come_from_the_whole_conversation():
     last = acted(step(1, [said("user", "u")], "a"), call("c"), call("d"), result="one two")
     answer = Message(role="assistant", content="a", tool_calls=(call("c"), call("d")))
     history = (said("user", "u"), answer, result("c", "one"), result("d", "two"))
@@ -205,17 +198,14 @@ def test_arguments_that_are_no_object_stay_as_they_were_written():
     assert [item.get("extra", {}).get("arguments_text") for item in calls] == [None, "[1", "[1]"]
 
 
-def test_rewards_and_credit_stand_beside_their_decision():
+def test_rewards_and_credit_stand_with_their_decision_and_a_failed_rollout_has_no_trajectory():
     played = rollout(7, [WOOD, COW])
     credits = [{"turn": turn, "reward": 1.0, "advantage": 0.5 / turn} for turn in (1, 2)]
-    document = atif_of(played, credits)
+    document = make_atif(played, credits)
     atif_schema.check(document)
     extras = [item["extra"] for item in document["steps"] if item["source"] == "agent"]
     assert [(item["reward"], item["advantage"]) for item in extras] == [(1.0, 0.5), (1.0, 0.25)]
     assert [item["unique_achievements"] for item in extras] == [("collect_wood",), ("eat_cow",)]
     assert document["final_metrics"]["extra"]["outcome_reward"] == 2.0
     assert (document["extra"]["seed"], document["session_id"]) == (7, played.rollout_id)
-
-
-def test_a_rollout_that_failed_has_no_trajectory():
-    assert atif_of(rollout(1, [()]).model_copy(update={"trajectory": None, "status": "failed"})) is None
+    assert make_atif(rollout(1, [()]).model_copy(update={"trajectory": None, "status": "failed"})) is None

@@ -60,20 +60,19 @@ def test_by_default_all_is_exported_but_what_measures_the_policy(run: RunDirecto
     assert str(told) == "8 rows of 3 episodes; left out: 1 not finished (task_app_lost)"
 
 
-@pytest.mark.parametrize(
-    ("choice", "left"),
-    [
+def test_each_option_narrows(run: RunDirectory, tmp_path: Path):
+    for choice, left in (
         (Choice(min_reward=2.0), ["two", "teacher"]),
         (Choice(achievements=["place_table"]), ["teacher"]),
         (Choice(achievements=["collect_wood", "eat_cow"]), ["two", "teacher"]),
         (Choice(policy="actor"), ["two", "none"]),
         (Choice(policy="openai"), ["teacher"]),
         (Choice(stages=["evaluation"]), ["held out"]),
-    ],
-)
-def test_each_option_narrows(run: RunDirectory, tmp_path: Path, choice: Choice, left: list[str]):
-    export_run(run, tmp_path / "some.jsonl", choice)
-    assert sessions(tmp_path / "some.jsonl") == left
+    ):
+        path = tmp_path / f"{'-'.join(left)}.jsonl"
+        export_run(run, path, choice)
+        assert sessions(path) == left, choice
+        path.unlink()
 
 
 def test_a_parquet_file_and_a_folder_hold_the_same_rows(run: RunDirectory, tmp_path: Path):
@@ -104,63 +103,49 @@ def test_each_episode_is_a_file_of_atif_with_its_credit(run: RunDirectory, tmp_p
     assert credit == list(CREDITS[0].advantages_T)
 
 
-def test_a_form_that_is_not_known_and_a_file_for_atif_are_refused(run: RunDirectory, tmp_path: Path):
-    with pytest.raises(JobError, match="--form is 'sharegpt'; known: messages, atif"):
-        export_run(run, tmp_path / "x", Choice(), form="sharegpt")
-    with pytest.raises(RunDirectoryError, match=r"--to is .*x.jsonl; --form atif writes a folder"):
-        export_run(run, tmp_path / "x.jsonl", Choice(), form="atif")
-
-
-def test_nothing_that_exists_is_replaced(run: RunDirectory, tmp_path: Path):
-    (tmp_path / "x.jsonl").write_text("mine")
-    with pytest.raises(RunDirectoryError, match="exists; nothing is replaced"):
-        export_run(run, tmp_path / "x.jsonl", Choice())
-    assert (tmp_path / "x.jsonl").read_text() == "mine"
-
-
-@pytest.mark.parametrize("name", ["x.jsonl", "x.parquet", "x"])
-def test_an_export_without_a_row_leaves_nothing_and_says_why(run: RunDirectory, tmp_path: Path, name: str):
-    before = set(tmp_path.iterdir())
-    with pytest.raises(
-        RunDirectoryError, match="nothing to export: 0 rows of 0 episodes; left out: 3 --min-"
+def test_what_cannot_be_exported_is_refused(run: RunDirectory, tmp_path: Path):
+    (tmp_path / "mine.jsonl").write_text("mine")
+    for name, form, told in (
+        ("x", "sharegpt", "--form is 'sharegpt'; known: messages, atif"),
+        ("x.jsonl", "atif", r"--to is .*x.jsonl; --form atif writes a folder"),
+        ("mine.jsonl", "messages", "exists; nothing is replaced"),
+        ("x.csv", "messages", r"--to is .*x.csv; known"),
     ):
-        export_run(run, tmp_path / name, Choice(min_reward=9.0))
+        with pytest.raises((JobError, RunDirectoryError), match=told):
+            export_run(run, tmp_path / name, Choice(), form=form)
+    with pytest.raises(JobError, match="--stage is 'training'; known: train, warmup"):
+        Choice(stages=["training"])
+    assert (tmp_path / "mine.jsonl").read_text() == "mine"
+
+
+def test_an_export_without_a_row_leaves_nothing_and_says_why(run: RunDirectory, tmp_path: Path):
+    before, told = set(tmp_path.iterdir()), "nothing to export: 0 rows of 0 episodes; left out: 3 --min-"
+    for name in ("x.jsonl", "x.parquet", "x"):
+        with pytest.raises(RunDirectoryError, match=told):
+            export_run(run, tmp_path / name, Choice(min_reward=9.0))
     assert set(tmp_path.iterdir()) == before
 
 
-def test_another_ending_or_stage_is_refused(run: RunDirectory, tmp_path: Path):
-    with pytest.raises(RunDirectoryError, match=r"--to is .*x.csv; known"):
-        export_run(run, tmp_path / "x.csv", Choice())
-    with pytest.raises(JobError, match="--stage is 'training'; known: train, warmup"):
-        Choice(stages=["training"])
-
-
-def test_a_file_that_cannot_be_read_is_named_and_not_the_one_that_is_written(
+def test_a_file_that_is_damaged_or_removed_meanwhile_is_named_and_not_the_one_that_is_written(
     run: RunDirectory, tmp_path: Path
 ):
     broken = run.rollouts_file("warmup")
     broken.write_bytes(b"PAR1 but no more")
-    with pytest.raises(RunDirectoryError) as told:
+    with pytest.raises(RunDirectoryError, match=f"^{broken} cannot be read: "):
         export_run(run, tmp_path / "x.parquet", Choice())
-    assert str(told.value).startswith(f"{broken} cannot be read: ")
 
-
-def test_a_file_that_retention_removes_meanwhile_is_named_and_not_the_one_that_is_written(
-    run: RunDirectory, tmp_path: Path
-):
     class Stages(tuple[str, ...]):
         def index(self, *stage: Any) -> int:
             """Asked when the files have been listed, and none was read."""
             run.rollouts_file("warmup").unlink(missing_ok=True)
             return super().index(*stage)
 
-    with pytest.raises(RunDirectoryError) as told:
+    with pytest.raises(RunDirectoryError, match=f"^{broken} was removed while it was exported"):
         export_run(run, tmp_path / "x.jsonl", Choice(stages=Stages(("train", "warmup"))))
-    assert str(told.value).startswith(f"{run.rollouts_file('warmup')} was removed while it was exported")
     assert not (tmp_path / "x.jsonl").exists()
 
 
-def test_what_a_killed_export_left_is_in_nobodys_way(run: RunDirectory, tmp_path: Path):
+def test_what_a_killed_export_left_hinders_no_other(run: RunDirectory, tmp_path: Path):
     (tmp_path / ".x.tmp").mkdir()
     (tmp_path / ".x.tmp/half").write_text("")
     export_run(run, tmp_path / "x", Choice())

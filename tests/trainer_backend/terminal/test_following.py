@@ -9,7 +9,7 @@ from rich.console import Console
 from trainer_backend.terminal.jobs_client import Event, ServiceUnreachable
 from trainer_backend.terminal.jobs_commands import follow
 
-AWAY = ServiceUnreachable("nobody answers")
+AWAY = ServiceUnreachable("no service answers")
 END = Event("end", {"state": "succeeded"}, None)
 
 
@@ -35,17 +35,14 @@ class Service:
 
 
 def followed(service: Service) -> tuple[str, str, str, list[float]]:
-    """How the job has ended, what was printed, what was told beside, and the waits."""
+    """How the job has ended, what was printed to stdout and stderr, and the waits."""
     out, err, waits = StringIO(), StringIO(), []
     state = follow(service, "j", Console(file=out), Console(file=err), sleep=waits.append)  # type: ignore[arg-type]
     return state, out.getvalue(), err.getvalue(), waits
 
 
-def test_it_ends_with_the_job():
+def test_it_ends_with_the_job_and_tells_the_reasons_of_a_restart_and_of_the_end_once():
     assert followed(Service([line(1), END])) == ("succeeded", "line 1\n", "the job is succeeded\n", [])
-
-
-def test_the_reasons_of_a_restart_and_of_the_end_are_told_once():
     again = Event("state", {"state": "running", "detail": "restart 1 of 3 in 5 s after: no room"}, None)
     failed = Event("state", {"state": "failed", "detail": "no room"}, None)
     _, _, err, _ = followed(Service([again, again, failed, Event("end", {"state": "failed"}, None)]))
@@ -65,11 +62,9 @@ def test_one_that_was_never_there_is_told_at_once_and_one_that_stays_away_in_the
     with pytest.raises(ServiceUnreachable):
         followed(Service([AWAY]))
     service = Service([line(1)], *([AWAY] for _ in range(8)))
-    with pytest.raises(ServiceUnreachable, match="nobody answers"):
+    with pytest.raises(ServiceUnreachable, match="no service answers"):
         followed(service)
     assert service.answers == []
-
-
-def test_a_stream_that_only_ends_is_not_asked_for_ever():
+    # A stream that only ends is not asked for ever.
     with pytest.raises(ServiceUnreachable, match="does not tell how j goes on"):
         followed(Service(*([] for _ in range(9))))

@@ -91,11 +91,6 @@ def test_several_files_and_settings_are_joined_and_paths_stay_as_they_are_writte
         jobs("submit", job, str(tmp_path / "more.toml"), "--dry-run")
 
 
-def test_the_same_name_for_a_request_makes_one_job(jobs, job):
-    ids = {jobs("submit", job, "--idempotency-key", "monday").split()[0] for _ in range(2)}
-    assert len(ids) == 1
-
-
 def test_mistakes_are_told_in_the_words_of_the_service(jobs, job, tmp_path, monkeypatch):
     (tmp_path / "bad.toml").write_text("[model\n")
     with pytest.raises(ServiceRefused, match=r"not valid TOML: .*\(at line 1, column 7\)"):
@@ -112,18 +107,11 @@ def test_mistakes_are_told_in_the_words_of_the_service(jobs, job, tmp_path, monk
     assert KEY not in str(error.value) and "some-other-key" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("address", "error", "told"),
-    [
+def test_a_service_that_is_not_there_is_told(jobs, url):
+    for address, error, told in (
         ("http://127.0.0.1:1", ServiceUnreachable, "no trainer service answers at http://127.0.0.1:1"),
         ("127.0.0.1:8100", ServiceRefused, "which is no http or https URL"),
-    ],
-)
-def test_a_service_that_is_not_there_is_told(jobs, address, error, told):
-    with pytest.raises(error, match=told):
-        jobs("list", "--url", address)
-
-
-def test_somebody_else_on_that_port_is_told(jobs, url, monkeypatch):
-    with pytest.raises(ServiceUnreachable, match="not as a trainer service does"):
-        jobs("list", "--url", f"{url}/static")
+        (f"{url}/static", ServiceUnreachable, "not as a trainer service does"),
+    ):
+        with pytest.raises(error, match=told):
+            jobs("list", "--url", address)

@@ -113,19 +113,12 @@ def test_a_folder_that_is_there_is_left_alone(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"),
-    [("Lost-Key", ". Did you mean 'lost_key'?"), ("3d", ". Did you mean 'd'?"), ("class", ""), ("", "")],
-)
-def test_a_name_that_python_could_not_import_is_refused(tmp_path: Path, name: str, meant: str):
-    with pytest.raises(JobError) as caught:
-        write_environment(name, tmp_path)
-    assert str(caught.value).endswith(f"a letter first{meant}")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
     ("name", "reason"),
     [
+        ("Lost-Key", r"a letter first\. Did you mean 'lost_key'\?$"),
+        ("3d", r"a letter first\. Did you mean 'd'\?$"),
+        ("class", "a letter first$"),
+        ("", "a letter first$"),
         ("json", "there is a module 'json' already"),
         ("sokoban", "'sokoban' is an environment of Turnwise"),
         ("body", "makes the class Body, and src/body/__init__.py uses this name already"),
@@ -133,7 +126,9 @@ def test_a_name_that_python_could_not_import_is_refused(tmp_path: Path, name: st
         ("none", "makes a class that Python does not allow"),
     ],
 )
-def test_a_name_that_means_something_else_already_is_refused(tmp_path: Path, name: str, reason: str):
+def test_a_name_that_cannot_be_imported_or_means_something_else_already_is_refused(
+    tmp_path: Path, name: str, reason: str
+):
     with pytest.raises(JobError, match=reason):
         write_environment(name, tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -123,7 +123,7 @@ function later() {
   }, AGAIN_MS);
 }
 
-// A browser opens six connections to a service: pages that nobody sees leave them to those that somebody does.
+// A browser opens six connections to a service: hidden pages leave them to visible ones.
 function rest() {
   source?.close();
   source = null;
@@ -186,7 +186,7 @@ document.addEventListener("pointerover", (event) => {
   if (token) pointed(token);
 });
 
-// ---- keys: the decision before and after; nothing while somebody writes
+// ---- keys: the decision before and after; nothing while text is entered
 
 document.addEventListener("keydown", (event) => {
   if (event.altKey || event.ctrlKey || event.metaKey || event.defaultPrevented) return;
