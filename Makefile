@@ -160,7 +160,7 @@ study-scale: $(VENV)/.ready ## what holds a run up from 1 to 64 GPUs, in virtual
 	$(BIN)/python -m bench.scale
 
 bench: $(VENV)/.ready ## speed and exactness (minutes; the learning figures are demo and study)
-	for script in crafter_engine logprob_exactness generation_speed learner_speed gpu state_keys_speed iteration_cost \
+	for script in crafter_engine logprob_exactness generation_speed shared_prefix gpu state_keys_speed iteration_cost \
 		decision_rate conversation_speed http_batch gateway_conversations dashboard_pages; do \
 		$(BIN)/python -m bench.$$script || exit 1; done
 
