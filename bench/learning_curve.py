@@ -20,7 +20,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from bench import kit
-from bench.charts import COLOURS, png, whole_numbers
+from bench.study_results import COLOURS, png, whole_numbers
 from trainer_backend.evaluation.best import find_comparable, paired_difference
 from trainer_backend.rundir.files import read_lines
 

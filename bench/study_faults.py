@@ -6,7 +6,7 @@ Every job has an installation of its own: `turnwise trainer` with a real Postgre
 posted over HTTP with an Idempotency-Key, again until the service has answered. At moments that a seed draws,
 while it is posted, starts, collects, learns, saves, evaluates, one of four gets SIGKILL: the service, the
 process of the job, the task app, the database. The service starts the process of the job again, the study the
-others. Then run directory and store must tell of the run that it would have been (fault_judge.py): every
+others. Then run directory and store must tell of the run that it would have been (fault_watch.py): every
 iteration once, every planned rollout once, finished or with its failure, none in two lines of the ledger, all
 that had been kept before a kill in its iteration, every seed as planned, no second job, no process left over.
 
@@ -37,8 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.fault_installation import KINDS, OF_A_JOB, Installation, Kind
-from bench.fault_judge import judge
-from bench.fault_watch import Fault, Seen, Watch, drawn_faults
+from bench.fault_watch import Fault, Seen, Watch, drawn_faults, judge
 from bench.kit import ROOT
 from trainer_backend.job.load import dump_job, load_job
 
