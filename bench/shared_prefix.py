@@ -20,9 +20,7 @@ norm).
 
 import argparse
 import importlib.util
-import json
 import os
-import platform
 import random
 import sys
 import tempfile
@@ -295,14 +293,14 @@ def main() -> int:
         name = f"{case.name}, {case.shape}"
         results[case.against][name] = asdict(found) | {"cpu": found.ratio("plain")}
     if options.out:
-        machine = {"cpus": os.cpu_count(), "platform": platform.platform(), "load": os.getloadavg()[0]}
+        machine = kit.describe_machine(load=os.getloadavg()[0])
         text = {
             "bench": "shared_prefix",
             "machine": machine,
             "cases": results["plain"],
             "trl": results["trl"],
         }
-        Path(options.out).write_text(json.dumps(text, indent=1) + "\n")
+        kit.write_results(Path(options.out), text)
     return code
 
 

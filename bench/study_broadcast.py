@@ -13,7 +13,6 @@ whose memory is watched. bench/results/broadcast.json has the figures; exit code
 import asyncio
 import json
 import os
-import platform
 import signal
 import sys
 import tempfile
@@ -259,7 +258,7 @@ def study(python: str, iterations: int) -> dict[str, Any]:
     return {
         "study": "broadcast",
         "vllm": release.partition(" of ")[0],
-        "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "torch": torch.__version__},
+        "machine": kit.describe_machine(torch=torch.__version__),
         "job": trained,
         "swap": swapped,
         "publish": publishes,
@@ -317,9 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         found = study(options.vllm_python, options.iterations)
     found["holds"] = holds(found, options.iterations)
-    options.results.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
-    return 0 if all(found["holds"].values()) else 1
+    return kit.end_study(found, options.results)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,6 @@ Exit code 1 when something does not hold.
 
 import argparse
 import json
-import os
-import platform
 import random
 import shutil
 import statistics
@@ -38,7 +36,7 @@ from typing import Any
 
 from bench.fault_installation import KINDS, OF_A_JOB, Installation, Kind
 from bench.fault_watch import Fault, Seen, Watch, drawn_faults, judge
-from bench.kit import ROOT
+from bench.kit import ROOT, describe_machine, write_results
 from trainer_backend.job.load import dump_job, load_job
 
 # Episodes of the demo's kind, few and short: a start takes longer than all iterations together.
@@ -123,8 +121,7 @@ def study(folder: Path, results: Path, seeds: Sequence[int], sizes: Sequence[Siz
         jobs[str(seed)] = run_job(folder / f"seed_{seed}", sizes[seed % len(sizes)], seed)
         print(f"seed {seed}: {json.dumps(jobs[str(seed)])}", flush=True)
         outcome = summary(jobs)
-        results.parent.mkdir(parents=True, exist_ok=True)
-        results.write_text(json.dumps(outcome, indent=1) + "\n")
+        write_results(results, outcome)
     return outcome
 
 
@@ -137,7 +134,7 @@ def summary(jobs: dict[str, Any]) -> dict[str, Any]:
     )
     return {
         "study": "faults",
-        "machine": {"cpus": os.cpu_count(), "platform": platform.platform()},
+        "machine": describe_machine(),
         "counts": added(job["counts"] for job in jobs.values())
         | {"jobs": len(jobs), "kept": sum(job["kept"] for job in jobs.values())},
         "kills": added(job["kills"] for job in jobs.values()),

@@ -26,7 +26,6 @@ needs no module of the kernel, where `tc netem` needs one that not every machine
 
 import fcntl
 import heapq
-import json
 import os
 import random
 import select
@@ -388,7 +387,7 @@ def main() -> int:
         found[name]["apart"] = apart(out / name / "run", run)
         print(name, found[name], flush=True)
         outcome = {"study": "hosts", "cases": found, "holds": holds(found)}
-        Path(options.results).write_text(json.dumps(outcome, indent=1) + "\n", encoding="utf-8")
+        kit.write_results(options.results, outcome)
     return 0 if all(holds(found).values()) else 1
 
 

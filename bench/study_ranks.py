@@ -524,7 +524,7 @@ def main() -> int:
             f"a rank {name}: {middle:.2f} s (median of {REPEATS}) until the other ended; the call: {kinds}",
             middle <= MOST_S[name] and kinds == {expected},
         )
-    RESULTS.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    kit.write_results(RESULTS, found)
     return held
 
 

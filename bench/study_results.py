@@ -1,7 +1,6 @@
 """What a study found: from run directories to JSON, and from there to a picture and a table."""
 
 import io
-import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from bench import kit
 from trainer_backend.core.statistics import mean_interval
 from trainer_backend.pages.report import last_minus_first, stage_totals
 from trainer_backend.pages.story import Story, read_story
@@ -143,7 +143,7 @@ def collect(study: Study, folder: Path, settings: Sequence[str]) -> dict[str, An
         "switches": {arm: list(study.arms[arm].switches) for arm in runs},
         "seeds": sorted({int(seed) for by_seed in runs.values() for seed in by_seed}),
         "versions": {name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
-        "machine": {"cpus": os.cpu_count(), "platform": platform.platform()},
+        "machine": kit.describe_machine(),
         "arms": runs,
         "summary": summary(runs, against=study.against, measure=study.measure),
     }

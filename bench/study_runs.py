@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.kit import ROOT
+from bench.kit import ROOT, write_results
 from bench.study_results import Study, collect, draw, table
 from trainer_backend.job.code_files import with_files_of_now
 from trainer_backend.job.load import dump_job, load_job
@@ -55,8 +55,7 @@ def run_study(
                 job = arm_job(study, switches, warm_start.checkpoints / "iteration_0")
             finished(of_seed / arm, job)
             outcome = collect(study, folder, settings) | beside
-            results.parent.mkdir(parents=True, exist_ok=True)
-            results.write_text(json.dumps(outcome, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            write_results(results, outcome, allow_nan=False)
             draw(study, outcome, results.with_suffix(".png"))
     return outcome
 

@@ -424,7 +424,6 @@ def open_sessions(http: httpx.Client) -> int:
 
 def results(size: Size, found: Found, steady_ms: list[float], left: dict[str, Any]) -> dict[str, Any]:
     """The figures, and whether all required bounds hold."""
-    machine = {"cpus": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}
     begun_s = found.memory[0][0]
     third = (found.memory[-1][0] - begun_s) / 3
     middle = [size for at_s, size in found.memory if third <= at_s - begun_s < 2 * third]
@@ -433,7 +432,7 @@ def results(size: Size, found: Found, steady_ms: list[float], left: dict[str, An
     return {
         "study": "soak",
         "seconds": size.seconds,
-        "machine": machine,
+        "machine": kit.describe_machine(python=platform.python_version()),
         "counts": dict(found.counts),
         "step_ms": {
             "p50": quantile(steady_ms, 0.5),
@@ -475,10 +474,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.quick:
         # So few seconds are all warm-up.
         del found["holds"]["memory flat"]
-    options.results.parent.mkdir(parents=True, exist_ok=True)
-    options.results.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
-    return 0 if all(found["holds"].values()) else 1
+    return kit.end_study(found, options.results)
 
 
 if __name__ == "__main__":

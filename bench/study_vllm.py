@@ -13,7 +13,6 @@ bench/results/vllm.json has the figures; exit code 1 when one does not hold. doc
 import asyncio
 import json
 import os
-import platform
 import random
 import re
 import signal
@@ -381,7 +380,7 @@ def study(python: str, iterations: int) -> dict[str, Any]:
     return {
         "study": "vllm",
         "vllm": release.partition(" of ")[0],
-        "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "torch": torch.__version__},
+        "machine": kit.describe_machine(torch=torch.__version__),
         "job": trained,
         "swap": swapped,
         "holds": {
@@ -426,9 +425,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = study(options.vllm_python, options.iterations)
     found["adapters"] = study_adapters(options.vllm_python)
     found["holds"] |= holds_of_adapters(found["adapters"])
-    options.results.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
-    return 0 if all(found["holds"].values()) else 1
+    return kit.end_study(found, options.results)
 
 
 if __name__ == "__main__":
