@@ -111,28 +111,28 @@ study-demo: $(VENV)/.ready ## the demo with five seeds (an hour; resumable)
 	$(BIN)/python -m bench.study_demo --seeds 0 1 2 3 4
 
 study-reward-modes: $(VENV)/.ready ## decision rewards against outcome only, 3 seeds each (an hour; resumable)
-	$(BIN)/python -m bench.study_reward_modes
+	$(BIN)/python -m bench.studies reward_modes
 
 study-credit: $(VENV)/.ready ## five estimators of credit, one warm start and equal decisions, 3 seeds each (an hour; resumable)
 	$(BIN)/python -m bench.study_credit
 
 study-dialogue: $(VENV)/.ready ## turn scores against the outcome alone in dialogues, 3 seeds each (a quarter of an hour; resumable)
-	$(BIN)/python -m bench.study_dialogue
+	$(BIN)/python -m bench.studies dialogue
 
 study-starts: $(VENV)/.ready ## starts at snapshots against starts at the beginning in a corridor, 5 seeds each (an hour; resumable)
 	$(BIN)/python -m bench.study_starts --seeds 0 1 2 3 4
 
 study-ahead: $(VENV)/.ready ## collecting ahead, in one process and in several, against taking turns, 3 seeds each (an hour; resumable)
-	$(BIN)/python -m bench.study_ahead
+	$(BIN)/python -m bench.studies ahead
 
 study-truth: $(VENV)/.ready ## every estimator against 300 measured advantages, 5 seeds of five settings (a day; resumable by seed; docs/truth.md has 150 of four and 600 of the fifth, 3 seeds)
 	$(BIN)/python -m bench.study_truth
 
 study-statelm: $(VENV)/.ready ## a model that may delete from its context against one that may not, 3 seeds each (half an hour; resumable)
-	$(BIN)/python -m bench.study_statelm
+	$(BIN)/python -m bench.studies statelm
 
 study-mixture: $(VENV)/.ready ## the actor alone, beside a good fixed policy, beside a bad one, 3 seeds each (an hour; resumable)
-	$(BIN)/python -m bench.study_mixture
+	$(BIN)/python -m bench.studies mixture
 
 study-soak: $(VENV)/.ready ## ten minutes of mixed load, clients and the task app killed at random: nothing may be lost
 	$(BIN)/python -m bench.study_soak
@@ -160,9 +160,8 @@ study-scale: $(VENV)/.ready ## what holds a run up from 1 to 64 GPUs, in virtual
 	$(BIN)/python -m bench.scale
 
 bench: $(VENV)/.ready ## speed and exactness (minutes; the learning figures are demo and study)
-	for script in engine_exactness engine_speed logprob_exactness generation_speed learner_speed padding_waste segment_cost gpu \
-		gigpo_speed state_keys_speed credit_share mixture_cost decision_rate snapshot_speed history_speed conversation_speed interaction_speed http_batch http_clients task_app_cpu \
-		idle_sessions many_apps gateway_conversations recovery_cost store_cost run_page dashboard_pages teacher_baseline; do \
+	for script in crafter_engine logprob_exactness generation_speed shared_prefix gpu state_keys_speed iteration_cost \
+		decision_rate conversation_speed http_batch gateway_conversations dashboard_pages; do \
 		$(BIN)/python -m bench.$$script || exit 1; done
 
 # A half-finished install leaves no .ready behind, so the next make does it again.

@@ -411,7 +411,7 @@ def _range(values: Sequence[float]) -> str:
 
 
 def _bounds(evaluation: str) -> str:
-    """The interval of scripted games, which bench/score_coverage.py computes from score_games.json."""
+    """The interval of scripted games, computed from score_games.json."""
     found = data("score_coverage")["evaluations"][evaluation]
     return f"{found['low']:.1f} to {found['high']:.1f}"
 

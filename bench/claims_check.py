@@ -6,7 +6,8 @@ bench/claims.py has the figures that are compared. A row of README's figures and
 one of four things:
 
     a claim                 its data are in bench/results
-    a script                its last column names a script of bench/ or a test, which measures it again
+    a script                its last column names a script of bench/ or a test, which measures it again, or
+                            `COMMIT:bench/NAME.py`, which git still has
     `REPEATED`              README repeats a row of docs/figures.md that has one of these
     "(no data committed)"   in the row, or in the paragraph above its table
 
@@ -192,9 +193,12 @@ def _figure_rows(page: str, rows: Sequence[Row]) -> list[Row]:
 
 
 def measured_again(script: str) -> bool:
-    """Whether a column names a script of bench/ that is no study, or a test, and the file is there."""
+    """Whether a column names a script of bench/ that is no study, or a test, and the file is there; or one of
+    an earlier commit."""
     named = re.findall(r"`((?:bench|tests)/[\w/]+(?:\.py)?)", script)
-    return any((kit.ROOT / name).exists() and not Path(name).name.startswith("study_") for name in named)
+    return bool(re.search(r"`[0-9a-f]{8}:bench/\w+\.py", script)) or any(
+        (kit.ROOT / name).exists() and not Path(name).name.startswith("study_") for name in named
+    )
 
 
 def uncounted(pages: Mapping[str, str]) -> Iterator[str]:

@@ -2,15 +2,16 @@
 
     python -m bench.dashboard_pages [--iterations 1000] [--decisions 100000] [--limit-ms 200]
 
-The run is that of run_page.py, which measures the reads alone, with the metrics that the panels draw, a log
-of 20,000 lines, and an episode of 25,200 tokens in one segment; it goes on, so its head is read in full. Each
+Two run directories are written and synced: episodes of ten decisions, the metrics that the panels draw, an
+evaluation every tenth iteration, a log of 20,000 lines, and an episode of 25,200 tokens in one segment. Each
 page is asked for in this process, without a socket, after it was asked for once: the least of five, of the
-clock on the wall and, beside it, of this process' CPU. Exit code 1 where a page is above the limit.
+clock on the wall and of this process' CPU. Exit code 1 where a page is above the limit.
 """
 
 import math
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,13 +19,24 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from bench import kit
-from bench.run_page import LIMIT_MS, REPEATS, T, long_run, steps
-from shared_schemas.trajectory import PolicyLogprobs, Sampling
+from shared_schemas.messages import Message
+from shared_schemas.rollouts import Rollout
+from shared_schemas.trajectory import (
+    ObservationData,
+    PolicyLogprobs,
+    Sampling,
+    StepData,
+    StepInfo,
+    StopReason,
+    Trajectory,
+)
+from trainer_backend.job.load import parse_job
 from trainer_backend.pages.app import router
 from trainer_backend.pages.page import Dashboard
 from trainer_backend.pages.panels import PANELS
-from trainer_backend.rundir.layout import RunDirectory
+from trainer_backend.rundir.layout import RunDirectory, create_run
 from trainer_backend.rundir.rollout_files import Credit, read_rollouts, write_rollouts
+from trainer_backend.rundir.spool import LedgerEntry, append_to_ledger
 from trainer_backend.rundir.state import append_log
 from trainer_backend.store import jobs
 from trainer_backend.store.database import Store, open_store
@@ -32,18 +44,86 @@ from trainer_backend.store.database import utc_now as now
 from trainer_backend.store.rows import Job
 from trainer_backend.store.sync import sync_run
 
+LIMIT_MS = 200.0
+T = 10  # decisions of an episode
+REPEATS = 5
 LOG_LINES = 20_000
 NEW, SAMPLED = 1020, 1500  # tokens of a decision: of its prompt those that are new, and of its answer
 ENDINGS = ("stop/environment_done", "stop/max_decisions", "stop/invalid_action")
 
 
-def drawn_metrics(run: RunDirectory, iterations: int) -> None:
-    """Replace rows of run_page.py by those of a second run with the panels' own metrics."""
+def steps() -> tuple[StepData, ...]:
+    before, after = ({"collect_wood": count} for count in (0, 1))
+    return tuple(
+        StepData(
+            turn=turn,
+            observation_data=ObservationData(
+                messages=(Message(role="user", content="a prompt"),), achievements_counts=before
+            ),
+            next_observation=ObservationData(achievements_counts=after if turn == 1 else before),
+            action_taken={"type": "tool_call"},
+            env_rewards=(0.0, 1.0),
+            step_info=StepInfo(executed_actions=("move_left", "do")),
+        )
+        for turn in range(1, T + 1)
+    )
+
+
+def episodes(iteration: int, count: int, kind: str, shared: tuple[StepData, ...]) -> list[Rollout]:
+    return [
+        Rollout(
+            rollout_id=f"run.0123456789ab/{kind}/{iteration}/{number // 4}/{number % 4}",
+            run_id="run.0123456789ab",
+            iteration=iteration,
+            group_id=f"{kind}/{iteration}/{number // 4}",
+            sibling=number % 4,
+            attempt=0,
+            instance_id="i",
+            status="finished",
+            trajectory=Trajectory(
+                env_name="crafter",
+                policy_name="openai",
+                model="run/actor",
+                seed=number,
+                steps=shared,
+                outcome_reward=float(number * 7919 % 13),
+                outcome_definition="unique achievements",
+                achievements_counts={"collect_wood": 1},
+                env_steps=2 * T,
+                terminated=False,
+                truncated=True,
+                stop_reason=StopReason.MAX_DECISIONS,
+                wall_s=1.0,
+            ),
+        )
+        for number in range(count)
+    ]
+
+
+def long_run(folder: Path, iterations: int, decisions: int) -> RunDirectory:
+    """A run whose middle iteration has a conversation of T decisions and 25,200 tokens."""
+    run = create_run(parse_job({"model": {"preset": "tiny-0.3m"}}, where="bench").config, folder)
+    shared, count = steps(), max(1, decisions // (iterations * T))
+    credit = Credit([0.0] * T, [0.5] * T, [1.0] * T, state_keys_T=[f"{t:032x}" for t in range(T)])
+    for iteration in range(1, iterations + 1):
+        played = episodes(iteration, count, "train", shared)
+        write_rollouts(run.rollouts_file(f"iteration_{iteration}"), played, [credit] * count)
+        append_to_ledger(
+            run.path, LedgerEntry(iteration, iteration, tuple(item.rollout_id for item in played))
+        )
+    write_metrics(run, iterations)
+    long_episode(run, (iterations + 1) // 2)
+    for line in range(LOG_LINES):
+        append_log(run.path, f"iteration {line // 20}: something was said of it, line {line}")
+    return run
+
+
+def write_metrics(run: RunDirectory, iterations: int) -> None:
+    """The metrics that the panels draw."""
     # Of a run outcomes and ratios have bands.
     lines = [(line, panel.section == "Outcome" or line.band) for panel in PANELS for line in panel.lines]
     names = [name for line, banded in lines for name in (line.metrics if banded else [line.metric])]
     plain = [name for name in names if not name.endswith("*") and not name.startswith("eval/")]
-    run.metrics_file.unlink()
     for iteration in range(1, iterations + 1):
         numbers = {name: math.sin(iteration / 40) + iteration / 300 for name in (*plain, *ENDINGS)}
         run.append_metrics({"kind": "iteration", "iteration": iteration, **numbers})
@@ -119,22 +199,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("--limit-ms", LIMIT_MS, "most of a page"),
         arguments=arguments,
     )
-    slowest, middle = 0.0, (options.iterations + 1) // 2
+    slowest = 0.0
     with tempfile.TemporaryDirectory() as folder:
         store = open_store(f"sqlite:///{folder}/store.db")
         ids = []
         for name, decisions in (("long", options.decisions), ("other", 10 * options.iterations)):
             run = long_run(Path(folder) / name, options.iterations, decisions)
-            drawn_metrics(run, options.iterations)
-            long_episode(run, middle)
-            for line in range(LOG_LINES):
-                append_log(run.path, f"iteration {line // 20}: something was said of it, line {line}")
+            start = time.perf_counter()
             ids.append(synced(store, run, name))
+            print(f"the first sync of {name!r} took {time.perf_counter() - start:.1f} s")
         app = FastAPI()
         app.include_router(router)
         app.state.dashboard = Dashboard(store, None, now)
         client = TestClient(app)
-        for name, address in addresses(ids[0], ids[1], middle).items():
+        for name, address in addresses(ids[0], ids[1], (options.iterations + 1) // 2).items():
             size = len(client.get(address).raise_for_status().content)
             cost = kit.least(lambda address=address: client.get(address), REPEATS)
             wall, cpu = 1e3 * cost.wall_s, 1e3 * cost.cpu_s

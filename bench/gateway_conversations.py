@@ -1,12 +1,13 @@
-"""Many conversations at a gateway: errors, CPU time of a decision, and two gateways against one.
+"""Many conversations at a gateway: errors, CPU time of a decision, two gateways; and what a capture adds.
 
     python -m bench.gateway_conversations [--conversations 2000] [--turns 3] [--wait-s 5] [--times 1]
+    python -m bench.gateway_conversations --captures [--preset tiny-0.8m] [--conversations 24] [--turns 4]
 
 Gateways are processes as those of a run with [cluster], with the same limits of connections, and an engine
 that samples nothing: it waits between half of --wait-s and one and a half of it. The conversations begin
 within one --wait-s, so that nearly all of them are open at the same time; each turn appends the answer and an
-observation. Nobody repeats a failed request: each is an error. For 10,000 conversations take `--wait-s 60`:
-one client opens them all, and a gateway closes a connection that has sent no head within 15 s.
+observation. No failed request is repeated: each is an error. For 10,000 conversations take `--wait-s 60`: one
+client opens them all, and a gateway closes a connection that has sent no head within 15 s.
 
     errors    requests without an answer                                                     0
     cpu       CPU time of a gateway for a decision (Linux only)                              <= 2 ms
@@ -14,7 +15,12 @@ one client opens them all, and a gateway closes a connection that has sent no he
               which share the conversations by their ids as a run's rollouts: what the
               second adds where each has a core
 
-Exit code 1 when a figure is missed.
+With --captures the gateway has a real model (new weights, one thread, 24 tokens an answer), which is asked by
+four conversations at a time: directly, and through captures of a task app that were opened before, in turns.
+
+    overhead  CPU time of the task app for a call / of the gateway alone, median of 5 rounds  <= 10 %
+
+With a larger model the gateway costs more and the capture the same. Exit code 1 when a figure is missed.
 """
 
 import asyncio
@@ -22,16 +28,20 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any
 
 import aiohttp
+import torch
 from pydantic import SecretStr
 
 from bench import kit
-from bench.http_rates import HOST, Server, running
+from bench.http_rates import HOST, Rate, Server, running, timed
 from service_kit.server import Listener
 from service_kit.server import Server as HttpServer
 from shared_schemas.chat import ROLLOUT_HEADER
@@ -39,13 +49,20 @@ from shared_schemas.trajectory import Sampling
 from trainer_backend.collect.plan import Inference
 from trainer_backend.inference.actor import NO_EXTRAS, Extras, Generation
 from trainer_backend.inference.asgi import error_response
+from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.gateway_app import create_gateway
+from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.served_policy import ServedPolicy
-from trainer_backend.models import train_tokenizer
+from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.processes.gateway_process import CONNECTIONS
 
 MODEL, KEY = "bench/actor", "the key of the gateways of this script"
 ANSWER_TOKENS, CPU_MS, GAIN = 24, 2.0, 1.8
+AT_ONCE, ROUNDS, OVERHEAD = 4, 5, 0.10
+ENV_KEY = "the key of the task app of this script"
+MODULE = (sys.executable, "-m", "bench.gateway_conversations")
+# Of a captured conversation: url and headers.
+Endpoint = tuple[str, dict[str, str]]
 SYSTEM = {"role": "system", "content": "tree water stone " * 30}
 
 
@@ -72,11 +89,17 @@ class Waiting:
     async def close(self) -> None: ...
 
 
-def serve(port: int, wait_s: float, times: int) -> None:
-    """Be a gateway until killed."""
+def serve(options: Any) -> None:
+    """Be a gateway until killed: with a model of --preset, or with an engine that waits."""
     tokenizer = train_tokenizer([observation(turn) for turn in range(20)], 320)
-    app = create_gateway({MODEL: ServedPolicy(Waiting(wait_s, times), tokenizer)}, key=KEY)
-    HttpServer(app, CONNECTIONS, respond=error_response).run_on(Listener(HOST, port))
+    engine: Any = Waiting(options.wait_s, options.times)
+    if options.captures:
+        torch.set_num_threads(1)
+        keys = EngineKeys(max_running=8, max_model_len=1024)
+        engine = LocalEngine(build_preset(options.preset, tokenizer), stop_ids=[], keys=keys)
+        engine.start()
+    app = create_gateway({MODEL: ServedPolicy(engine, tokenizer)}, key=KEY)
+    HttpServer(app, CONNECTIONS, respond=error_response).run_on(Listener(HOST, options.serve))
 
 
 def observation(turn: int) -> str:
@@ -138,8 +161,9 @@ async def play(gateways: int, conversations: int, load: Load) -> Played:
     played = Played()
     async with AsyncExitStack() as stack:
         flags = ("--wait-s", str(load.wait_s), "--times", str(load.times), "--serve")
-        command = (sys.executable, "-m", "bench.gateway_conversations", *flags)
-        servers: list[Server] = [await stack.enter_async_context(running(*command)) for _ in range(gateways)]
+        servers: list[Server] = [
+            await stack.enter_async_context(running(*MODULE, *flags)) for _ in range(gateways)
+        ]
         first, *others = (f"http://{HOST}:{server.port}" for server in servers)
         inference = Inference(first, MODEL, SecretStr(KEY), other_urls=tuple(others))
         session = await stack.enter_async_context(
@@ -161,21 +185,78 @@ async def play(gateways: int, conversations: int, load: Load) -> Played:
     return played
 
 
-def main() -> int:
-    chosen = kit.options(
-        __doc__,
-        ("--conversations", 2000, "how many"),
-        ("--turns", 3, "decisions of each"),
-        ("--wait-s", 5.0, "what the engine waits on average"),
-        ("--times", 1, "as much text and as many tokens in each turn"),
-        ("--serve", int, "be a gateway on this port"),
-    )
-    if chosen.serve is not None:
-        serve(chosen.serve, chosen.wait_s, chosen.times)
-        return 0
-    load, results = Load(chosen.turns, chosen.wait_s, chosen.times), []
+async def short_conversation(session: aiohttp.ClientSession, endpoint: Endpoint, turns: int) -> None:
+    (url, headers), messages = endpoint, list[dict[str, Any]]([SYSTEM])
+    for turn in range(turns):
+        messages.append({"role": "user", "content": observation(turn)[:60]})
+        body = {"model": MODEL, "messages": messages, "max_tokens": ANSWER_TOKENS}
+        async with session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as response:
+            reply = await response.json()
+            assert response.status == 200, reply
+        messages.append(reply["choices"][0]["message"])
+
+
+async def captured(session: aiohttp.ClientSession, gateway: Server, app: Server) -> Endpoint:
+    """Open a capture."""
+    url = f"http://{HOST}:{gateway.port}"
+    config = {"inference_url": url, "model": MODEL, "max_tokens": ANSWER_TOKENS, "seed": 1}
+    body = {"policy": {"policy_name": "openai", "config": config, "inference_key": KEY}}
+    captures, headers = f"http://{HOST}:{app.port}/captures", {"X-API-Key": ENV_KEY}
+    async with session.post(captures, json=body, headers=headers) as response:
+        capture = await response.json()
+        assert response.status == 200, capture
+    return capture["capture_url"], {"Authorization": f"Bearer {capture['key']}"}
+
+
+async def capture_rounds(options: Any) -> list[tuple[Rate, Rate, Rate]]:
+    """For each round: the gateway asked directly, the gateway behind captures, and the task app."""
+    rounds = []
+    async with (
+        running(*MODULE, "--captures", "--preset", options.preset, "--serve") as gateway,
+        running(sys.executable, "-m", "task_app", "--port", key=ENV_KEY) as app,
+        aiohttp.ClientSession() as session,
+    ):
+
+        async def play(endpoints: Sequence[Endpoint]) -> int:
+            for endpoint in endpoints:
+                await short_conversation(session, endpoint, options.turns)
+            return len(endpoints) * options.turns
+
+        def plays(endpoints: Sequence[Endpoint]) -> list[Callable[[], Awaitable[int]]]:
+            return [partial(play, endpoints[first::AT_ONCE]) for first in range(AT_ONCE)]
+
+        for number in range(ROUNDS + 1):
+            conversations = range(options.conversations)
+            directly = [
+                (
+                    f"http://{HOST}:{gateway.port}",
+                    {"Authorization": f"Bearer {KEY}", ROLLOUT_HEADER: f"r/{conversation}"},
+                )
+                for conversation in conversations
+            ]
+            alone = await timed(gateway, plays(directly))
+            captures = [await captured(session, gateway, app) for _ in conversations]
+            app_s = app.cpu_s()
+            behind = await timed(gateway, plays(captures))
+            if number:  # the first one warms both up
+                rounds.append((alone, behind, Rate(behind.count, behind.wall_s, app.cpu_s() - app_s)))
+    return rounds
+
+
+def report_captures(options: Any) -> int:
+    rounds = asyncio.run(capture_rounds(options))
+    alone, behind, app = ([rates[i].cpu_us / 1e3 for rates in rounds] for i in range(3))
+    shares = [spent / gateway for spent, gateway in zip(app, alone, strict=True)]
+    print(f"gateway alone {median(alone):.2f} ms a call, behind a capture {median(behind):.2f} ms")
+    print(f"capture {median(app):.2f} ms a call ({min(app):.2f} to {max(app):.2f})")
+    share = median(shares)
+    return kit.report(f"overhead {share:.1%} ({min(shares):.1%} to {max(shares):.1%})", share <= OVERHEAD)
+
+
+def report_gateways(options: Any) -> int:
+    load, results = Load(options.turns, options.wait_s, options.times), []
     for gateways in (1, 2):
-        played = asyncio.run(play(gateways, chosen.conversations, load))
+        played = asyncio.run(play(gateways, options.conversations, load))
         results.append(played)
         spent = ", ".join(f"{cpu_s:.2f}" for cpu_s in played.cpu_s)
         print(
@@ -190,6 +271,25 @@ def main() -> int:
         kit.report(f"CPU time of a decision: {one.cpu_ms:.2f} ms", one.cpu_ms <= CPU_MS),
         kit.report(f"two gateways against one: x{gain:.2f}", gain >= GAIN),
     )
+
+
+def main() -> int:
+    options = kit.options(
+        __doc__,
+        ("--captures", False, "measure what a capture adds"),
+        ("--conversations", int, "how many (default: 2000; with --captures, of a round, 24)"),
+        ("--turns", int, "decisions of each (default: 3; with --captures 4)"),
+        ("--wait-s", 5.0, "what the engine waits on average"),
+        ("--times", 1, "as much text and as many tokens in each turn"),
+        ("--preset", "tiny-0.8m", "the model behind captures"),
+        ("--serve", int, "be a gateway on this port"),
+    )
+    conversations, turns = (24, 4) if options.captures else (2000, 3)
+    options.conversations, options.turns = options.conversations or conversations, options.turns or turns
+    if options.serve is not None:
+        serve(options)
+        return 0
+    return report_captures(options) if options.captures else report_gateways(options)
 
 
 if __name__ == "__main__":

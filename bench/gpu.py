@@ -25,21 +25,103 @@ a made-up peak. How to run it on a bare machine stands beside `gpu-wheels` in th
 """
 
 import argparse
+import os
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
+from bench import kit
 from bench.gpu_engine import agreement_in_float32, decode_figures, shared_pages_figure
-from bench.gpu_iteration import iteration_figure
 from bench.gpu_learner import attention_figures, learner_figures, long_lora_figure
-from bench.gpu_report import Report, Task
-from bench.gpu_setup import FULL, SHAPES, SMOKE, Plan
+from bench.gpu_setup import FULL, SHAPES, SMOKE, Plan, Report, Task, config_of, model_of
 from bench.model_flops import Peak, peak_of
-from trainer_backend.learner.device import Found, place
+from trainer_backend.learner.device import Found, Placement, place
+from trainer_backend.models import train_tokenizer
+from trainer_backend.models.folder import save_model_folder
+from trainer_backend.rundir.layout import open_run
+
+JOB = kit.ROOT / "configs" / "crafter_online.toml"
+# Random weights never write a call, and their episodes would end after five decisions; this is about time.
+SETTINGS = (
+    "training.iterations=1",
+    "training.checkpoint_every=1",
+    "evaluation.instances=1",
+    "rollout.max_turns=10",
+    "rollout.max_invalid_decisions=10",
+    "rollout.max_tokens=64",
+    "model.chat_template_kwargs={}",  # our tokenizer's template reads none
+)
+SMALLER = (
+    "rollout.episodes_per_batch=4",
+    "rollout.max_turns=2",
+    "rollout.max_tokens=8",
+    "training.group_size=2",
+)
+
+
+def iteration_figure(report: Report, name: str, plan: Plan, placement: Placement) -> None:
+    """Play and train 64 episodes of up to 10 decisions of 64 tokens, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = model_folder(Path(folder) / "model", name, placement)
+        run = Path(folder) / "run"
+        row = played(report, model, run, placement, SMALLER if name == "tiny" else ())
+    seconds = {key: value for key, value in row.items() if key.startswith("time/")}
+    told = ", ".join(f"{key.removeprefix('time/')} {value:.1f}" for key, value in seconds.items())
+    report.add(
+        "iteration",
+        name,
+        f"crafter_online: {row['episode/count']:.0f} episodes, {row['decision/count']:.0f} decisions; {told}",
+        row=row,
+    )
+
+
+def model_folder(folder: Path, name: str, placement: Placement) -> Path:
+    """A folder as a user would bring one: the shape's weights, random, and a tokenizer of Crafter's texts."""
+    # Not above: a machine without crafter still measures everything else.
+    from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
+
+    environment = CrafterEnvironment(CrafterConfig(text="full", max_actions=8))
+    texts = [environment.reset(seed).text for seed in range(8)]
+    config = config_of(name)
+    tokenizer = train_tokenizer(texts, min(4096, config.vocab_size))
+    config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    save_model_folder(folder, model_of(config, placement.device), tokenizer)
+    return folder
+
+
+def played(
+    report: Report, model: Path, run: Path, placement: Placement, settings: tuple[str, ...]
+) -> dict[str, Any]:
+    """The iteration's row of metrics.
+
+    Raises:
+        RuntimeError: the run failed, with the end of what it said; or took longer than is left.
+    """
+    given = (f'model.path="{model}"', f'model.device="{placement.device.type}"', *SETTINGS, *settings)
+    command = [sys.executable, "-m", "trainer_backend", "train", str(JOB), "--run", str(run), "--no-report"]
+    for setting in given:
+        command += ["--set", setting]
+    try:
+        done = subprocess.run(
+            command, cwd=kit.ROOT, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True, text=True, timeout=max(1.0, report.left_s), check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(
+            f"the iteration took more than the {error.timeout:.0f} s that were left"
+        ) from error
+    if done.returncode != 0:
+        raise RuntimeError(f"the run ended with code {done.returncode}: {(done.stdout + done.stderr)[-400:]}")
+    return next(row for row in open_run(run).metrics() if row["kind"] == "iteration")
+
 
 KINDS = ("agreement", "attention", "learner", "lora", "decode", "shared", "iteration")
 
@@ -47,27 +129,23 @@ KINDS = ("agreement", "attention", "learner", "lora", "decode", "shared", "itera
 def tasks_of(report: Report, shapes: Sequence[str], plan: Plan, device: str, peak: Peak) -> list[Task]:
     """What is measured, in order: of what matters most, something of each kind is there early."""
     placement = place(device)
-    tasks = []
-    for name in shapes:
-        tasks += [
-            Task(
-                "agreement", name, 20.0, lambda name=name: agreement_in_float32(report, name, plan, placement)
-            ),
-            Task("decode", name, 30.0, lambda name=name: decode_figures(report, name, plan, placement, peak)),
-            Task(
-                "learner", name, 30.0, lambda name=name: learner_figures(report, name, plan, placement, peak)
-            ),
-            Task("attention", name, 10.0, lambda name=name: attention_figures(report, name, plan, placement)),
-        ]
-        if placement.device.type == "cuda":  # the kernels of pages
-            run = lambda name=name: shared_pages_figure(report, name, plan, placement)  # noqa: E731
-            tasks.append(Task("shared", name, 20.0, run))
-    largest = shapes[-1]
-    tasks.append(Task("lora", largest, 0.0, lambda: long_lora_figure(report, largest, plan, placement)))
-    tasks.append(
-        Task("iteration", shapes[0], 30.0, lambda: iteration_figure(report, shapes[0], plan, placement))
-    )
-    return tasks
+    figures: list[tuple[str, float, Callable[[str], None]]] = [
+        ("agreement", 20.0, lambda name: agreement_in_float32(report, name, plan, placement)),
+        ("decode", 30.0, lambda name: decode_figures(report, name, plan, placement, peak)),
+        ("learner", 30.0, lambda name: learner_figures(report, name, plan, placement, peak)),
+        ("attention", 10.0, lambda name: attention_figures(report, name, plan, placement)),
+    ]
+    if placement.device.type == "cuda":  # the kernels of pages
+        figures.append(("shared", 20.0, lambda name: shared_pages_figure(report, name, plan, placement)))
+    tasks = [
+        Task(kind, name, least_s, partial(run, name)) for name in shapes for kind, least_s, run in figures
+    ]
+    first, largest = shapes[0], shapes[-1]
+    return [
+        *tasks,
+        Task("lora", largest, 0.0, lambda: long_lora_figure(report, largest, plan, placement)),
+        Task("iteration", first, 30.0, lambda: iteration_figure(report, first, plan, placement)),
+    ]
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:

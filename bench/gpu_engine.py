@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from bench.gpu_report import Report, timed
-from bench.gpu_setup import Plan, config_of, model_of
+from bench.gpu_setup import Plan, Report, config_of, model_of, timed
 from bench.model_flops import Peak, decode_seconds, forward_flops
 from shared_schemas.trajectory import Sampling
 from trainer_backend.core.collate import pack_segments

@@ -8,8 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bench.gpu_engine import agreement_figure
-from bench.gpu_report import Report, timed
-from bench.gpu_setup import Plan, config_of, fitting, job_of, memory_of, model_of, segments_of
+from bench.gpu_setup import Plan, Report, config_of, fitting, job_of, memory_of, model_of, segments_of, timed
 from bench.model_flops import Peak, update_flops
 from trainer_backend import learner_parts
 from trainer_backend.core.collate import pack_segments

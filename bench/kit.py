@@ -1,7 +1,9 @@
 """Shared parts of the scripts: options, the least time over repeats, the verdict and the exit code."""
 
 import argparse
+import json
 import os
+import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -46,6 +48,23 @@ def report(figure: str, met: bool, missed: str = "MISSED") -> int:
     """Print the figure with its verdict; return the exit code."""
     print(f"{figure}: {verdict(met, missed)}")
     return int(not met)
+
+
+def describe_machine(**more: Any) -> dict[str, Any]:
+    """What results say of the machine."""
+    return {"cpus": os.cpu_count(), "platform": platform.platform(), **more}
+
+
+def write_results(path: Path, results: Any, *, allow_nan: bool = True) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1, allow_nan=allow_nan) + "\n", encoding="utf-8")
+
+
+def end_study(results: Mapping[str, Any], path: Path) -> int:
+    """Write and print a study's results; return the exit code: whether all that `holds` names does."""
+    write_results(path, results)
+    print(json.dumps(results, indent=1))
+    return 0 if all(results["holds"].values()) else 1
 
 
 class Cost(NamedTuple):

@@ -13,7 +13,6 @@ gateway and one task app instead. Seconds are of the model, not of any machine. 
 same figures.
 """
 
-import json
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -240,7 +239,7 @@ def main() -> int:
         print(line_of(row), flush=True)
         found.append(row)
         outcome = {"bench": "scale", "iterations": options.iterations, "costs": costs, "sizes": found}
-        options.results.write_text(json.dumps(outcome, indent=1) + "\n", encoding="utf-8")
+        kit.write_results(options.results, outcome)
     return 0
 
 

@@ -1,36 +1,41 @@
-"""An update with shared prefixes computed once, compared with one without: CPU time, log-probs, gradient.
+"""CPU time of an update: with shared prefixes computed once, without, and by `trl`'s GRPOTrainer.
 
-    python -m bench.shared_prefix [--quick] [--rounds 5] [--full-text 3] [--dialogues 1.5] [--demo 1]
-                                  [--out FILE]
+    python -m bench.shared_prefix [--quick] [--rounds 5] [--only "full text" --only demo …] [--out FILE]
 
-    full text    64 decisions of Crafter's full text, played by the demo's job with that text
+    full text    64 decisions of Crafter's full text, played by the demo's job with that text; by a shape of
+                 12M parameters too
     dialogues    8 questions of 200 tokens, 8 siblings each with answers of 150, hand-made
     demo         an iteration of the demo's job, in its steps of 256 decisions
+    crafter      1,024 random prompts and answers as long as the demo's, in four steps, against trl
+    mixed        128 prompts and answers of very different lengths, in four steps, against trl
 
-by `tiny-0.8m`, and the full text by a shape of 12M parameters too; float32, one thread. Timed is an update
-(AdamW in one step, but for the demo), sides in turn; the ratio is of the least CPU times. With `trl` in this
-interpreter its GRPOTrainer makes the same step of the full text, a side more. The gradient is that of
-a weighted sum of log-probs. Exit code 1 where a ratio is below its limit or the two ways differ by more than
-1e-5 (log-probs, nats) or 1e-6 (gradient, of its norm). --quick: the full text by tiny-0.8m, without trl.
+Float32, one thread, the same tokens and optimizer steps on all sides, which take turns; the ratio is of the
+least CPU times. The two ways of ours must agree: log-probs, and the gradient of a weighted sum of them. `trl`
+is a side of the full text, of crafter and of mixed, in the micro-batches that suit it best of 2 to 256;
+without trl and datasets in this interpreter (pip install trl datasets) it is left out. Exit code 1 where a
+ratio is below its limit or the two ways differ by more than 1e-5 (log-probs, nats) or 1e-6 (gradient, of its
+norm).
+--quick: the full text by tiny-0.8m, without trl.
 """
 
 import argparse
 import importlib.util
-import json
 import os
-import platform
+import random
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import ceil
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from bench import kit, learner_speed
+from bench import kit, trl_peer
 from bench.demo_iteration import played
 from trainer_backend import job_parts, learner_parts
 from trainer_backend.core.segments import Segment
@@ -52,13 +57,26 @@ LOGPROBS, GRADIENT = 1e-5, 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Segments, the model that updates on them, decisions of a step, and the least ratio of CPU times."""
+    """An update to be timed.
+
+    shape: of the model.
+    limit: the least ratio of the CPU time of `against` ("plain" or "trl") to that with shared prefixes.
+    step: decisions of an optimizer step.
+    micro: samples of a micro-batch of trl; 0 where it is no side.
+    """
 
     name: str
     segments: list[Segment]
     shape: str
     limit: float
+    against: str = "plain"
     step: int = 10**6
+    row_tokens: int | None = None
+    micro: int = 0
+
+    @property
+    def steps(self) -> int:
+        return ceil(len(self.segments) / self.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +99,10 @@ class Compared:
     logprobs: float
     gradient: float
 
-    @property
-    def cpu(self) -> float:
-        return min(self.plain_s) / min(self.shared_s)
+    def ratio(self, against: str) -> float | None:
+        """Of the least CPU times; None where that side was not measured."""
+        seconds: list[float] = getattr(self, f"{against}_s")
+        return min(seconds) / min(self.shared_s) if seconds else None
 
 
 def dialogues() -> list[Segment]:
@@ -93,11 +112,22 @@ def dialogues() -> list[Segment]:
         prompt, *answers = (
             torch.randint(10, 200, (count,), generator=generator).tolist() for count in (200, *[150] * 8)
         )
-        found += [
-            Segment.of(f"d{question}-{n}", [*prompt, *answer], [-1.0] * 150, [(200, 350, 0, 0, 1.0)])
-            for n, answer in enumerate(answers)
-        ]
+        found += [_segment(f"d{question}-{n}", prompt, answer) for n, answer in enumerate(answers)]
     return found
+
+
+def random_samples(count: int, prompt: tuple[int, int], answer: tuple[int, int]) -> list[Segment]:
+    draw = random.Random(0)
+
+    def ids(bounds: tuple[int, int]) -> list[int]:
+        return [draw.randrange(10, 500) for _ in range(draw.randint(*bounds))]
+
+    return [_segment(f"r{number}", ids(prompt), ids(answer)) for number in range(count)]
+
+
+def _segment(name: str, prompt: list[int], answer: list[int]) -> Segment:
+    ids = [*prompt, *answer]
+    return Segment.of(name, ids, [-1.0] * len(answer), [(len(prompt), len(ids), 0, 0, 1.0)])
 
 
 def played_segments(settings: Sequence[str]) -> list[Segment]:
@@ -110,13 +140,14 @@ def played_segments(settings: Sequence[str]) -> list[Segment]:
     ]
 
 
-def learner_of(model: PreTrainedModel, longest: int, step: int, *, share: bool) -> LocalLearner:
+def learner_of(model: PreTrainedModel, case: Case, *, share: bool) -> LocalLearner:
+    rows = {} if case.row_tokens is None else {"row_tokens": case.row_tokens}
     tables = {
         "model": {"preset": "tiny-0.8m", "device": "cpu"},
-        "inference": {"max_model_len": max(256, longest)},
+        "inference": {"max_model_len": max(256, *map(len, case.segments))},
         "training": {
-            "update_passes": 1, "batch_decisions": step, "threads": 1, "entropy_coef": 0.0,
-            "learning_rate": 1e-9, "mismatch_limit": 1e9, "share_prefixes": share,
+            "update_passes": 1, "batch_decisions": case.step, "threads": 1, "entropy_coef": 0.0,
+            "learning_rate": 1e-9, "mismatch_limit": 1e9, "share_prefixes": share, **rows,
         },
     }  # fmt: skip
     tokenizer = train_tokenizer(["wood stone tree"], 512)
@@ -142,24 +173,21 @@ def compared(case: Case, rounds: int, folder: str | None) -> Compared:
     """`folder`: where trl's trainer writes; None: it is left out."""
     segments = case.segments
     vocabulary = 1 + max(int(segment.token_ids.max()) for segment in segments)
-    longest = max(map(len, segments))
-    models = [model_of(case.shape, vocabulary) for _ in range(2)]
     plain, shared = (
-        learner_of(model, longest, case.step, share=share)
-        for model, share in zip(models, (False, True), strict=True)
+        learner_of(model_of(case.shape, vocabulary), case, share=share) for share in (False, True)
     )
-    sides = [_updates(plain, segments), _updates(shared, segments)]
+    sides = [_updates(plain, case), _updates(shared, case)]
     if folder is not None:
-        sides.append(_updates_of_trl(model_of(case.shape, vocabulary), segments, folder))
+        sides.append(_updates_of_trl(model_of(case.shape, vocabulary), case, folder))
     # What a side does for the first time is not timed.
     found = [[next(side) for side in sides] for _ in range(rounds + 1)][1:]
     plain_s, shared_s, *trl_s = map(list, zip(*found, strict=True))
     tokens, logprobs, gradient = zip(*(_looked_at(side, segments) for side in (plain, shared)), strict=True)
-    distinct = Tries.of(segments, SHARE_FROM).distinct
+    total = sum(map(len, segments))
     return Compared(
         segments=len(segments),
-        tokens=sum(map(len, segments)),
-        distinct=sum(map(len, segments)) / distinct,
+        tokens=total,
+        distinct=total / Tries.of(segments, SHARE_FROM).distinct,
         computed=tokens[0] / tokens[1],
         plain_s=plain_s,
         shared_s=shared_s,
@@ -169,30 +197,27 @@ def compared(case: Case, rounds: int, folder: str | None) -> Compared:
     )
 
 
-def _updates(learner: LocalLearner, segments: Sequence[Segment]) -> Iterator[float]:
+def _updates(learner: LocalLearner, case: Case) -> Iterator[float]:
     """CPU seconds of each update, without end."""
-    episodes = [CreditedEpisode(part.rollout_id, [part], _advantages(part)) for part in segments]
+    episodes = [
+        CreditedEpisode(part.rollout_id, [part], [1.0] * (1 + int(part.spans["decision"].max())))
+        for part in case.segments
+    ]
     for iteration in range(1, 1000):
         begin = time.process_time()
-        learner.update(episodes, iteration=iteration)
+        metrics = learner.update(episodes, iteration=iteration)
         yield time.process_time() - begin
+        assert not case.micro or metrics["optim/steps"] == case.steps, "as many steps on all sides"
 
 
-def _updates_of_trl(model: PreTrainedModel, segments: Sequence[Segment], folder: str) -> Iterator[float]:
-    """The same by trl, whose samples are a prompt and an answer, in micro-batches of 16."""
+def _updates_of_trl(model: PreTrainedModel, case: Case, folder: str) -> Iterator[float]:
+    """The same by trl, whose samples are a prompt and an answer."""
     samples = []
-    for part in segments:
+    for part in case.segments:
         ids, start = part.token_ids.tolist(), int(part.spans["start"][0])
-        samples.append(learner_speed.Sample(tuple(ids[:start]), tuple(ids[start:]), 1.0))
-    answer = max(len(sample.answer) for sample in samples)
-    shape = learner_speed.Shape(len(samples), (0, 0), (1, answer), micro=16, rows=0, steps=1)
+        samples.append(trl_peer.Sample(ids[:start], ids[start:]))
     tokenizer = train_tokenizer(["wood stone tree"], 512)
-    for cpu_s, _ in learner_speed.theirs(model, tokenizer, samples, shape, folder):
-        yield cpu_s
-
-
-def _advantages(part: Segment) -> list[float]:
-    return [1.0] * (1 + int(part.spans["decision"].max()))
+    return trl_peer.updates(model, tokenizer, samples, micro=case.micro, steps=case.steps, folder=folder)
 
 
 def _looked_at(learner: LocalLearner, segments: list[Segment]) -> tuple[int, torch.Tensor, torch.Tensor]:
@@ -209,45 +234,74 @@ def _looked_at(learner: LocalLearner, segments: list[Segment]) -> tuple[int, tor
     return tokens, logprobs, gradient
 
 
+def full_text() -> list[Case]:
+    segments = played_segments(FULL_TEXT)[:64]
+    return [Case("full text", segments, shape, 3.0, micro=16) for shape in ("tiny-0.8m", "12m")]
+
+
+CASES: dict[str, Callable[[], list[Case]]] = {
+    "full text": full_text,
+    "dialogues": lambda: [Case("dialogues", dialogues(), "tiny-0.8m", 1.5)],
+    "demo": lambda: [Case("demo", played_segments(()), "tiny-0.8m", 1.0, step=256)],
+    "crafter": lambda: [
+        Case("crafter", random_samples(1024, (35, 60), (4, 8)), "tiny-0.3m", 1.5, "trl", 256, 192, micro=256)
+    ],
+    "mixed": lambda: [
+        Case("mixed", random_samples(128, (20, 400), (10, 100)), "tiny-0.3m", 1.5, "trl", 32, 512, micro=16)
+    ],
+}
+
+
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    full = played_segments(FULL_TEXT)[:64]
-    yield Case("full text", full, "tiny-0.8m", options.full_text)
-    if not options.quick:
-        yield Case("full text", full, "12m", options.full_text)
-        yield Case("dialogues", dialogues(), "tiny-0.8m", options.dialogues)
-        yield Case("demo", played_segments(()), "tiny-0.8m", options.demo, step=256)
+    if options.quick:
+        yield full_text()[0]
+        return
+    for name in options.only or CASES:
+        yield from CASES[name]()
+
+
+def report(case: Case, found: Compared) -> int:
+    """Print what was found; return the exit code."""
+    ratios = [f"{side} x{ratio:.2f}" for side in ("plain", "trl") if (ratio := found.ratio(side))]
+    print(
+        f"{case.name}, {case.shape}: {found.segments} segments, {found.tokens} tokens, distinct "
+        f"x{found.distinct:.2f}, computed x{found.computed:.2f}, log-probs {found.logprobs:.1e}, gradient "
+        f"{found.gradient:.1e}; CPU time against shared: {', '.join(ratios)}"
+    )
+    is_equal = found.logprobs <= LOGPROBS and found.gradient <= GRADIENT
+    ratio = found.ratio(case.against)
+    if ratio is None:
+        return kit.report(f"  {case.against} is not measured; both ways equal", is_equal)
+    return kit.report(f"  {case.against} at least x{case.limit:g}", is_equal and ratio >= case.limit)
 
 
 def main() -> int:
     options = kit.options(
-        __doc__, ("--quick", False), ("--rounds", 5), ("--full-text", 3.0, "least ratio"),
-        ("--dialogues", 1.5, "least ratio"), ("--demo", 1.0, "least ratio"),
-        ("--out", "", "file for the results"),
+        __doc__, ("--quick", False), ("--rounds", 5), ("--out", "", "file for the results"),
+        ("--only", [], f"one of {', '.join(CASES)}; may be repeated"),
     )  # fmt: skip
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     has_trl = not options.quick and importlib.util.find_spec("trl") is not None
-    results, met = {}, True
+    results: dict[str, dict[str, Any]] = {"plain": {}, "trl": {}}
+    code = 0
     for case in cases(options):
         with tempfile.TemporaryDirectory() as folder:
-            peer = folder if has_trl and case.name == "full text" else None
+            peer = folder if has_trl and case.micro else None
             found = compared(case, 2 if options.quick else options.rounds, peer)
-        is_met = found.cpu >= case.limit and found.logprobs <= LOGPROBS and found.gradient <= GRADIENT
-        met &= is_met
-        results[f"{case.name}, {case.shape}"] = asdict(found) | {"cpu": found.cpu}
-        trl = f", trl x{min(found.trl_s) / min(found.shared_s):.2f}" if found.trl_s else ""
-        print(
-            f"{case.name}, {case.shape}, {found.segments} segments, {found.tokens} tokens, computed "
-            f"x{found.computed:.2f}, log-probs {found.logprobs:.1e}{trl}, at least x{case.limit:g} wanted "
-            f"{kit.verdict(is_met)}\n"
-            f"distinct x{found.distinct:.2f} cpu x{found.cpu:.2f} gradient {found.gradient:.1e}",
-            flush=True,
-        )
+        code |= report(case, found)
+        name = f"{case.name}, {case.shape}"
+        results[case.against][name] = asdict(found) | {"cpu": found.ratio("plain")}
     if options.out:
-        machine = {"cpus": os.cpu_count(), "platform": platform.platform(), "load": os.getloadavg()[0]}
-        text = {"bench": "shared_prefix", "machine": machine, "cases": results}
-        Path(options.out).write_text(json.dumps(text, indent=1) + "\n")
-    return int(not met)
+        machine = kit.describe_machine(load=os.getloadavg()[0])
+        text = {
+            "bench": "shared_prefix",
+            "machine": machine,
+            "cases": results["plain"],
+            "trl": results["trl"],
+        }
+        kit.write_results(Path(options.out), text)
+    return code
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ Every job has an installation of its own: `turnwise trainer` with a real Postgre
 posted over HTTP with an Idempotency-Key, again until the service has answered. At moments that a seed draws,
 while it is posted, starts, collects, learns, saves, evaluates, one of four gets SIGKILL: the service, the
 process of the job, the task app, the database. The service starts the process of the job again, the study the
-others. Then run directory and store must tell of the run that it would have been (fault_judge.py): every
+others. Then run directory and store must tell of the run that it would have been (fault_watch.py): every
 iteration once, every planned rollout once, finished or with its failure, none in two lines of the ledger, all
 that had been kept before a kill in its iteration, every seed as planned, no second job, no process left over.
 
@@ -22,8 +22,6 @@ Exit code 1 when something does not hold.
 
 import argparse
 import json
-import os
-import platform
 import random
 import shutil
 import statistics
@@ -37,9 +35,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.fault_installation import KINDS, OF_A_JOB, Installation, Kind
-from bench.fault_judge import judge
-from bench.fault_watch import Fault, Seen, Watch, drawn_faults
-from bench.kit import ROOT
+from bench.fault_watch import Fault, Seen, Watch, drawn_faults, judge
+from bench.kit import ROOT, describe_machine, write_results
 from trainer_backend.job.load import dump_job, load_job
 
 # Episodes of the demo's kind, few and short: a start takes longer than all iterations together.
@@ -124,8 +121,7 @@ def study(folder: Path, results: Path, seeds: Sequence[int], sizes: Sequence[Siz
         jobs[str(seed)] = run_job(folder / f"seed_{seed}", sizes[seed % len(sizes)], seed)
         print(f"seed {seed}: {json.dumps(jobs[str(seed)])}", flush=True)
         outcome = summary(jobs)
-        results.parent.mkdir(parents=True, exist_ok=True)
-        results.write_text(json.dumps(outcome, indent=1) + "\n")
+        write_results(results, outcome)
     return outcome
 
 
@@ -138,7 +134,7 @@ def summary(jobs: dict[str, Any]) -> dict[str, Any]:
     )
     return {
         "study": "faults",
-        "machine": {"cpus": os.cpu_count(), "platform": platform.platform()},
+        "machine": describe_machine(),
         "counts": added(job["counts"] for job in jobs.values())
         | {"jobs": len(jobs), "kept": sum(job["kept"] for job in jobs.values())},
         "kills": added(job["kills"] for job in jobs.values()),

@@ -1,16 +1,20 @@
-"""A learner of several ranks beside one process, and what happens when a rank fails.
+"""A learner of several ranks against one process, and what happens when a rank fails.
 
     python -m bench.study_ranks            (make study-ranks)
 
-bench/rank_judge.py compares gradients, a whole update and a resume on another number of ranks, on 2 and on
-3 ranks. Then groups of two ranks lose one in the middle of an update, in three
-ways: killed, standing still, out of memory. bench/results/ranks.json
-has the figures; exit code 1 when one does not hold.
+On 2 and on 3 ranks, every rank makes a step's gradient together with the others, then the first one makes it
+alone, from the same weights and episodes: unequal prompts, answers and numbers of decisions, and proximal
+log-probs that are not the policy's. So are a whole update, and a resume on another number of ranks. Then
+groups of two ranks lose one in the middle of an update, in three ways: killed, standing still, out of memory.
+bench/results/ranks.json has the figures; exit code 1 when one does not hold.
 """
 
 import json
+import math
 import os
+import random
 import resource
+import shutil
 import signal
 import statistics
 import subprocess
@@ -18,22 +22,368 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
 import psutil
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from bench import kit
-from bench.rank_judge import episodes, job_of, tiny_model
 from service_kit.own_process import READY
+from tests import tiny_families
+from trainer_backend import learner_parts
+from trainer_backend.core.critic import CriticTargets
+from trainer_backend.core.experts import UNKNOWN
+from trainer_backend.core.segments import NO_EXPERTS, Segment
 from trainer_backend.errors import LearnerLost, OutOfMemory, TrainerError
-from trainer_backend.job.load import dump_job
+from trainer_backend.job.load import dump_job, parse_job
 from trainer_backend.job.schema import JobConfig
+from trainer_backend.job.tables import LearnerTable
+from trainer_backend.job.training_table import LoopKeys
+from trainer_backend.learner.behaviour import weighed
 from trainer_backend.learner.calls import LEARNER_KEY
-from trainer_backend.models.folder import save_model_folder
-from trainer_backend.parts import Learner, Progress
+from trainer_backend.learner.config import LearnerConfig
+from trainer_backend.learner.device import Placement
+from trainer_backend.learner.factory import LocalFactory
+from trainer_backend.learner.learner import LocalLearner, scorer_of
+from trainer_backend.learner.loading import held_copy
+from trainer_backend.learner.ranks import ALONE, Ranks, join_ranks
+from trainer_backend.learner.sharding import shard, whole
+from trainer_backend.learner.shares import write_weights
+from trainer_backend.models import build_preset, train_tokenizer
+from trainer_backend.models.folder import load_model_folder, save_model_folder, weights_of
+from trainer_backend.models.routers import Routers, count_experts
+from trainer_backend.parts import CreditedEpisode, Learner, Progress
 from trainer_backend.processes.learner_process import LearnerConnection, remote_learner
+
+GRADIENTS: dict[str, dict[str, Any]] = {
+    "token": {"algorithm": {"ratio_level": "token"}},
+    "decision": {"algorithm": {"ratio_level": "decision"}},
+    "episode": {"algorithm": {"ratio_level": "episode"}},
+    "lora": {"lora": {"rank": 4, "alpha": 8}},
+    "checkpointing": {"training": {"gradient_checkpointing": True}},
+    "lora, checkpointing, KL": {
+        "lora": {"rank": 4},
+        "training": {"gradient_checkpointing": True, "kl_coef": 0.1},
+    },
+    "critic": {"algorithm": {"advantage": "gae"}, "training": {"value_trunk_gradient": True}},
+    "KL": {"training": {"kl_coef": 0.1}},
+    "weights kept after forward": {"learner": {"fsdp_reshard_after_forward": False}},
+    "weights in main memory": {"learner": {"fsdp_cpu_offload": True}},
+}
+TRAINING = {
+    "iterations": 4, "update_passes": 3, "batch_decisions": 30, "row_tokens": 160, "micro_batch_tokens": 320,
+    "mismatch_limit": 1e9, "learning_rate_schedule": "cosine", "threads": 1,
+}  # fmt: skip
+Make = Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerFast]]
+SHORT = {"inference": {"max_model_len": 256}}
+NEAR = 0.15  # nats, between the policy and its proximal log-probs
+
+
+def job_of(tables: Mapping[str, Mapping[str, Any]], model: Mapping[str, Any] | None = None) -> JobConfig:
+    document: dict[str, Any] = {
+        "job": {"name": "ranks", "seed": 1},
+        **tables,
+        "model": {**(model or {"preset": "tiny-0.8m"}), "device": "cpu"},
+        "training": {**TRAINING, **tables.get("training", {})},
+    }
+    return parse_job(document, where="the study").config
+
+
+def config_of(tables: Mapping[str, Mapping[str, Any]]) -> LearnerConfig:
+    return learner_parts.learner_config(job_of(tables))
+
+
+def of_ranks(ranks: Ranks, tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The tables of a job for so many ranks."""
+    learner = {"nproc_per_node": ranks.count, **tables.get("learner", {})}
+    return {**tables, "cluster": {}, "learner": learner}
+
+
+def tiny_model() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    tokenizer = train_tokenizer(["tree stone coal iron"] * 20, 300, whole_words=["noop", "do"])
+    return build_preset("tiny-0.8m", tokenizer, seed=3), tokenizer
+
+
+def model_of(family: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    return tiny_families.tiny_model(family, vocab_size=300), tiny_model()[1]
+
+
+def learner_of(config: LearnerConfig, ranks: Ranks, make: Make = tiny_model) -> LocalLearner:
+    return LocalLearner(config, *make(), ranks=ranks)
+
+
+def episodes(seed: int = 0, count: int = 37) -> list[CreditedEpisode]:
+    rng = random.Random(seed)
+    found = []
+    for number in range(count):
+        decisions = rng.randint(1, 4)
+        name = f"r{number}"
+        ups = [rng.gauss(0, 1) for _ in range(decisions)]
+        critic = CriticTargets([0.1] * decisions, [rng.gauss(0, 1) for _ in range(decisions)])
+        segments = [_segment(rng, name, t) for t in range(decisions)]
+        found.append(CreditedEpisode(name, segments, ups, critic))
+    return found
+
+
+def _segment(rng: random.Random, name: str, t: int) -> Segment:
+    prompt, answer = rng.randint(3, 100), rng.randint(1, 9)
+    ids = [rng.randrange(5, 200) for _ in range(prompt + answer)]
+    return Segment.of(name, ids, [-rng.uniform(3, 7) for _ in range(answer)], [(prompt, len(ids), t, 0, 1.0)])
+
+
+def gradient(
+    config: LearnerConfig, ranks: Ranks, given: list[CreditedEpisode], make: Make = tiny_model
+) -> tuple[Tensor, dict[str, float]]:
+    """A step's gradient as one vector in float64, and the step's metrics."""
+    learner = learner_of(config, ranks, make)
+    if config.value_level is None:
+        given = [replace(episode, critic=None) for episode in given]
+    else:
+        learner.values({episode.rollout_id: episode.segments for episode in given})
+    update = learner.policy_update()
+    head = () if learner._head is None else learner._head.trained.values()
+    trained = [*(weight for weight in learner.model.parameters() if weight.requires_grad), *head]
+    with torch.no_grad():
+        for weight in trained:
+            weight.mul_(1.01)  # away from what a KL pulls towards
+    drafts, rng = update.weighed(given).scored, random.Random(9)
+    near = [[own + rng.gauss(0, NEAR) for own in draft.proximal] for draft in drafts]
+    step = weighed([replace(draft, proximal=()) for draft in drafts], near, config.objectives).scored
+    metrics = update.gradient(step, {episode.rollout_id: episode for episode in given})
+    return torch.cat([whole(weight.grad).flatten().double() for weight in trained]), metrics
+
+
+def judge_gradient(
+    tables: dict[str, Any], ranks: Ranks, given: list[CreditedEpisode] | None = None, make: Make = tiny_model
+) -> dict[str, float]:
+    config, given = config_of(of_ranks(ranks, tables)), given or episodes()
+    own, metrics = gradient(config, ranks, given, make)
+    if ranks.is_first:
+        alone, expected = gradient(config, ALONE, given, make)
+        return {
+            "gradient": float((own - alone).norm() / alone.norm()),
+            "metrics": max(abs(metrics[name] - value) for name, value in expected.items()),
+        }
+    return {}
+
+
+def judge_copies(ranks: Ranks) -> dict[str, float]:
+    """Every rank holds all weights: one of as many groups."""
+    return judge_gradient({"learner": {"data_parallel_replicate_degree": ranks.count}}, ranks)
+
+
+def judge_cosines(ranks: Ranks) -> dict[str, float]:
+    """Cosines between gradients, of weights that are shared out, and of whole copies, which count once."""
+    folder, given, rng = ranks.of_every_rank(Path(tempfile.mkdtemp()))[0], episodes(), random.Random(4)
+    if ranks.is_first:
+        save_model_folder(folder, *tiny_model())
+    ranks.of_every_rank(0)
+    advantages = {
+        name: [[rng.gauss(shift, 1) for _ in episode.advantages] for episode in given]
+        for name, shift in (("a", 0.0), ("b", 0.5), ("c", 1.0))
+    } | {"none": [[0.0] * len(episode.advantages) for episode in given]}
+
+    def cosines(degree: int, ranks: Ranks) -> list[tuple[str, str, float]]:
+        learner = {"nproc_per_node": ranks.count, "data_parallel_replicate_degree": degree}
+        config = config_of({"cluster": {}, "learner": learner})
+        return LocalFactory(config, ranks=ranks).gradient_cosines(folder, given, advantages, lambda *_: None)
+
+    shared, copied = cosines(1, ranks), cosines(ranks.count, ranks)
+    if not ranks.is_first:
+        return {}
+    alone = cosines(1, ALONE)
+    shutil.rmtree(folder)
+    assert [pair for *pair, _ in alone] == [["a", "b"], ["a", "c"], ["b", "c"]]
+    return {
+        name: max(abs(mine[2] - one[2]) for mine, one in zip(found, alone, strict=True))
+        for name, found in (("cosines", shared), ("cosines_of_copies", copied))
+    }
+
+
+def weights(learner: LocalLearner) -> Tensor:
+    return torch.cat([whole(weight).flatten().double() for weight in weights_of(learner.model).values()])
+
+
+def judge_update(ranks: Ranks) -> dict[str, float]:
+    """Three passes of clipped AdamW steps under a schedule."""
+    config = config_of({"training": {"max_grad_norm": 0.1}})
+    learner = learner_of(config, ranks)
+    before = weights(learner)
+    learner.update(episodes(), iteration=1)
+    after = weights(learner)
+    if not ranks.is_first:
+        return {}
+    alone = learner_of(config, ALONE)
+    alone.update(episodes(), iteration=1)
+    expected = weights(alone)
+    return {"update": float((after - expected).norm() / (expected - before).norm())}
+
+
+def judge_resume(ranks: Ranks) -> dict[str, float]:
+    """Saved by all ranks, gone on with by one alone, saved, and gone on with by all; beside never saved."""
+    config, folder = config_of({}), ranks.of_every_rank(Path(tempfile.mkdtemp()))[0]
+    learner = learner_of(config, ranks)
+    learner.update(episodes(1), iteration=1)
+    learner.save(folder / "iteration_1", Progress(1, 1, 1))
+    for iteration in (2, 3):
+        learner.update(episodes(iteration), iteration=iteration)
+    if ranks.is_first:
+        alone, _ = LocalLearner.resumed(config, folder / "iteration_1")
+        alone.update(episodes(2), iteration=2)
+        alone.save(folder / "iteration_2", Progress(2, 2, 2))
+    ranks.of_every_rank(0)
+    again, _ = LocalLearner.resumed(config, folder / "iteration_2", ranks)
+    again.update(episodes(3), iteration=3)
+    learner.publish(folder / "never")
+    again.publish(folder / "resumed")
+    found = {}
+    if ranks.is_first:
+        never, resumed = (load_model_folder(folder / name)[0] for name in ("never", "resumed"))
+        ids = torch.tensor([segment.token_ids[:16].tolist() for segment in _long(episodes())])
+        choices = [model(input_ids=ids).logits.argmax(-1) for model in (never, resumed)]
+        pairs = zip(never.parameters(), resumed.parameters(), strict=True)
+        found = {
+            "weights": max(float((a - b).detach().abs().max()) for a, b in pairs),
+            "choices_equal": float((choices[0] == choices[1]).double().mean()),
+        }
+        shutil.rmtree(folder)
+    return found
+
+
+def _long(given: Sequence[CreditedEpisode]) -> list[Segment]:
+    return [segment for episode in given for segment in episode.segments if len(segment) >= 16]
+
+
+class Peak:
+    """The most resident memory that this process has had since the beginning, beyond what it had then."""
+
+    def __enter__(self) -> "Peak":
+        self._process, self._over, self.most = psutil.Process(), threading.Event(), 0
+        self._base = self._process.memory_info().rss
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def _look(self) -> None:
+        while not self._over.wait(0.002):
+            self.most = max(self.most, self._process.memory_info().rss - self._base)
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def judge_publish(ranks: Ranks) -> dict[str, float]:
+    """Extra memory of a rank while it writes its share of a model of 108M parameters, in MiB."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=8192, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, head_dim=64,
+        num_key_value_heads=4, intermediate_size=2304, tie_word_embeddings=True,
+    )  # fmt: skip
+    model, folder = Qwen3ForCausalLM(config), ranks.of_every_rank(Path(tempfile.mkdtemp()))[0]
+    sizes = [weight.nbytes / 2**20 for weight in model.parameters()]
+    shard(model, ranks, LearnerTable(), torch.device("cpu"))
+    for weight in model.parameters():
+        whole(weight)  # what the ranks need to talk at all they have had since their first update
+    with Peak() as peak:
+        write_weights(folder, weights_of(model), ranks)
+    most = max(ranks.of_every_rank(peak.most)) / 2**20
+    files = [path.stat().st_size / 2**20 for path in folder.glob("*.safetensors")]
+    ranks.of_every_rank(0)
+    if ranks.is_first:
+        shutil.rmtree(folder)
+    return {"extra_mib": most, "limit_mib": max(sizes) + max(files), "model_mib": sum(sizes)}
+
+
+def judge_low_precision(ranks: Ranks) -> dict[str, float]:
+    """How far log-probs of a copy with matrices of bfloat16 are, as a reference is held on a GPU."""
+    model, _ = tiny_model()
+    held, alone = held_copy(model, torch.bfloat16), held_copy(model, torch.bfloat16)
+    placement = Placement(torch.device("cpu"), low=torch.bfloat16)
+    shard(held, ranks, LearnerTable(), placement.device)
+    segments = [segment for episode in episodes() for segment in episode.segments]
+    keys = LoopKeys(row_tokens=160, micro_batch_tokens=320)
+    scored = scorer_of(held, placement, ranks=ranks).score(segments, keys)
+    expected = scorer_of(alone, placement).score(segments, keys)
+    return {"low": _apart(scored, expected)}
+
+
+def judge_experts(ranks: Ranks) -> dict[str, float]:
+    """Tokens go to the experts that their segments name, in packed rows and in padded ones.
+
+    Every token but the last ones is sent one expert further than its router would. `moved` is the least by
+    which that changes the log-probs of a family.
+    """
+    found: dict[str, float] = {"gradient": 0.0, "metrics": 0.0, "logprobs": 0.0, "moved": math.inf}
+    for family in ("qwen3_moe", "gpt_oss"):
+        make, tables = partial(model_of, family), {"training": {"gradient_checkpointing": 2}, **SHORT}
+        given = [_sent_further(episode, make()[0]) for episode in episodes(count=9)]
+        case = judge_gradient(tables, ranks, given, make)
+        segments = [part for episode in given for part in episode.segments]
+        config = config_of(of_ranks(ranks, tables))
+        scored = learner_of(config, ranks, make).scorer.score(segments, config.training)
+        if not ranks.is_first:
+            continue
+        scorer = learner_of(config, ALONE, make).scorer
+        expected = scorer.score(segments, config.training)
+        free = scorer.score([replace(part, experts=NO_EXPERTS) for part in segments], config.training)
+        found["gradient"] = max(found["gradient"], case["gradient"])
+        found["metrics"] = max(found["metrics"], case["metrics"])
+        found["logprobs"] = max(found["logprobs"], _apart(scored, expected))
+        found["moved"] = min(found["moved"], _apart(free, expected))
+    return found
+
+
+def _sent_further(episode: CreditedEpisode, model: PreTrainedModel) -> CreditedEpisode:
+    routers, count, parts = Routers(model), count_experts(model), []
+    for part in episode.segments:
+        ids_1L = torch.from_numpy(part.token_ids.astype(np.int64))[None]
+        with torch.no_grad(), routers.recording() as chosen:
+            model(input_ids=ids_1L, use_cache=False)
+        experts_LW = (routers.columns(chosen, rows=1)[0] + 1) % count
+        experts_LW[-1] = UNKNOWN
+        parts.append(replace(part, experts=experts_LW.astype(np.uint16).ravel()))
+    return replace(episode, segments=parts)
+
+
+def _apart(some: Sequence[NDArray[Any]], others: Sequence[NDArray[Any]]) -> float:
+    return max(float(abs(a - b).max()) for a, b in zip(some, others, strict=True))
+
+
+OTHERS: dict[str, Callable[[Ranks], dict[str, float]]] = {
+    "copies": judge_copies,
+    "cosines": judge_cosines,
+    "update": judge_update,
+    "resume": judge_resume,
+    "publish": judge_publish,
+    "low precision": judge_low_precision,
+    "experts": judge_experts,
+}
+
+
+def judge_all(out: Path, names: Sequence[str]) -> NoReturn:
+    """Be a rank: make every case together with the others, then the first one alone, and compare them."""
+    torch.set_num_threads(1)
+    ranks = join_ranks()
+    found = {}
+    for name in names or (*GRADIENTS, *OTHERS):
+        found[name] = judge_gradient(GRADIENTS[name], ranks) if name in GRADIENTS else OTHERS[name](ranks)
+        ranks.of_every_rank(0)
+        if ranks.is_first:
+            print(name, found[name], flush=True)
+    if ranks.is_first:
+        out.write_text(json.dumps(found), encoding="utf-8")
+    ranks.of_every_rank(0)
+    os._exit(0)
+
 
 LIMITS = {
     "gradient": 1e-6, "metrics": 1e-9, "cosines": 1e-6, "cosines_of_copies": 1e-6, "update": 1e-5,
@@ -87,9 +437,12 @@ def judged(count: int, *cases: str) -> dict[str, dict[str, float]]:
     """Differences between `count` ranks and one, by case; without names, of all of them."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
+        words = [word for case in cases for word in ("--case", case)]
         command = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}")
         subprocess.run(
-            [*command, "-m", "bench.rank_judge", str(out), *cases], check=True, stderr=subprocess.DEVNULL
+            [*command, "-m", "bench.study_ranks", "--judge", str(out), *words],
+            check=True,
+            stderr=subprocess.DEVNULL,
         )
         found: dict[str, dict[str, float]] = json.loads(out.read_text(encoding="utf-8"))
     return found
@@ -140,6 +493,13 @@ MOST_S = {"killed": 1.0, "stands still": TIMEOUT_S + 5.0, "out of memory": 30.0}
 
 
 def main() -> int:
+    options = kit.options(
+        __doc__,
+        ("--judge", Path, "be a rank; used by the script itself"),
+        ("--case", [], "for --judge; default: all"),
+    )
+    if options.judge:
+        judge_all(options.judge, options.case)
     held = 0
     found: dict[str, Any] = {"ranks": {}, "faults": {}}
     for count in (2, 3):
@@ -164,7 +524,7 @@ def main() -> int:
             f"a rank {name}: {middle:.2f} s (median of {REPEATS}) until the other ended; the call: {kinds}",
             middle <= MOST_S[name] and kinds == {expected},
         )
-    RESULTS.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    kit.write_results(RESULTS, found)
     return held
 
 

@@ -14,7 +14,6 @@ With [learner] nnodes = 2 the first update on two nodes is compared too, to 1e-6
 """
 
 import asyncio
-import json
 import os
 import statistics
 import sys
@@ -33,7 +32,7 @@ import torch
 from ray.cluster_utils import Cluster
 from safetensors.torch import load_file
 
-from bench.kit import ROOT, options, report
+from bench.kit import ROOT, options, report, write_results
 from trainer_backend.job.load import parse_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir.layout import RunDirectory, create_run
@@ -172,7 +171,7 @@ def under_ray(folder: Path, *, kills: bool, **learner: int) -> tuple[dict[str, A
 
 
 def main() -> int:
-    flags = (("--out", str(RESULTS), "where the figures are written"), ("--runs", 3, "runs with a kill"))
+    flags = (("--out", RESULTS, "where the figures are written"), ("--runs", 3, "runs with a kill"))
     chosen = options(__doc__, *flags)
     times: list[float] = []
     missed = 0
@@ -205,7 +204,7 @@ def main() -> int:
         "cores": os.cpu_count(),
         "met": not missed,
     }
-    Path(chosen.out).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    write_results(chosen.out, figures)
     return int(missed > 0)
 
 

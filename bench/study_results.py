@@ -1,6 +1,6 @@
 """What a study found: from run directories to JSON, and from there to a picture and a table."""
 
-import os
+import io
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,13 +10,51 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from bench.charts import COLOURS, png, whole_numbers
+from bench import kit
 from trainer_backend.core.statistics import mean_interval
 from trainer_backend.pages.report import last_minus_first, stage_totals
 from trainer_backend.pages.story import Story, read_story
 from trainer_backend.rundir.layout import open_run
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")  # after Okabe and Ito
+_INK, _FAINT = "#1f2328", "#d0d7de"
+_SETTINGS: dict[Any, Any] = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "lines.linewidth": 1.8,
+    "text.color": _INK,
+    "axes.labelcolor": _INK,
+    "axes.edgecolor": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "grid.color": _FAINT,
+}
+
+
+def whole_numbers() -> MaxNLocator:
+    """Ticks for an axis of counts."""
+    return MaxNLocator(integer=True, steps=[1, 2, 5, 10])
+
+
+def png(draw: Callable[[Figure], None], *, height_in: float) -> bytes:
+    """The PNG that `draw` makes of an empty figure."""
+    file = io.BytesIO()
+    with matplotlib.rc_context(_SETTINGS):
+        figure = Figure(figsize=(5.6, height_in), dpi=150, layout="constrained")
+        draw(figure)
+        figure.savefig(file, format="png", metadata={"Software": None})
+    return file.getvalue()
+
 
 PACKAGES = ("turnwise", "torch", "transformers", "numpy", "crafter")
 MARKERS = "osD^v"
@@ -105,7 +143,7 @@ def collect(study: Study, folder: Path, settings: Sequence[str]) -> dict[str, An
         "switches": {arm: list(study.arms[arm].switches) for arm in runs},
         "seeds": sorted({int(seed) for by_seed in runs.values() for seed in by_seed}),
         "versions": {name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
-        "machine": {"cpus": os.cpu_count(), "platform": platform.platform()},
+        "machine": kit.describe_machine(),
         "arms": runs,
         "summary": summary(runs, against=study.against, measure=study.measure),
     }

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.kit import ROOT
+from bench.kit import ROOT, write_results
 from bench.study_results import Study, collect, draw, table
 from trainer_backend.job.code_files import with_files_of_now
 from trainer_backend.job.load import dump_job, load_job
@@ -55,8 +55,7 @@ def run_study(
                 job = arm_job(study, switches, warm_start.checkpoints / "iteration_0")
             finished(of_seed / arm, job)
             outcome = collect(study, folder, settings) | beside
-            results.parent.mkdir(parents=True, exist_ok=True)
-            results.write_text(json.dumps(outcome, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            write_results(results, outcome, allow_nan=False)
             draw(study, outcome, results.with_suffix(".png"))
     return outcome
 
@@ -96,11 +95,15 @@ def finished(path: Path, job: JobConfig) -> RunDirectory:
     return directory
 
 
-def _in_background(script: str, arguments: Sequence[str], log: Path) -> None:
+def _in_background(log: Path) -> None:
+    """Run the same command without --background in a process that outlives this one."""
+    script = sys.modules["__main__"].__spec__
+    assert script is not None, "run as python -m"
+    arguments = [item for item in sys.argv[1:] if item != "--background"]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
         child = subprocess.Popen(
-            [sys.executable, "-m", f"bench.{script}", *arguments],
+            [sys.executable, "-m", script.name, *arguments],
             stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
         )  # fmt: skip
     print(f"process {child.pid} writes {log}; stop it with: kill -INT {child.pid}")
@@ -112,8 +115,7 @@ def main(study: Study, arguments: Sequence[str] | None = None) -> int:
     name = f"{study.name}_quick" if options.quick else study.name
     folder = (options.out or ROOT / "runs" / name).resolve()
     if options.background:
-        given = [item for item in sys.argv[1:] if item != "--background"]
-        _in_background(f"study_{study.name}", given, folder / "study.log")
+        _in_background(folder / "study.log")
         return 0
     results = options.results or (folder if options.quick else ROOT / "bench" / "results") / f"{name}.json"
     seeds = options.seeds or ([0] if options.quick else [0, 1, 2])

@@ -13,7 +13,6 @@ bench/results/vllm.json has the figures; exit code 1 when one does not hold. doc
 import asyncio
 import json
 import os
-import platform
 import random
 import re
 import signal
@@ -21,8 +20,8 @@ import sys
 import tempfile
 import threading
 import urllib.request
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -227,29 +226,41 @@ def judged_job(directory: RunDirectory, iterations: int, killer: Killer) -> dict
     }
 
 
-async def swaps(table: InferenceTable, folders: Sequence[Path], directory: RunDirectory) -> dict[str, Any]:
-    """Swap weights under running requests at one server, in both ways."""
-    lines: list[str] = []
-    servers = VllmServers(table, Hardware("float32"), directory, print)
+@asynccontextmanager
+async def started_servers(
+    table: InferenceTable, directory: RunDirectory, folder: Path, **settings: Any
+) -> AsyncIterator[VllmServers]:
+    servers = VllmServers(table, Hardware("float32"), directory, print, **settings)
     try:
-        await servers.start(folders[0])
-        results = {}
-        for mode in ("wait", "keep"):
-            engine = engine_at(servers.urls[0], folders[0], weight_update=mode)
-            pool = Servers([engine], wait_s=300.0, canary_limit=LIMIT, tell=lines.append)
-            results[mode] = await in_flight(pool, folders, partial(by_folder, pool, folders))
-            await pool.close()
-        return results | {"replicas_lost": len(lines)}
+        await servers.start(folder)
+        yield servers
     finally:
         await servers.stop()
 
 
-def engine_at(url: str, folder: Path, **settings: Any) -> VllmEngine:
+def pool_of(urls: Sequence[str], folder: Path, mode: Any, lines: list[str]) -> Servers:
+    """Engines at these servers, by `weight_update`; `lines` gets what the pool says."""
     tokenizer = load_tokenizer(folder)
-    return VllmEngine(
-        url, stop_ids=[tokenizer.eos_token_id], vocabulary=len(tokenizer), max_model_len=1024,
-        wait_s=300.0, **settings,
-    )  # fmt: skip
+    engines = [
+        VllmEngine(
+            url, stop_ids=[tokenizer.eos_token_id], vocabulary=len(tokenizer), max_model_len=1024,
+            wait_s=300.0, weight_update=mode,
+        )
+        for url in urls
+    ]  # fmt: skip
+    return Servers(engines, wait_s=300.0, canary_limit=LIMIT, tell=lines.append)
+
+
+async def swaps(table: InferenceTable, folders: Sequence[Path], directory: RunDirectory) -> dict[str, Any]:
+    """Swap weights under running requests at one server, in both ways."""
+    lines: list[str] = []
+    results: dict[str, Any] = {}
+    async with started_servers(table, directory, folders[0]) as servers:
+        for mode in ("wait", "keep"):
+            pool = pool_of(servers.urls[:1], folders[0], mode, lines)
+            results[mode] = await in_flight(pool, folders, partial(by_folder, pool, folders))
+            await pool.close()
+    return results | {"replicas_lost": len(lines)}
 
 
 def publication(folders: Sequence[Path], version: int) -> PolicyVersion:
@@ -373,37 +384,42 @@ def study(python: str, iterations: int) -> dict[str, Any]:
         directory = create_run(job, Path(folder) / "run")
         asyncio.run(run_job(job, directory, killer, resume=False))
         left = len(server_processes())
-        trained = judged_job(directory, iterations, killer)
+        trained = judged_job(directory, iterations, killer) | {"servers_left": left}
         folders = [directory.checkpoints / f"iteration_{number}" for number in range(SWAPS + 1)]
         table = job.inference.model_copy(update={"replicas": 1})
         swapped = asyncio.run(swaps(table, folders, RunDirectory(Path(folder), "swaps")))
-    modes = [swapped["wait"], swapped["keep"]]
     return {
         "study": "vllm",
         "vllm": release.partition(" of ")[0],
-        "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "torch": torch.__version__},
+        "machine": kit.describe_machine(torch=torch.__version__),
         "job": trained,
         "swap": swapped,
-        "holds": {
-            "log-probs within 1e-4 of fp32 transformers": max(
-                trained["logprob_max"], *(mode["logprob_max"] for mode in modes)
-            )
-            <= LIMIT,
-            "a decision of old weights would show": trained["versions_apart_median"] > 10 * LIMIT,
-            "no request lost at a swap in flight": sum(mode["requests_lost"] for mode in modes) == 0
-            and swapped["replicas_lost"] == 0,
-            "a swap met requests in flight": swapped["keep"]["requests_of_two_versions"] > 0,
-            "no rollout lost at a killed replica": trained["rollouts_lost"] == 0
-            and trained["killed_amid_requests"]
-            and trained["iterations"] == iterations,
-            "the killed replica, and no other, was lost and serves again": 1
-            == trained["servers_killed"]
-            == trained["servers_back"]
-            == trained["replicas_lost"],
-            "nothing served with old weights": trained["decisions_of_old_weights"] == 0
-            and sum(mode["requests_of_old_weights"] for mode in modes) == 0,
-            "no server left behind": left == 0,
-        },
+        "holds": holds_of(trained, swapped, iterations),
+    }
+
+
+def holds_of(trained: dict[str, Any], swapped: dict[str, Any], iterations: int) -> dict[str, bool]:
+    """What must hold of a job with a killed server, and of swaps in flight."""
+    modes = [swapped["wait"], swapped["keep"]]
+
+    def total(name: str) -> int:
+        return sum(int(mode[name]) for mode in modes)
+
+    back = (trained["servers_killed"], trained["servers_back"], trained["replicas_lost"])
+    return {
+        "log-probs within 1e-4 of fp32 transformers": all(
+            one["logprob_max"] <= LIMIT for one in (trained, *modes)
+        ),
+        "a decision of old weights would show": trained["versions_apart_median"] > 10 * LIMIT,
+        "nothing served with old weights": trained["decisions_of_old_weights"] == 0
+        and total("requests_of_old_weights") == 0,
+        "no request lost at a swap in flight": total("requests_lost") == swapped["replicas_lost"] == 0,
+        "a swap met requests in flight": swapped["keep"]["requests_of_two_versions"] > 0,
+        "no rollout lost at a killed replica": trained["rollouts_lost"] == 0
+        and trained["killed_amid_requests"]
+        and trained["iterations"] == iterations,
+        "the killed replica, and no other, was lost and serves again": back == (1, 1, 1),
+        "no server left behind": trained["servers_left"] == 0,
     }
 
 
@@ -426,9 +442,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = study(options.vllm_python, options.iterations)
     found["adapters"] = study_adapters(options.vllm_python)
     found["holds"] |= holds_of_adapters(found["adapters"])
-    options.results.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
-    return 0 if all(found["holds"].values()) else 1
+    return kit.end_study(found, options.results)
 
 
 if __name__ == "__main__":

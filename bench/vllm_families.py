@@ -137,7 +137,7 @@ def main() -> int:
     results = study(options.vllm_python, [options.family] if options.family else FAMILIES)
     print(json.dumps(results, indent=1))
     if not options.family:
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        kit.write_results(RESULTS, results)
     return int(any(each.get("logprob_max", 0.0) > LIMIT for each in results.values()))
 
 

@@ -4,7 +4,7 @@
     server -> caller      3 progress [3, 10]       3 result [...]      3 error {...}
 
 The lines are those of a call over HTTP, after the number of their call. Over HTTP a call costs seven times as
-much, which is too much for each sample of an engine (`bench/call_cost.py`).
+much, which is too much for each sample of an engine.
 """
 
 import asyncio

@@ -7,15 +7,12 @@ from pathlib import Path
 import pytest
 
 from bench import (
-    credit_share,
-    engine_speed,
+    crafter_engine,
+    dashboard_pages,
+    iteration_cost,
     logprob_exactness,
-    recovery_cost,
     remote_latency,
-    run_page,
-    snapshot_speed,
     state_keys_speed,
-    store_cost,
 )
 from bench.demo_iteration import JOB, QUICK, Played, played_in
 from bench.kit import ROOT
@@ -58,9 +55,9 @@ def test_credit_is_held_against_an_iteration_that_was_really_played(iteration, c
     demo = load_job(JOB).config
     assert (found.job.algorithm, found.job.training.critic) == (demo.algorithm, demo.training.critic)
     assert found.job.training.group_size == demo.training.group_size
-    assert credit_share.report(found, limit=0.0) == 1
+    assert iteration_cost.decisions(found.rollouts) == 40
+    assert iteration_cost.report_credit(found, limit=0.0) == 1
     printed = capsys.readouterr().out
-    assert "an iteration of 40 decisions took" in printed
     assert "of that rewards and advantages" in printed
     whole, share = re.findall(r"all of credit, gae .*?([0-9.]+%)|all of credit is ([0-9.]+%)", printed)
     assert whole[0] == share[1], "what is held to the limit is all that the loop calls, not a part of it"
@@ -88,7 +85,7 @@ def test_every_metric_that_a_script_reads_is_one_of_a_run(iteration):
 
 def test_what_recovery_costs_is_held_against_an_iteration_that_was_really_played(iteration, capsys: Printed):
     found, folder = iteration
-    assert recovery_cost.report(found, open_run(folder), limit=0.0) == 1
+    assert iteration_cost.report_recovery(found, open_run(folder), limit=0.0) == 1
     printed = capsys.readouterr().out
     assert {"spool", "checkpoint", "records"} <= set(printed.split())
     assert "at most 0.00%): MISSED" in printed
@@ -96,37 +93,32 @@ def test_what_recovery_costs_is_held_against_an_iteration_that_was_really_played
 
 def test_the_store_is_held_against_an_iteration_that_was_really_played(iteration, capsys: Printed):
     found, _ = iteration
-    assert store_cost.report(found, limit=0.0) == 1
+    assert iteration_cost.report_store(found, limit=0.0) == 1
+    assert "at most 0.00%): MISSED" in capsys.readouterr().out
+    assert iteration_cost.report_store(found, limit=1e9) == 0
+
+
+def test_a_page_of_a_run_that_takes_too_long_fails(capsys: Printed):
+    assert dashboard_pages.main(["--iterations", "2", "--decisions", "40", "--limit-ms", "0"]) == 1
     printed = capsys.readouterr().out
-    assert "an iteration of 40 decisions took" in printed
-    assert "at most 0.00%): MISSED" in printed
-    assert store_cost.report(found, limit=1e9) == 0
-
-
-def test_a_page_of_a_run_that_reads_too_long_fails(capsys: Printed):
-    assert run_page.main(["--iterations", "12", "--decisions", "240", "--limit-ms", "0"]) == 1
-    assert len(re.findall(r"run, every curve, 400 points .* TOO SLOW", capsys.readouterr().out)) == 1
-
-
-@pytest.mark.parametrize(("step", "world", "met"), [(25.0, 80.0, True), (24.9, 80.0, False), (99, 79, False)])
-def test_the_engine_must_reach_both_of_its_ratios(step: float, world: float, met: bool):
-    figures = {"step": {"ratio": step}, "world": {"ratio": world}}
-    assert engine_speed.targets_met(figures) is met
+    assert len(re.findall(r"a decision among 25,200 tokens .* TOO SLOW", printed)) == 1
 
 
 @pytest.mark.parametrize(
-    ("changed", "met"),
+    ("name", "enough", "too_bad"),
     [
-        ({}, True),
-        ({"faster_than_pickle": 3.9}, False),
-        ({"smaller_than_pickle": 11.0}, False),
-        ({"restore_ms": 0.41}, False),
-        ({"group_start_ms": 15.1}, False),
+        ("step_ratio", 25.0, 24.9),
+        ("world_ratio", 80.0, 79.0),
+        ("faster_than_pickle", 4.0, 3.9),
+        ("smaller_than_pickle", 12.0, 11.0),
+        ("restore_ms", 0.4, 0.41),
+        ("group_start_ms", 15.0, 15.1),
+        ("differences", 0, 1),
     ],
 )
-def test_snapshots_must_reach_every_target(changed: dict[str, float], met: bool):
-    figures = {
-        "faster_than_pickle": 4.0, "smaller_than_pickle": 12.0, "restore_ms": 0.4, "branch_ms": 1.0,
-        "group_start_ms": 15.0, **changed,
-    }  # fmt: skip
-    assert snapshot_speed.targets_met(figures) is met
+def test_the_crafter_engine_must_reach_every_target(
+    name: str, enough: float, too_bad: float, capsys: Printed
+):
+    assert crafter_engine.report({"step_stock_us": 9.0, name: enough}) == 0
+    assert crafter_engine.report({"step_stock_us": 9.0, name: too_bad}) == 1
+    assert capsys.readouterr().out.count("MISSED") == 1

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench import gpu, model_flops
-from bench.gpu_report import Report, Task
+from bench.gpu_setup import Report, Task
 from tests.trainer_backend.learner.hand_made import learner_of, segment, tiny_tokenizer
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.learner.shapes import ModelShape, model_shape

@@ -1,7 +1,6 @@
-"""What `make size` counts in a tree small enough to count by hand, and what a comparison prints."""
+"""What `make size` counts in a tree small enough to count by hand."""
 
 from bench.size import measure, table
-from bench.surface import differences
 
 CALLER = '''"""Says what it is."""
 
@@ -38,8 +37,3 @@ def test_a_difference_stands_next_to_its_number():
     lines = [line.split() for line in table(measure(changed), measure(TREE))]
     assert ["task_app/rollouts", "1", "+1", "1", "+1", "1", "+1", "1", "+1", "0", "0", "0"] in lines
     assert lines[-1][:4] == ["all", "4", "+1", "19"]
-
-
-def test_a_comparison_says_what_went_what_came_and_what_changed():
-    old, new = {"a": [1, 2], "b": {"c": 1}, "d": 0}, {"a": [2, 3], "b": {"c": 2}, "e": 0}
-    assert [*differences(old, new)] == ["- a: 1", "+ a: 3", "~ b.c: 1 -> 2", "- d: 0", "+ e: 0"]

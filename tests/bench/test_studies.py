@@ -12,32 +12,14 @@ from typing import Any
 
 import pytest
 
-from bench import (
-    study_ahead,
-    study_credit,
-    study_dialogue,
-    study_mixture,
-    study_results,
-    study_reward_modes,
-    study_runs,
-    study_starts,
-    study_statelm,
-)
+from bench import studies, study_credit, study_results, study_runs, study_starts
 from bench.kit import ROOT
 from bench.study_results import Study
 from trainer_backend import job_parts
 from trainer_backend.collect.plan import Inference
 from trainer_backend.job.load import load_job
 
-STUDIES = (
-    study_ahead,
-    study_credit,
-    study_dialogue,
-    study_mixture,
-    study_reward_modes,
-    study_starts,
-    study_statelm,
-)
+STUDIES = (*studies.NAMES.values(), study_credit.STUDY, study_starts.STUDY)
 # An iteration of 40 decisions, and a warm start that has seen next to nothing.
 TINY = ("warmup.episodes=8", "warmup.epochs=1", "evaluation.instances=2", "training.threads=1")
 WHOLE_EPISODES = {"grpo", "stepwise", "gigpo", "gae"}
@@ -82,11 +64,11 @@ def test_arms_start_from_one_checkpoint_and_one_that_is_run_later_only_adds(tmp_
 
 
 def test_a_mixture_makes_its_models_and_names_no_path_of_this_machine(tmp_path: Path, services: str):
-    study = study_mixture.STUDY
-    assert (study.models, study.beside) == (study_mixture.models, study_mixture.locks)
+    study = studies.MIXTURE
+    assert study.models is studies.fixed_policies
     settings = (*study.quick, "warmup.episodes=1", "warmup.epochs=1", "training.threads=1", services)
     settings = (*settings, "evaluation.instances=2")
-    made = study_mixture.models(study, tmp_path, settings)
+    made = studies.fixed_policies(study, tmp_path, settings)
     assert made == {"good": str(tmp_path / "good/checkpoints/iteration_0"), "bad": str(tmp_path / "bad")}
     tokenizers = [Path(folder, "tokenizer.json").read_bytes() for folder in made.values()]
     assert tokenizers[0] == tokenizers[1]
@@ -114,13 +96,13 @@ def test_ctrl_c_before_anything_is_saved_is_told_without_a_traceback(tmp_path: P
 
     with contextlib.redirect_stdout(Terminal()) as printed:
         settings = (*TINY, services)
-        assert main(study_reward_modes.STUDY, "--out", tmp_path / "runs", settings=settings) == 130
+        assert main(studies.REWARD_MODES, "--out", tmp_path / "runs", settings=settings) == 130
     assert printed.pressed
     assert "the same command goes on from there" in printed.getvalue()
 
 
 def test_the_job_of_every_arm_of_every_study_loads():
-    for study in (module.STUDY for module in STUDIES):
+    for study in STUDIES:
         assert len(study.arms) > 1
         for settings in (study.settings, study.quick):
             for arm in study.arms.values():

@@ -12,10 +12,8 @@ import psutil
 import pytest
 
 from bench import study_faults
-from bench.fault_installation import KINDS, OF_A_JOB
-from bench.fault_judge import judge_run, judge_store
-from bench.fault_processes import children, holders
-from bench.fault_watch import Kept, Seen, drawn_faults, plan_id
+from bench.fault_installation import KINDS, OF_A_JOB, children, holders
+from bench.fault_watch import Kept, Seen, drawn_faults, judge_run, judge_store, plan_id
 from shared_schemas.rollouts import Rollout
 from trainer_backend.rundir.layout import RunDirectory, open_run
 from trainer_backend.rundir.rollout_files import read_rollouts, write_rollouts

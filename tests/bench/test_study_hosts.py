@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from bench import study_hosts
-from bench.host_cable import CUT, PERFECT
+from bench.study_hosts import CUT, PERFECT
 from trainer_backend.job.load import parse_job
 
 GOOD: dict[str, Any] = {"exit_code": 0, "weights": "b", "played_once": True}

@@ -2,7 +2,7 @@
 
 import argparse
 
-from bench import soak_client, study_soak
+from bench import study_soak
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.plugins import EnvironmentPlugin, PlugBoards, default_plug_boards
 from task_app.protocols import ToolRequest
@@ -26,10 +26,9 @@ class Forgetful(CrafterEnvironment):
 async def tally(boards, monkeypatch, *, seconds):
     monkeypatch.setenv("ENVIRONMENT_API_KEY", KEY)
     async with served_app(boards) as (client, _):
-        options = argparse.Namespace(
-            url=str(client.base_url), seed=1, seconds=seconds, players=3, idle_s=60.0
-        )
-        return await soak_client.client(options)
+        url = str(client.base_url)
+        options = argparse.Namespace(client=url, seed=1, seconds=seconds, idle_s=60.0)
+        return await study_soak.play_sessions(options)
 
 
 async def test_clients_that_hang_up_and_ask_twice_find_no_step_lost_or_doubled(monkeypatch):

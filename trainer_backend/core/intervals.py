@@ -38,9 +38,10 @@ def crafter_score_interval(counts: Sequence[Mapping[str, int]], worlds: Sequence
     c_ii is 1. B >= 0 is the jackknife's estimate of the bias: f is concave, so m is too low on average where
     achievements are rare. In d(b) `_unseen_distance` stands for all achievements that no episode unlocked.
 
-    bench/score_coverage.py measures how often the interval contains the score. It reaches far up where many
-    achievements are unseen: 100 episodes do not tell a rate of 0 from one of 1 %. It is too narrow where
-    several rare achievements are nearly always unlocked together, and where fewer than ten worlds decide it.
+    4d960597:bench/score_coverage.py measures how often the interval contains the score. It reaches far up
+    where many achievements are unseen: 100 episodes do not tell a rate of 0 from one of 1 %. It is too narrow
+    where several rare achievements are nearly always unlocked together, and where fewer than ten worlds
+    decide it.
 
     Args:
         counts: counter of every achievement at the end of each episode; a missing name counts 0.

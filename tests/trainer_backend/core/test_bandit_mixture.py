@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.bandit_mixture import Lock, leaning, learned
+from tests.trainer_backend.core.bandit_mixture import Lock, leaning, learned
 from trainer_backend.core.allocation import ConstantSchedule
 from trainer_backend.core.behaviour import WeightKeys
 

@@ -1,0 +1,175 @@
+"""Five studies of learning: their arms start from one checkpoint a seed, and learn by RL.
+
+    python -m bench.studies NAME [--quick] [--seeds 0 1 2] [--arms …] [--background]
+
+Without a NAME it lists them. Worlds, sampling seeds, passes and learning rates of a study's arms are equal
+where an arm does not say otherwise. What is done is skipped, what was interrupted is resumed, and after each
+arm bench/results/NAME.json (curves with 95 % intervals, settings, times, versions) and NAME.png are written
+again. Arms are not tuned each for itself.
+"""
+
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from bench.kit import ROOT
+from bench.study_results import IN_GROUPS, Arm, Study
+from bench.study_runs import finished, main, warm_start_job
+from trainer_backend.job.load import load_job
+
+OFF = ("training.step_rewards_enabled=false", "training.step_rewards_mode=off")
+
+# The demo's job. In one process the stages take turns; ahead, they overlap.
+AHEAD = Study(
+    name="ahead",
+    title="collecting ahead, and learner and gateway in processes, against taking turns in one",
+    against="turns",
+    settings=(
+        *IN_GROUPS, "algorithm.advantage=stepwise", "training.keep_checkpoints=1", "training.iterations=24",
+        "evaluation.every_n_iters=12",
+    ),
+    arms={
+        "turns": Arm("one process, taking turns", ()),
+        "ahead": Arm("one process, one iteration ahead", ("training.max_staleness=1",)),
+        "processes": Arm(  # two threads each on two cores would wait for each other
+            "in processes, one iteration ahead",
+            (
+                "training.max_staleness=1", "cluster.launcher=local", "training.threads=1",
+                "inference.threads=1",
+            ),
+        ),
+    },
+)  # fmt: skip
+
+# Short sums, answered in up to three turns. The first two arms differ in the estimator, the last two in the
+# rewards alone.
+DIALOGUE = Study(
+    name="dialogue",
+    title="turn scores against the outcome alone, on short sums in dialogue",
+    against="outcome",
+    job="configs/gsm8k_interaction.toml",
+    settings=("training.keep_checkpoints=1",),
+    quick=(
+        "training.iterations=2", "rollout.episodes_per_batch=16", "evaluation.instances=8",
+        "evaluation.every_n_iters=1", "warmup.episodes=48", "warmup.epochs=2",
+    ),
+    arms={
+        "outcome": Arm("the outcome alone, grpo", (*OFF, "algorithm.advantage=grpo")),
+        "outcome_stepwise": Arm("the outcome alone, stepwise", OFF),
+        "turn_scores": Arm("turn scores, stepwise", ()),
+    },
+    measure="outcome_reward",
+    measured="sums answered right, held out",
+)  # fmt: skip
+
+REWARD_MODES = Study(
+    name="reward_modes",
+    title="decision rewards against the outcome alone, equal budget",
+    against="off",
+    settings=(
+        *IN_GROUPS, "training.iterations=40", "evaluation.every_n_iters=20", "training.keep_checkpoints=1",
+    ),
+    arms={
+        "decision_stepwise": Arm(
+            "a reward a decision",
+            (
+                "training.step_rewards_enabled=true", "training.step_rewards_mode=decision_stepwise",
+                "algorithm.advantage=stepwise",
+            ),
+        ),
+        "off": Arm("outcome alone", (*OFF, "algorithm.advantage=grpo")),
+    },
+)  # fmt: skip
+
+# Each arm is warmed up by the same teacher with the tools that the arm has.
+STATELM = Study(
+    name="statelm",
+    title="a model that edits its context against one that cannot, in one small window",
+    against="no_editing",
+    job="configs/documents_statelm.toml",
+    settings=("training.keep_checkpoints=1", "evaluation.instances=128"),
+    quick=(
+        "training.iterations=2", "rollout.episodes_per_batch=8", "training.group_size=4",
+        "rollout.max_turns=4", "evaluation.instances=8", "evaluation.every_n_iters=1",
+        "warmup.episodes=24", "warmup.epochs=1",
+    ),
+    arms={
+        "editing": Arm("may delete", ()),
+        "no_editing": Arm(
+            "may not",
+            # With nothing on offer the job may not name what is offered, but for the default.
+            ("multi_turn.statelm_enabled=false", 'multi_turn.context_tools=["deleteContext", "checkBudget"]'),
+        ),
+    },
+    measure="outcome_reward",
+    measured="success rate, held out",
+    own_warm_starts=True,
+)  # fmt: skip
+
+
+def fixed_policies(study: Study, folder: Path, settings: Sequence[str]) -> Mapping[str, str]:
+    """Make {good} and {bad} of settings and switches where they are not there yet.
+
+    `good` is a clone of the scripted teacher, made once for all seeds: it imitates eight times as much as the
+    actor's warm-up. `bad` has random weights, and never writes a call that can be read.
+    """
+    own = [setting for setting in settings if "{" not in setting]
+    episodes = load_job(ROOT / study.job, own).config.warmup
+    assert episodes is not None, "the job has a warm-up"
+    job = warm_start_job(study, (*own, f"warmup.episodes={8 * episodes.episodes}"))
+    alone = job.model_copy(update={"rollout_only": (), "rollout_allocation_schedule": None})
+    good = finished(folder / "good", alone).checkpoints / "iteration_0"
+    return {"good": str(good), "bad": str(_random_twin(good, folder / "bad"))}
+
+
+def _random_twin(model: Path, folder: Path) -> Path:
+    """A model of the same size and tokenizer whose weights were never trained."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if folder.exists():
+        return folder
+    aside = folder.with_suffix(".tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    for file in (*model.glob("tokenizer*"), model / "generation_config.json"):
+        shutil.copy(file, aside / file.name)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(aside)
+    return aside.rename(folder)
+
+
+# alpha, the probability that the actor plays a rollout, rises to 1 by the middle of the run in both mixtures;
+# `alone` is the same job with alpha = 1.
+_ALONE = (
+    "rollout_only.model_path={good}", "rollout_allocation_schedule.alpha_0=1",
+    "rollout_allocation_schedule.beta=0",
+)  # fmt: skip
+_MIXED = ("rollout_allocation_schedule.alpha_0=0.2", "rollout_allocation_schedule.beta=0.05")
+MIXTURE = Study(
+    name="mixture",
+    title="the actor alone, beside a good fixed policy, beside a bad one",
+    against="alone",
+    job="configs/crafter_mixture.toml",
+    settings=("training.keep_checkpoints=1", *_ALONE),
+    quick=(
+        "training.iterations=2", "rollout.episodes_per_batch=8", "rollout.max_turns=5",
+        "evaluation.instances=4", "evaluation.every_n_iters=1", "warmup.episodes=5", "warmup.epochs=1",
+        *_ALONE,
+    ),
+    arms={
+        "alone": Arm("alone", ()),
+        "good": Arm("with a good one", _MIXED),
+        "bad": Arm("with a bad one", (*_MIXED, "rollout_only.model_path={bad}")),
+    },
+    models=fixed_policies,
+)  # fmt: skip
+
+NAMES = {study.name: study for study in (AHEAD, DIALOGUE, REWARD_MODES, STATELM, MIXTURE)}
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1] not in NAMES:
+        titles = "\n".join(f"    {name:14s}{study.title}" for name, study in NAMES.items())
+        raise SystemExit(f"python -m bench.studies NAME, where NAME is one of\n{titles}")
+    sys.exit(main(NAMES[sys.argv[1]], sys.argv[2:]))
