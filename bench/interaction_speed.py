@@ -55,7 +55,7 @@ async def played(kinds: Sequence[type[BaseInteraction]]) -> tuple[float, float]:
     """Seconds and megabytes of this many concurrent episodes."""
     settings = Settings(interaction_deadline_s=600.0)
     entries = {kind.__name__: InteractionEntry(kind.__name__, kind, {}) for kind in set(kinds)}
-    context = PolicyContext(settings=settings, session=None)  # type: ignore[arg-type]
+    context = PolicyContext(settings=settings, open_session=None)  # type: ignore[arg-type]
     room = Interactions(entries, settings, lambda rollout_id: context)
     everybody, before, most = asyncio.Barrier(len(kinds)), resident_mb(), 0.0
 
