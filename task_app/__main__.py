@@ -5,7 +5,11 @@ embedded mode reads: `listening on http://host:port`. With --replicas the line i
 job's [services]. Logs go to stderr. Exit codes: 0 stopped, 2 a setting, a port or a plug-in file is wrong.
 """
 
-import gc
+from service_kit.own_process import begin_imports
+
+if __name__ == "__main__":
+    begin_imports()
+
 import os
 import sys
 from collections.abc import Sequence
@@ -22,10 +26,6 @@ from shared_schemas.plain_text import visible
 from task_app.settings import Settings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-# New objects between two collections of garbage. The steps of an episode stay until it is sent, and Python's
-# 700 would look through them again and again: a tenth of the CPU time of a scripted decision, and of a start.
-_OBJECTS_A_COLLECTION = 10_000
 
 
 def _say_version(is_asked: bool) -> None:
@@ -47,8 +47,7 @@ def task_app(context: typer.Context, asked_version: _VERSION = False, **_options
     are environment variables, TURNWISE_…: docs/operations.md.
     """
     settings = read_settings(Settings, os.environ, **options_given(context))
-    gc.set_threshold(_OBJECTS_A_COLLECTION)  # before the imports, which make most objects
-    from task_app.process import run  # the environments take a second
+    from task_app.process import run  # its imports take most of a second
 
     raise typer.Exit(run(settings))
 

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any
 
 from fastapi import FastAPI
@@ -20,7 +19,6 @@ from service_kit.problems import (
     describe,
     install_problem_handlers,
     internal_error_response,
-    problem_responses,
 )
 from service_kit.release import version
 from task_app.captures.call_errors import CallErrors
@@ -51,9 +49,6 @@ from task_app.settings import Settings
 OPEN_PATHS = frozenset({"/", "/health"})
 # Whole rollouts and long polls take longer, within limits of their own.
 LONG = frozenset({"/rollout", "/rollouts"})
-# Statuses of errors that a route may answer with.
-ERRORS = (401, 404, 408, 409, 413, 422, 424, 428, 429, 500, 502, 503, 504, 507)
-
 _ROUTERS = (
     steps.router,
     captures.router,
@@ -95,8 +90,6 @@ def create_app(
         version=version(),
         docs_url=None,
         redoc_url=None,
-        generate_unique_id_function=attrgetter("name"),  # generated clients name their functions by it
-        responses=problem_responses(ERRORS),
         lifespan=_lifespan,
     )
     app.state.services = services
@@ -104,7 +97,8 @@ def create_app(
     app.state.replays, app.state.pictures = asyncio.Semaphore(1), asyncio.Semaphore(1)
     app.state.openenv_sockets = openenv_socket.Sockets(settings.max_sessions)
     for router in _ROUTERS:
-        app.include_router(router)
+        # Not by include_router, which would make the models of each route a second time, for each app.
+        app.router.routes.extend(router.routes)
     # For /info: to ask app.openapi() for them makes the whole document, half a second of the event loop.
     app.state.paths = tuple(dict.fromkeys(
         route.path_format for router in _ROUTERS for route in router.routes

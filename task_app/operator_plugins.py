@@ -6,6 +6,7 @@ the task app starts, and once in each process of a reward function; no request c
 package has entry points for the same.
 """
 
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +56,7 @@ def _with(
     """The boards with these entries on one of them, each of the right type and with a name of its own."""
     kind, noun, advice = _KINDS[board]
     field = "environments" if board == "AGENTS" else board.lower()
-    known: Mapping[str, Any] = getattr(boards, field)
+    known: Any = getattr(boards, field)
     for name, plug in entries.items():
         if not isinstance(name, str) or not 1 <= len(name) <= 200:
             raise SettingsError(f"{place}: {board} has the key {name!r}; a name is needed")
@@ -71,5 +72,5 @@ def _with(
     elif board == "AGENTS":
         own = {PREFIX + name: agent_plugin(name, agent) for name, agent in entries.items()}
     homes = {**boards.homes, **{(field, name): f"of {place}" for name in own}}
-    changes: dict[str, Any] = {field: {**known, **own}, "homes": homes}
+    changes: dict[str, Any] = {field: ChainMap(own, known), "homes": homes}  # loads none
     return replace(boards, **changes)

@@ -1,39 +1,24 @@
-"""The plug boards: the names that requests may use, and how to build them. A new plug-in is one line here."""
+"""The plug boards: the names that requests may use, and how to build them. A new plug-in is an entry here."""
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import aiohttp
 from pydantic import AliasChoices, SecretStr
 
 from service_kit.http_client import HttpClient
 from shared_schemas.base import Body
 from shared_schemas.prefixes import PREFIXES, list_prefixes
 from shared_schemas.rollouts import EnvSpec
+from task_app.board import Board
 from task_app.complaints import validated
-from task_app.environments.babyai.environment import BABYAI_STATE_KEYS, BabyAIConfig, BabyAIEnvironment
-from task_app.environments.crafter.balrog import BalrogEnvironment
-from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
-from task_app.environments.crafter.state_keys import CRAFTER_STATE_KEYS
-from task_app.environments.dialogue.environment import DialogueConfig, DialogueEnvironment
-from task_app.environments.documents.environment import DocumentsConfig, DocumentsEnvironment
 from task_app.environments.foreign.kinds import kind_of
 from task_app.environments.foreign.peer import LOCAL
-from task_app.environments.orders.environment import ORDERS_STATE_KEYS, OrdersConfig, OrdersEnvironment
-from task_app.environments.sokoban.environment import SOKOBAN_STATE_KEYS, SokobanConfig, SokobanEnvironment
 from task_app.episode.state_keys import PromptKey, StateKey, keys_by_name
 from task_app.errors import InvalidRequest, TaskAppError, UnknownName, boundary
-from task_app.policies.documents import DocumentsTeacher, DocumentsTeacherConfig
-from task_app.policies.labelled import LabelledConfig, LabelledPolicy
-from task_app.policies.openai import ModelAccess, OpenAIAgentPolicy
-from task_app.policies.openai_config import OpenAIConfig
-from task_app.policies.random_calls import DetourConfig
-from task_app.policies.scripted import CrafterTeacher, RandomConfig, RandomPolicy, TeacherConfig
-from task_app.policies.sums import SumsTeacher, SumsTeacherConfig
-from task_app.policies.teachers import BabyAITeacher, OrdersTeacher, SokobanTeacher
 from task_app.protocols import (
     AgentPolicy,
     BaseInteraction,
@@ -43,6 +28,11 @@ from task_app.protocols import (
 )
 from task_app.settings import Reach, Settings
 from task_app.threads import Threads
+
+if TYPE_CHECKING:  # they take a tenth of a second, and the first rollouts may need none of them
+    import aiohttp
+
+    from task_app.policies.openai import ModelAccess
 
 B = TypeVar("B", bound=Body)
 
@@ -88,8 +78,8 @@ class PolicyContext:
     """The parts of the service that a policy may use, apart from its config."""
 
     settings: Settings
-    session: aiohttp.ClientSession
-    """For a plug-in's own requests."""
+    open_session: "Callable[[], aiohttp.ClientSession]"
+    """Returns the session of the service, which is made when a plug-in first needs it."""
     client: HttpClient | None = None
     """For the requests of policies that ask a model server; without one each opens a connection."""
     rollout_id: str | None = None
@@ -100,6 +90,11 @@ class PolicyContext:
     """The boards that name it, for a policy that asks another one."""
     seed: int | None = None
     """For a config that takes one; a job gives it to every policy without a model."""
+
+    @property
+    def session(self) -> "aiohttp.ClientSession":
+        """For a plug-in's own requests."""
+        return self.open_session()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,17 +126,7 @@ class RewardPlugin:
     """A file, whose REWARD_FUNCTIONS have it; or `module:function` of an installed package."""
 
 
-def _labelled(config: LabelledConfig, context: PolicyContext) -> AgentPolicy:
-    boards = context.boards or default_plug_boards()
-    name = boards.policy_name(config.teacher, where="teacher: ")
-    # Key and id are those of the model that plays: the teacher's server may be another operator's, and at our
-    # own gateway a second conversation under this id would break the first one's.
-    apart = replace(context, inference_key=None, rollout_id=None, seed=None)
-    teacher = boards.policy(name, config.teacher_config, apart, where="teacher_")
-    return LabelledPolicy(config, teacher, **_access(context))
-
-
-def _access(context: PolicyContext) -> ModelAccess:
+def _access(context: PolicyContext) -> "ModelAccess":
     """What a policy needs to ask a server, apart from its config."""
     return {
         "client": context.client,
@@ -158,34 +143,108 @@ def _operators_server(settings: Settings) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-ENVIRONMENTS: dict[str, EnvironmentPlugin[Any]] = {
-    "crafter": EnvironmentPlugin(
+def _crafter() -> EnvironmentPlugin[Any]:
+    from task_app.environments.crafter.balrog import BalrogEnvironment
+    from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
+    from task_app.environments.crafter.state_keys import CRAFTER_STATE_KEYS
+
+    return EnvironmentPlugin(
         CrafterConfig,
         lambda keys: BalrogEnvironment(keys) if keys.text == "balrog" else CrafterEnvironment(keys),
         CRAFTER_STATE_KEYS,
-    ),
-    "babyai": EnvironmentPlugin(BabyAIConfig, BabyAIEnvironment, BABYAI_STATE_KEYS, needs="minigrid"),
-    "dialogue": EnvironmentPlugin(DialogueConfig, DialogueEnvironment),
-    "documents": EnvironmentPlugin(DocumentsConfig, DocumentsEnvironment),
-    "orders": EnvironmentPlugin(OrdersConfig, OrdersEnvironment, ORDERS_STATE_KEYS),
-    "sokoban": EnvironmentPlugin(SokobanConfig, SokobanEnvironment, SOKOBAN_STATE_KEYS),
-}
+    )
 
-POLICIES: dict[str, PolicyPlugin[Any]] = {
-    "openai": PolicyPlugin(
-        OpenAIConfig, lambda config, context: OpenAIAgentPolicy(config, **_access(context)), _operators_server
-    ),
-    "labelled": PolicyPlugin(LabelledConfig, _labelled, _operators_server),
-    "crafter_teacher": PolicyPlugin(TeacherConfig, lambda config, context: CrafterTeacher(config)),
-    "sums_teacher": PolicyPlugin(SumsTeacherConfig, lambda config, context: SumsTeacher(config)),
-    "documents_teacher": PolicyPlugin(
-        DocumentsTeacherConfig, lambda config, context: DocumentsTeacher(config)
-    ),
-    "sokoban_teacher": PolicyPlugin(DetourConfig, lambda config, context: SokobanTeacher(config)),
-    "babyai_teacher": PolicyPlugin(DetourConfig, lambda config, context: BabyAITeacher(config)),
-    "orders_teacher": PolicyPlugin(DetourConfig, lambda config, context: OrdersTeacher(config)),
-    "random": PolicyPlugin(RandomConfig, lambda config, context: RandomPolicy(config)),
-}
+
+def _babyai() -> EnvironmentPlugin[Any]:
+    from task_app.environments.babyai.environment import BABYAI_STATE_KEYS, BabyAIConfig, BabyAIEnvironment
+
+    return EnvironmentPlugin(BabyAIConfig, BabyAIEnvironment, BABYAI_STATE_KEYS, needs="minigrid")
+
+
+def _dialogue() -> EnvironmentPlugin[Any]:
+    from task_app.environments.dialogue.environment import DialogueConfig, DialogueEnvironment
+
+    return EnvironmentPlugin(DialogueConfig, DialogueEnvironment)
+
+
+def _documents() -> EnvironmentPlugin[Any]:
+    from task_app.environments.documents.environment import DocumentsConfig, DocumentsEnvironment
+
+    return EnvironmentPlugin(DocumentsConfig, DocumentsEnvironment)
+
+
+def _orders() -> EnvironmentPlugin[Any]:
+    from task_app.environments.orders.environment import ORDERS_STATE_KEYS, OrdersConfig, OrdersEnvironment
+
+    return EnvironmentPlugin(OrdersConfig, OrdersEnvironment, ORDERS_STATE_KEYS)
+
+
+def _sokoban() -> EnvironmentPlugin[Any]:
+    from task_app.environments.sokoban import environment as sokoban
+
+    return EnvironmentPlugin(sokoban.SokobanConfig, sokoban.SokobanEnvironment, sokoban.SOKOBAN_STATE_KEYS)
+
+
+def _openai() -> PolicyPlugin[Any]:
+    from task_app.policies.openai import OpenAIAgentPolicy
+    from task_app.policies.openai_config import OpenAIConfig
+
+    def build(config: OpenAIConfig, context: PolicyContext) -> AgentPolicy:
+        return OpenAIAgentPolicy(config, **_access(context))
+
+    return PolicyPlugin(OpenAIConfig, build, _operators_server)
+
+
+def _labelled() -> PolicyPlugin[Any]:
+    from task_app.policies.labelled import LabelledConfig, LabelledPolicy
+
+    def build(config: LabelledConfig, context: PolicyContext) -> AgentPolicy:
+        boards = context.boards or default_plug_boards()
+        name = boards.policy_name(config.teacher, where="teacher: ")
+        # Key and id are those of the model that plays: the teacher's server may be another operator's, and at
+        # our own gateway a second conversation under this id would break the first one's.
+        apart = replace(context, inference_key=None, rollout_id=None, seed=None)
+        teacher = boards.policy(name, config.teacher_config, apart, where="teacher_")
+        return LabelledPolicy(config, teacher, **_access(context))
+
+    return PolicyPlugin(LabelledConfig, build, _operators_server)
+
+
+def _without_model(module: str, config: str, policy: str) -> Callable[[], PolicyPlugin[Any]]:
+    """Make the entry of a policy that asks no model, by the names of its classes."""
+
+    def load() -> PolicyPlugin[Any]:
+        classes = import_module(f"task_app.policies.{module}")
+        build: Callable[[Any], AgentPolicy] = getattr(classes, policy)
+        return PolicyPlugin(getattr(classes, config), lambda keys, context: build(keys))
+
+    return load
+
+
+ENVIRONMENTS: Mapping[str, EnvironmentPlugin[Any]] = Board(
+    {
+        "crafter": _crafter,
+        "babyai": _babyai,
+        "dialogue": _dialogue,
+        "documents": _documents,
+        "orders": _orders,
+        "sokoban": _sokoban,
+    }
+)
+
+POLICIES: Mapping[str, PolicyPlugin[Any]] = Board(
+    {
+        "openai": _openai,
+        "labelled": _labelled,
+        "crafter_teacher": _without_model("scripted", "TeacherConfig", "CrafterTeacher"),
+        "sums_teacher": _without_model("sums", "SumsTeacherConfig", "SumsTeacher"),
+        "documents_teacher": _without_model("documents", "DocumentsTeacherConfig", "DocumentsTeacher"),
+        "sokoban_teacher": _without_model("teachers", "DetourConfig", "SokobanTeacher"),
+        "babyai_teacher": _without_model("teachers", "DetourConfig", "BabyAITeacher"),
+        "orders_teacher": _without_model("teachers", "DetourConfig", "OrdersTeacher"),
+        "random": _without_model("scripted", "RandomConfig", "RandomPolicy"),
+    }
+)
 
 # No built-in ones; the operator's files add theirs.
 REWARD_FUNCTIONS: dict[str, RewardPlugin] = {}

@@ -3,8 +3,8 @@
 import asyncio
 import secrets
 import time
+from typing import TYPE_CHECKING
 
-import aiohttp
 import structlog
 from pydantic import SecretStr
 from starlette.requests import Request
@@ -32,6 +32,9 @@ from task_app.sessions.sessions import EnvironmentSession, PolicySession
 from task_app.settings import Settings
 from task_app.snapshots.envelope import ByteCache
 from task_app.threads import Threads, begin
+
+if TYPE_CHECKING:  # a tenth of a start, which only plug-ins need
+    import aiohttp
 
 log = structlog.get_logger("task_app")
 
@@ -111,7 +114,7 @@ class Services:
         """The context of a policy; without a rollout's id it is a conversation of its own."""
         return PolicyContext(
             settings=self.settings,
-            session=self.session,
+            open_session=self.open_session,
             client=self.client,
             rollout_id=rollout_id or f"policy/{secrets.token_hex(8)}",
             inference_key=inference_key,
@@ -161,18 +164,20 @@ class Services:
         if environment is not None:
             environment.switches.pop(policy_id, None)
 
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        assert self._session is not None, "the app has not started"
+    def open_session(self) -> "aiohttp.ClientSession":
+        """Return the client session for plug-ins; each running rollout has at most one call open."""
+        if self._session is None:
+            import aiohttp
+
+            self._session = plain_session(
+                connector=aiohttp.TCPConnector(limit=2 * self.settings.max_concurrent_rollouts),
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
         return self._session
 
     def start(self) -> None:
-        """Open the service's client session; each running rollout has at most one call open."""
+        """Open the database of sessions."""
         self.database.open()
-        self._session = plain_session(
-            connector=aiohttp.TCPConnector(limit=2 * self.settings.max_concurrent_rollouts),
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
 
     async def recover(self) -> None:
         """Restore the sessions under --state-dir before the first request is answered."""
@@ -210,7 +215,8 @@ class Services:
         await asyncio.gather(*[session.wait_closed(_CLOSE_S) for session in self.environments])
         await begin("end of processes", end_all, CLOSE_S)  # the loop may have shut its pool
         await self.interactions.close()
-        await self.session.close()
+        if self._session is not None:
+            await self._session.close()
         await self.client.close()
         self.database.close()
 

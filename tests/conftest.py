@@ -182,11 +182,7 @@ def task_app_thread(
     boards = default_plug_boards()
     if interactions is not None:
         boards = replace(boards, interactions=load_interactions(interactions, settings))
-    app = create_app(settings, boards=boards)
-    # FastAPI makes the models of a route at its first look, and pydantic cannot do so on two threads at once.
-    for route in app.routes:
-        route.matches({"type": "http", "method": "GET", "path": "/none", "root_path": "", "headers": []})
-    return ServerThread(app, Listener(host, port))
+    return ServerThread(create_app(settings, boards=boards), Listener(host, port))
 
 
 @cache

@@ -7,7 +7,7 @@ socket (`openenv_socket.py`), which is a session by itself.
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Query, Request
+from fastapi import Body, Query, Request
 from pydantic import Field
 from starlette.responses import Response
 
@@ -22,10 +22,10 @@ from task_app.dialects.openenv_wire import (
     document,
     schemas,
 )
-from task_app.routes.wire import NULL_IS_EMPTY, EnvId, ForeignBody, ReplyJSON
+from task_app.routes.wire import NULL_IS_EMPTY, EnvId, ForeignBody, ReplyJSON, Router
 from task_app.services import services_of
 
-router = APIRouter(prefix="/openenv/{env_name}", tags=["openenv"])
+router = Router(prefix="/openenv/{env_name}", tags=["openenv"])
 
 
 class HttpReset(OpenEnvReset):

@@ -7,7 +7,7 @@ here: `openenv/session/create`, `openenv/session/close`, `tools/list`, `tools/ca
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Request
+from fastapi import Body, Request
 from pydantic import Field
 from starlette.responses import Response
 
@@ -17,10 +17,10 @@ from shared_schemas.rollouts import Name
 from task_app.dialects.openenv_session import OpenEnvSession
 from task_app.dialects.openenv_wire import OpenEnvMeta, OpenEnvReset, OpenEnvTool, tools_json
 from task_app.errors import CriticalError, InvalidRequest, TaskAppError, UnknownId
-from task_app.routes.wire import ReplyJSON
+from task_app.routes.wire import ReplyJSON, Router
 from task_app.services import Services, services_of
 
-router = APIRouter(prefix="/openenv/{env_name}", tags=["openenv"])
+router = Router(prefix="/openenv/{env_name}", tags=["openenv"])
 
 METHODS = ("openenv/session/create", "openenv/session/close", "tools/list", "tools/call")
 _SERVER, _INVALID_REQUEST, _NO_METHOD, _PARAMS, _INTERNAL = -32000, -32600, -32601, -32602, -32603

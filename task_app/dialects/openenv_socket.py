@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import structlog
-from fastapi import APIRouter, WebSocket
+from fastapi import WebSocket
 from starlette.websockets import WebSocketDisconnect, WebSocketState
 
 from shared_schemas.json_text import read_json
@@ -30,10 +30,10 @@ from task_app.errors import (
     boundary,
     clipped,
 )
-from task_app.routes.wire import ReplyJSON
+from task_app.routes.wire import ReplyJSON, Router
 from task_app.services import Services
 
-router = APIRouter(tags=["openenv"])
+router = Router(tags=["openenv"])
 log = structlog.get_logger("task_app")
 
 KINDS = ("reset", "step", "state", "mcp", "close")

@@ -20,7 +20,6 @@ from typing import Any
 
 import structlog
 import tomli
-import yaml
 from pydantic import Field, ValidationError
 
 from service_kit.errors import SettingsError
@@ -109,17 +108,24 @@ def _document(path: Path) -> Any:
         return reader(read_text(path))
     except OSError as exc:
         raise SettingsError(f"--interactions {path} cannot be read: {exc.strerror}") from exc
-    except (ValueError, yaml.YAMLError) as exc:
+    except ValueError as exc:
         raise SettingsError(f"{path} is no {path.suffix[1:].upper()}: {' '.join(str(exc).split())}") from exc
 
 
 def _yaml(text: str) -> Any:
-    _refuse_twins(yaml.compose(text, Loader=yaml.SafeLoader))
-    return yaml.safe_load(text)
+    import yaml
+
+    try:
+        _refuse_twins(yaml.compose(text, Loader=yaml.SafeLoader))
+        return yaml.safe_load(text)
+    except yaml.YAMLError as exc:
+        raise ValueError(str(exc)) from exc
 
 
 def _refuse_twins(node: Any) -> None:
     """Refuse a repeated key, because YAML silently drops the first value."""
+    import yaml
+
     if isinstance(node, yaml.MappingNode):
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         for key in keys:

@@ -9,11 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol, runtime_checkable
-
-import numpy as np
-import numpy.typing as npt
-from PIL import Image
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 from service_kit.errors import RequestDeadline
 from shared_schemas.plain_text import encodable
@@ -44,20 +40,26 @@ from task_app.sessions.switches import take_step_rewards
 from task_app.snapshots.envelope import from_text
 from task_app.snapshots.starts import require_reseedable, require_restorable, reseed, restore
 
+if TYPE_CHECKING:  # a tenth of a start, which only pictures need
+    import numpy as np
+    import numpy.typing as npt
+
 _PALETTE_FROM = 8  # pictures: dawn to night, when an episode is that long
-Picture = npt.NDArray[np.uint8]
+Picture: TypeAlias = "npt.NDArray[np.uint8]"
 
 
 @runtime_checkable
 class Pictured(Protocol):
     """An `Environment` that can be drawn. Drawing changes nothing, and may take milliseconds."""
 
-    def frame(self, width: int, height: int) -> npt.NDArray[np.uint8]:
+    def frame(self, width: int, height: int) -> Picture:
         """[height, width, 3] RGB picture of the episode as it is now."""
 
 
 def png(picture: Picture) -> bytes:
     """[height, width, 3] RGB -> a PNG file."""
+    from PIL import Image
+
     file = io.BytesIO()
     Image.fromarray(picture).save(file, "PNG", optimize=True)
     return file.getvalue()
@@ -71,6 +73,9 @@ def animated_gif(pictures: Sequence[Picture], *, frame_s: float) -> bytes:
     """
     if not pictures:
         raise ValueError("an animated GIF needs at least one picture")
+    import numpy as np
+    from PIL import Image
+
     few = np.concatenate(pictures[:: -(-len(pictures) // _PALETTE_FROM)])
     palette = Image.fromarray(few).quantize(256, dither=Image.Dither.NONE)
     first, *rest = (

@@ -6,15 +6,15 @@ by the form of an id. OpenAPI cannot express that, so its document lists only th
 
 from typing import Annotated, TypeVar
 
-from fastapi import APIRouter, Body, Path, Request
+from fastapi import Body, Path, Request
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.responses import Response
 
 from task_app.errors import InvalidRequest, clipped
 from task_app.routes import env, policy, snapshots, steps
-from task_app.routes.wire import NULL_IS_EMPTY, ForeignBody, Ok
+from task_app.routes.wire import NULL_IS_EMPTY, ForeignBody, Ok, Router
 
-router = APIRouter()
+router = Router()
 
 ENV_ID = "env_[0-9a-f]{16}"
 POLICY_ID = "policy_[0-9a-f]{16}"

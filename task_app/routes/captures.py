@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Path, Request
+from fastapi import Path, Request
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field, FiniteFloat, model_validator
 from starlette.responses import Response, StreamingResponse
@@ -26,11 +26,11 @@ from task_app.captures.session import Capture, CaptureSpec
 from task_app.errors import InvalidRequest, TaskAppError, clipped, refuse_used
 from task_app.rollouts.assembly import branch_policies
 from task_app.rollouts.results import failure_of
-from task_app.routes.wire import LONGEST_ID, OK, Ok, ReplyJSON, reply_body, while_connected
+from task_app.routes.wire import LONGEST_ID, OK, Ok, ReplyJSON, Router, reply_body, while_connected
 from task_app.services import Services, services_of
 from task_app.sessions import idempotency
 
-router = APIRouter(prefix="/captures", tags=["captures"])
+router = Router(prefix="/captures", tags=["captures"])
 
 # In characters: some clients refuse an answer with a header of 8 KB.
 _LONGEST_HEADER = 2_000

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
 
@@ -27,13 +27,14 @@ from task_app.routes.wire import (
     ObservationReply,
     Ok,
     ReplyJSON,
+    Router,
     observation_json,
 )
 from task_app.services import Services, services_of
 from task_app.sessions.sessions import EnvironmentSession
 from task_app.sessions.switches import agree_on_step_rewards, take_step_rewards
 
-router = APIRouter(prefix="/env", tags=["env"])
+router = Router(prefix="/env", tags=["env"])
 
 
 class EnvCreate(CreateBody):

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from pydantic import Field, field_validator
 from starlette.responses import Response
 
@@ -12,10 +12,10 @@ from shared_schemas.messages import Message, refuse_unanswerable
 from shared_schemas.rollouts import GroundTruth, InteractionKwargs, InteractionName
 from task_app.errors import EpisodeOver
 from task_app.interactions.service import InteractionSession
-from task_app.routes.wire import LONGEST_ID, OK, ForeignBody, Ok, ReplyJSON
+from task_app.routes.wire import LONGEST_ID, OK, ForeignBody, Ok, ReplyJSON, Router
 from task_app.services import services_of
 
-router = APIRouter(prefix="/interaction", tags=["interaction"])
+router = Router(prefix="/interaction", tags=["interaction"])
 
 
 class InteractionStart(ForeignBody):

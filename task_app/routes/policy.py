@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from pydantic import Field, SecretStr
 from starlette.responses import Response
 
@@ -24,13 +24,13 @@ from task_app.protocols import (
     RestorablePolicy,
     policy_name,
 )
-from task_app.routes.wire import OK, CreateBody, ForeignBody, Ok, ReplyJSON
+from task_app.routes.wire import OK, CreateBody, ForeignBody, Ok, ReplyJSON, Router
 from task_app.services import Services, services_of
 from task_app.sessions.sessions import PolicySession
 from task_app.sessions.snapshots import PolicySnapshot
 from task_app.sessions.switches import agree_on_step_rewards, take_step_rewards
 
-router = APIRouter(prefix="/policy", tags=["policy"])
+router = Router(prefix="/policy", tags=["policy"])
 
 _UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import Path, Query, Request
 from pydantic import Field
 from starlette.responses import Response
 
@@ -18,10 +18,10 @@ from shared_schemas.rollouts import (
 )
 from task_app.errors import InvalidRequest
 from task_app.rollouts.runs import RunState
-from task_app.routes.wire import ForeignBody
+from task_app.routes.wire import ForeignBody, Router
 from task_app.services import services_of
 
-router = APIRouter(prefix="/rollouts", tags=["rollouts"])
+router = Router(prefix="/rollouts", tags=["rollouts"])
 
 JSON = "application/json"
 
@@ -68,7 +68,7 @@ async def cancel_rollout(request: Request, rollout_id: str) -> Response:
     return Response(await services_of(request).runner.cancel(rollout_id), media_type=JSON)
 
 
-runs_router = APIRouter(prefix="/run", tags=["rollouts"])
+runs_router = Router(prefix="/run", tags=["rollouts"])
 
 
 class RunAbort(ForeignBody):

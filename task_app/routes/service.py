@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from prometheus_client.core import (
     GaugeMetricFamily,
     HistogramMetricFamily,
@@ -26,10 +26,10 @@ from task_app.environments.foreign.kinds import FOREIGN
 from task_app.episode.release import begin_close
 from task_app.errors import InvalidRequest, ShuttingDown
 from task_app.protocols import Environment
-from task_app.routes.wire import LegacyObservation, legacy_observation, observation_json
+from task_app.routes.wire import LegacyObservation, Router, legacy_observation, observation_json
 from task_app.services import Services, services_of
 
-router = APIRouter(tags=["service"])
+router = Router(tags=["service"])
 
 SERVICE = "turnwise-task-app"
 
@@ -230,7 +230,7 @@ async def show_metrics(request: Request) -> Response:
     )
 
 
-info_router = APIRouter(tags=["info"])
+info_router = Router(tags=["info"])
 
 SEED_RANGE = [0, 2**31 - 2]
 # For a query, in which every number is text; bodies use shared_schemas.rollouts.Seed.

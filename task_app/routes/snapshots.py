@@ -8,7 +8,7 @@ import secrets
 from itertools import chain, repeat
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
 
@@ -20,14 +20,14 @@ from shared_schemas.trajectory import StepMetadata
 from task_app.environment_calls import list_tools
 from task_app.errors import InvalidRequest, TaskAppError, UnknownId, clipped
 from task_app.routes.policy import PolicyCreateReply
-from task_app.routes.wire import EnvId, ForeignBody, ObservationReply, ReplyJSON, observation_json
+from task_app.routes.wire import EnvId, ForeignBody, ObservationReply, ReplyJSON, Router, observation_json
 from task_app.services import Services, services_of
 from task_app.sessions.sessions import EnvironmentSession, PolicySession
 from task_app.sessions.snapshots import FROM_SNAPSHOT, EnvironmentSnapshot, PolicySnapshot
 from task_app.sessions.switches import agree_on_step_rewards
 from task_app.snapshots.envelope import from_text, to_text
 
-router = APIRouter(tags=["snapshots"])
+router = Router(tags=["snapshots"])
 
 PATH_NOTE = "path is null: no file is written; keep `snapshot`, or use `snapshot_id` here while it is held"
 

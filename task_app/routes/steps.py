@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from fastapi.routing import APIRoute
 from pydantic import Field
 from starlette.responses import Response
@@ -21,6 +21,7 @@ from task_app.routes.wire import (
     EnvStepReply,
     ForeignBody,
     ReplyJSON,
+    Router,
     read_calls,
     reply_body,
     step_json,
@@ -29,7 +30,7 @@ from task_app.services import Services, services_of
 from task_app.sessions import idempotency
 from task_app.sessions.sessions import EnvironmentSession
 
-router = APIRouter(prefix="/env", tags=["env"])
+router = Router(prefix="/env", tags=["env"])
 
 # Env steps before other requests get their turn: about three milliseconds of Crafter.
 SLICE_ENV_STEPS = 50

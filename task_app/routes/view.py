@@ -14,7 +14,7 @@ from importlib.resources import files
 from string import Template
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import Path, Query, Request
 from starlette.responses import HTMLResponse, Response
 
 from shared_schemas.replay import (
@@ -27,11 +27,12 @@ from shared_schemas.replay import (
 )
 from task_app.errors import InvalidRequest, UnknownId, boundary
 from task_app.observing.replaying import Pictured, animated_gif, png, replay_in, replay_of
+from task_app.routes.wire import Router
 from task_app.services import services_of
 from task_app.sessions.sessions import EnvironmentSession, RecentDecision
 from task_app.threads import Threads
 
-router = APIRouter(prefix="/env", tags=["env"])
+router = Router(prefix="/env", tags=["env"])
 
 _PAGE = files("task_app.routes").joinpath("view.html").read_text(encoding="utf-8")
 
@@ -154,7 +155,7 @@ def _row(decision: RecentDecision) -> str:
     )
 
 
-frames_router = APIRouter(tags=["frames"])
+frames_router = Router(tags=["frames"])
 
 # Below 18 a cell of Crafter is one pixel, and its items would have none.
 Side = Annotated[int, Query(ge=18, le=1_024, description="pixels")]

@@ -8,8 +8,11 @@ import json
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
+from functools import partial
+from operator import attrgetter
 from typing import Annotated, Any, TypeVar
 
+from fastapi import APIRouter
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError, PydanticSerializationError, to_json
 from starlette.requests import ClientDisconnect
@@ -17,6 +20,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive
 
 from service_kit import gate
+from service_kit.problems import problem_responses
 from shared_schemas.base import OpenBody, Reply
 from shared_schemas.rewards import StepRewardKeys
 from shared_schemas.trajectory import RewardPart, StepMetadata
@@ -28,6 +32,13 @@ from task_app.sessions.sessions import EnvironmentSession
 from task_app.sessions.switches import KEY
 
 Result = TypeVar("Result")
+
+# Statuses of errors that a route may answer with.
+ERRORS = (401, 404, 408, 409, 413, 422, 424, 428, 429, 500, 502, 503, 504, 507)
+# Clients that are generated name their functions by the id.
+Router = partial(
+    APIRouter, responses=problem_responses(ERRORS), generate_unique_id_function=attrgetter("name")
+)
 
 
 class ReplyJSON(JSONResponse):

@@ -6,8 +6,9 @@ import pytest
 from openapi_spec_validator import validate
 
 from service_kit.errors import BodyTooLarge, NoKeyConfigured, RequestDeadline, TooSlow, Unauthorised
-from task_app.app import ERRORS, create_app
+from task_app.app import create_app
 from task_app.errors import TaskAppError
+from task_app.routes.wire import ERRORS
 from task_app.settings import Settings
 from tests.task_app.counting import KEY
 

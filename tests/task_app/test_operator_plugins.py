@@ -125,7 +125,7 @@ def test_the_seed_of_a_job_reaches_every_config_that_takes_it(fields, taken, own
     config = type("Config", (Body,), {"__module__": __name__, **fields})
     given = []
     plug = PolicyPlugin(config, lambda config, context: given.append(config) or RandomPolicy())
-    context = PolicyContext(Settings(), session=None, seed=7)
+    context = PolicyContext(Settings(), open_session=None, seed=7)
     board = replace(default_plug_boards(), policies={"p": plug})
     board.policy("p", {}, context)
     assert next(value for _, value in given[0]) == (1 if taken is None else taken)

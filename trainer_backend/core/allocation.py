@@ -22,7 +22,6 @@ from typing import Any, Literal, get_type_hints
 
 from pydantic import create_model
 
-from service_kit.boundary import Boundary, describe_line
 from shared_schemas.base import did_you_mean
 from shared_schemas.rounding import has_spread, largest
 from trainer_backend.core.keys import Table, refuse_no_share
@@ -248,6 +247,11 @@ class _Checked(DrawnSchedule):
 
 def _answer(by: object, ask: Callable[[int], object], step: int) -> tuple[str, object, str]:
     """Return the call with its file and line for errors, what it answers, and how errors show that."""
+    from service_kit.boundary import (
+        Boundary,
+        describe_line,
+    )  # asyncio and structlog: a tenth of a command's start
+
     call = f"{type(by).__name__}.{ask.__name__}({step})"
     with Boundary(call, JobError, ask):
         answer = ask(step)
@@ -307,6 +311,8 @@ class AllocationPlug:
         Raises:
             JobError: its class refuses them.
         """
+        from service_kit.boundary import Boundary
+
         given = {"seed": seed, "history": history}
         given = {name: value for name, value in given.items() if name in self.arguments()}
         with Boundary(f"{self.kind.__name__}(...)", JobError, self.kind.__init__):

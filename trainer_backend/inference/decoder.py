@@ -91,7 +91,7 @@ class Product:
         )
 
     def _adapted(self, low: LowRank, input_TI: Tensor) -> Tensor:
-        """The sum is rounded once, as `learner.adapter_folder.AdaptedLinear` has it."""
+        """The sum is rounded once, as `learner.adapter.AdaptedLinear` has it."""
         given_TI = input_TI.to(self.weight.dtype)
         added_TO = F.linear(F.linear(given_TI, low.down), low.up)
         summed_TO = torch.addmm(added_TO, given_TI, self.weight.t(), beta=low.scale)

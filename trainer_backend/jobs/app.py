@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from operator import attrgetter
 from typing import Any
 
 import structlog
@@ -20,7 +19,6 @@ from service_kit.problems import (
     install_problem_handlers,
     internal_error_response,
     problem_response,
-    problem_responses,
 )
 from service_kit.release import version
 from trainer_backend.errors import ApiError, TrainerError
@@ -34,8 +32,6 @@ log = structlog.get_logger("trainer")
 
 # Paths without a key: the health check and the log-in page.
 OPEN_PATHS = frozenset({"/health", LOGIN})
-# The error statuses of routes.
-ERRORS = (400, 401, 403, 404, 408, 409, 413, 415, 422, 500, 503)
 _STREAM = "/jobs/{job_id}/events"
 
 
@@ -57,14 +53,13 @@ def create_app(service: Service, *, pages: Sequence[APIRouter] = ()) -> TrainerA
         version=version(),
         docs_url=None,
         redoc_url=None,
-        generate_unique_id_function=attrgetter("name"),  # generated clients name their functions by it
-        responses=problem_responses(ERRORS),
         lifespan=_lifespan,
     )
     app.state.service = service
     routers = (routes.router, run_routes.router, events.router, launcher.router, routes.info_router)
     for router in (*routers, login.router, *pages):
-        app.include_router(router)
+        # Not by include_router, which would make the models of each route a second time, for each app.
+        app.router.routes.extend(router.routes)
     install_problem_handlers(app)
     app.add_exception_handler(TrainerError, _problem)
     app.add_exception_handler(RequestValidationError, _validation)

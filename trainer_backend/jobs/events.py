@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query, Request
+from fastapi import Header, Query, Request
 from pydantic import BaseModel, Field
 from starlette.responses import StreamingResponse
 
 from shared_schemas.base import Body
 from trainer_backend.errors import ApiError, TooManyStreams
+from trainer_backend.jobs.router import Router
 from trainer_backend.jobs.run_routes import Piece, read_piece
 from trainer_backend.jobs.service import Service, find_job, get_service, job_view
 from trainer_backend.rundir.state import LOG_FILE
@@ -29,7 +30,7 @@ from trainer_backend.store import jobs, reads
 from trainer_backend.store.database import StoreUnavailable, UnknownJob
 from trainer_backend.store.rows import ENDED, JobView
 
-router = APIRouter(tags=["runs"])
+router = Router(tags=["runs"])
 
 _MOST_ROWS = 200
 # The most digits that every database and every file offset accepts.

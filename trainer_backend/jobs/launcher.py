@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Request, Response
 from pydantic import Field
 
 from shared_schemas.base import OpenBody
@@ -18,6 +18,7 @@ from trainer_backend.errors import JobError
 from trainer_backend.job.foreign_keys import NEW_NAMES
 from trainer_backend.job.tables import HUB_NAME
 from trainer_backend.jobs.posted import copy_table, parse_document, refuse_unwritable
+from trainer_backend.jobs.router import Router
 from trainer_backend.jobs.routes import CreateQuery, IdempotencyKey, Resolved
 from trainer_backend.jobs.service import find_job, get_service, job_view
 from trainer_backend.jobs.submission import Submission, hash_body, resolution, submit
@@ -138,7 +139,7 @@ def _count_iterations(tables: dict[str, Any]) -> None:
     tables["training"] = table
 
 
-router = APIRouter(tags=["launchers"])
+router = Router(tags=["launchers"])
 
 
 class LauncherData(OpenBody):

@@ -8,14 +8,15 @@ import math
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from fastapi import APIRouter, Form, Query, Request
+from fastapi import Form, Query, Request
 from starlette.responses import RedirectResponse, Response
 
+from trainer_backend.jobs.router import Router
 from trainer_backend.jobs.service import get_service
 from trainer_backend.jobs.sessions import COOKIE, SESSION_S
 from trainer_backend.pages.page import page
 
-router = APIRouter(include_in_schema=False)
+router = Router(include_in_schema=False)
 LOGIN = "/login"
 _LONGEST = 2000
 _WRONG = "That is not the key of this service."

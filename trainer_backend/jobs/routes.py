@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi import Header, Query, Request, Response
 from pydantic import Field
 
 from service_kit.observed import METRICS_CONTENT
@@ -11,13 +11,14 @@ from shared_schemas.base import Body
 from trainer_backend.jobs.data_dir import forget_job
 from trainer_backend.jobs.exposition import page
 from trainer_backend.jobs.posted import Checked, PostedJob, check
+from trainer_backend.jobs.router import Router
 from trainer_backend.jobs.service import Service, find_job, get_service, job_view, refuse_foreign
 from trainer_backend.jobs.states import Verb
 from trainer_backend.jobs.submission import Submission, apply_verb, hash_body, resolution, submit
 from trainer_backend.store import jobs
 from trainer_backend.store.rows import JobState, JobView
 
-router = APIRouter(tags=["jobs"])
+router = Router(tags=["jobs"])
 
 IdempotencyKey = Annotated[
     str | None,
@@ -178,7 +179,7 @@ async def _apply(service: Service, verb: Verb, job_id: str) -> JobView:
     return await service.line.ask(job_view, job)
 
 
-info_router = APIRouter(tags=["service"])
+info_router = Router(tags=["service"])
 
 SERVICE = "turnwise-trainer"
 

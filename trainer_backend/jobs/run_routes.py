@@ -6,18 +6,19 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from pydantic import Field
 
 from shared_schemas.base import Body
 from trainer_backend.jobs.processes import PROCESS_LOG
+from trainer_backend.jobs.router import Router
 from trainer_backend.jobs.service import find_job, get_service
 from trainer_backend.rundir.files import parse_object
 from trainer_backend.rundir.state import LOG_FILE, LogLine, parse_line
 from trainer_backend.store import reads
 from trainer_backend.store.rows import Curve, Job
 
-router = APIRouter(tags=["runs"])
+router = Router(tags=["runs"])
 
 _FILES = {"run": LOG_FILE, "process": PROCESS_LOG}  # the others are named as their part
 

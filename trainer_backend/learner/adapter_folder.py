@@ -1,21 +1,20 @@
-"""The adapters of a checkpoint on disk, in the layout of peft, and the linear layer that they change."""
+"""The adapters of a checkpoint on disk, in the layout of peft, which takes half a second to import."""
 
 import json
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig
-from peft.tuners.lora import Linear as LoraLinear
-from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from trainer_backend.errors import CheckpointError
 from trainer_backend.models.origin import BELOW, plain_name, text_name
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 FOLDER = "adapter"
 ADAPTER = "default"  # peft's name for a model's only adapter
@@ -50,7 +49,7 @@ def add_adapters(model: PreTrainedModel, folder: Path, *, sign: float = 1.0) -> 
             raise CheckpointError(f"{folder}: the adapters are those of another model: {error}") from error
 
 
-def _adapted_weight(model: PreTrainedModel, layer: str, settings: LoraConfig) -> str:
+def _adapted_weight(model: PreTrainedModel, layer: str, settings: "LoraConfig") -> str:
     """The name in a plain model of the weight that an adapter, `layer` of the model with adapters, is over.
 
     The experts of a layer are several tensors of one module; peft wraps it once for each, the last outermost.
@@ -83,8 +82,10 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
     }
 
 
-def read_settings(folder: Path) -> LoraConfig:
+def read_settings(folder: Path) -> "LoraConfig":
     """The settings of stored adapters, with the layers' names in the model that is trained."""
+    from peft import LoraConfig
+
     settings: LoraConfig = LoraConfig.from_pretrained(str(folder))
     if isinstance(settings.target_modules, set | list):
         settings.target_modules = [text_name(name) for name in settings.target_modules]
@@ -155,7 +156,7 @@ def refuse_adapters(checkpoint: Path) -> None:
         )
 
 
-def refuse_other_settings(folder: Path, ours: LoraConfig, layers: Collection[str]) -> None:
+def refuse_other_settings(folder: Path, ours: "LoraConfig", layers: Collection[str]) -> None:
     """Refuse adapters of another rank, scale or place in the model; `layers` are the names of ours."""
     theirs = read_settings(folder)
     if set(theirs.target_modules or ()) == set(layers):
@@ -195,46 +196,3 @@ def _told(setting: Any) -> str:
     """All layers that have an adapter would fill a page."""
     is_long = isinstance(setting, list) and len(setting) > 4
     return f"{', '.join(setting[:2])} and {len(setting) - 2} more" if is_long else str(setting)
-
-
-class AdaptedLinear(LoraLinear):
-    """peft's layer, but the sum is rounded once.
-
-    peft adds the adapter's product to an output of the base that is rounded already; of bfloat16, with its
-    eight bits, half of what ten optimizer steps of 1e-5 have taught is gone then. Here the base's product is
-    added to the adapter's inside one matrix product, whose sums are float32.
-    """
-
-    def parts(self) -> tuple[nn.Linear, Tensor, Tensor, float]:
-        """The layer below, A [rank, in], B [out, rank] and the scale, for the engine's decoder."""
-        base: Any = self.get_base_layer()
-        down, up = (matrix[ADAPTER].get_parameter("weight") for matrix in (self.lora_A, self.lora_B))
-        return base, down, up, self.scaling[ADAPTER]
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[..., in] to [..., out]."""
-        base: Any = self.get_base_layer()
-        low = self.lora_B[ADAPTER](self.lora_A[ADAPTER](self.lora_dropout[ADAPTER](x)))
-        summed = torch.addmm(
-            low.flatten(0, -2), x.flatten(0, -2), base.weight.T, beta=self.scaling[ADAPTER]
-        ).view(low.shape)
-        biased: Tensor = summed if base.bias is None else summed + base.bias.to(summed.dtype)
-        return biased
-
-
-class AdaptedExperts(ParamWrapper):
-    """peft's adapter of the experts of a layer, which are one tensor: the layer computes with W + s B A.
-
-    peft puts the sum in its place by a cache that all threads of a process share: while an engine computes, a
-    learner may be given the sum of an earlier step.
-    """
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As the layer itself."""
-        own: Any = self
-        below = own.base_layer
-        left, right, scale = own.get_delta_factors(ADAPTER)
-        summed = torch.baddbmm(own.get_param(), left, right, alpha=scale)
-        depth = sum(isinstance(module, ParamWrapper) for module in below.modules())
-        name = "base_layer." * depth + self.parameter_name
-        return functional_call(below, {name: summed}, (x, *args), kwargs)

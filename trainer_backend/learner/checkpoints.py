@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -34,7 +35,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from trainer_backend.errors import CheckpointError
 from trainer_backend.learner.adapter_folder import FOLDER, write_for_transformers
-from trainer_backend.learner.lora import Adapter
 from trainer_backend.learner.own_critic import OwnCritic
 from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.learner.shares import restore_moments, save_moments, write_weights
@@ -49,6 +49,9 @@ from trainer_backend.rundir.checkpoint_paths import STATE_FILE, TRAINING_FOLDER
 from trainer_backend.rundir.digests import digest_of, digests_of
 from trainer_backend.rundir.files import flush
 
+if TYPE_CHECKING:  # peft
+    from trainer_backend.learner.adapter import Adapter
+
 
 def save_checkpoint(
     folder: Path,
@@ -57,7 +60,7 @@ def save_checkpoint(
     tokenizer: PreTrainedTokenizerFast,
     optimizer: torch.optim.Optimizer,
     progress: Progress,
-    adapter: Adapter | None = None,
+    adapter: "Adapter | None" = None,
     critic: ValueHead | OwnCritic | None = None,
     step_size: StepSize | None = None,
     base: Path | None = None,
@@ -107,7 +110,7 @@ def save_weights(
     folder: Path,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
-    adapter: Adapter | None,
+    adapter: "Adapter | None",
     part: WeightPart = "whole",
     ranks: Ranks = ALONE,
 ) -> None:
@@ -128,7 +131,7 @@ def _save_model(
     folder: Path,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
-    adapter: Adapter | None,
+    adapter: "Adapter | None",
     part: WeightPart,
     ranks: Ranks,
 ) -> None:

@@ -51,7 +51,7 @@ from trainer_backend.learner.loading import (
     load_checkpoint,
     load_named,
 )
-from trainer_backend.learner.lora import Adapter, refuse_experts
+from trainer_backend.learner.lora import refuse_experts
 from trainer_backend.learner.operators import operators_for
 from trainer_backend.learner.optimizer import adamw_of
 from trainer_backend.learner.own_critic import OwnCritic
@@ -107,6 +107,8 @@ class LocalLearner:
             model.to(placement.device)  # type: ignore[arg-type]
         self._adapter = None
         if config.lora is not None:
+            from trainer_backend.learner.adapter import Adapter  # peft: half a second of a start
+
             table, seed = config.model, derived_seed(config.seed, "lora")
             base = table.name if table.path is None else str(table.path.resolve())
             refuse_experts(model, config.lora, engine=config.inference.engine, ranks=ranks.count)

@@ -17,7 +17,6 @@ from trainer_backend.job.tables import ModelTable
 from trainer_backend.learner.adapter_folder import FOLDER, add_adapters, read_adapter, take_out
 from trainer_backend.learner.checkpoints import save_weights
 from trainer_backend.learner.device import Placement
-from trainer_backend.learner.lora import set_beside
 from trainer_backend.models.folder import load_model_folder
 from trainer_backend.models.kinds import own_attention
 from trainer_backend.models.layout import BASE, base_folder, described, read_config, read_object
@@ -143,6 +142,8 @@ def folder_to_serve(model: PreTrainedModel, folder: Path, placement: Placement) 
     base again: rounded, the sum may be the base alone, and not what was trained.
     """
     if placement.low is not None and (folder / FOLDER).is_dir():
+        from trainer_backend.learner.adapter import set_beside  # peft: half a second of a start
+
         set_beside(model, folder / FOLDER)
     served = copy_to_serve(model, placement.held)
     served.to(placement.device)  # type: ignore[arg-type]

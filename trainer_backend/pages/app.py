@@ -27,7 +27,7 @@ def _files() -> dict[str, tuple[bytes, str]]:
 
 router = APIRouter(include_in_schema=False)
 for part in (runs, run, episode, jobs):
-    router.include_router(part.router)
+    router.routes.extend(part.router.routes)
 
 
 @router.get("/static/{digest}/{name:path}")

@@ -5,7 +5,7 @@ Their sessions are those of /env/create, and both kinds of routes work with them
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Request
+from fastapi import Path, Request
 from pydantic import Field
 from starlette.responses import Response
 
@@ -29,13 +29,14 @@ from task_app.routes.wire import (
     ObservationReply,
     Ok,
     ReplyJSON,
+    Router,
     legacy_observation,
     while_connected,
 )
 from task_app.services import Services, services_of
 from task_app.sessions.sessions import EnvironmentSession
 
-router = APIRouter(prefix="/env/{env_name}", tags=["env"])
+router = Router(prefix="/env/{env_name}", tags=["env"])
 
 EnvName = Annotated[str, Path(min_length=1, max_length=200, description="`crafter`, or `CrafterClassic`")]
 
@@ -120,7 +121,7 @@ def _session(services: Services, env_name: str, env_id: str) -> EnvironmentSessi
     return session
 
 
-rollout_router = APIRouter(tags=["rollouts"])
+rollout_router = Router(tags=["rollouts"])
 
 # The reply of POST /rollout, which `reply.py` makes.
 

@@ -10,13 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from ssl import SSLContext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit, urlunsplit
-
-import httpx
-from websockets import CloseCode
-from websockets.exceptions import ConnectionClosed, WebSocketException
-from websockets.sync.client import ClientConnection, connect
 
 from service_kit.replies import ReplyEncoded, ReplyTooLarge, bounded, plain_client
 from shared_schemas.json_text import read_json
@@ -25,6 +20,10 @@ from shared_schemas.urls import PORTS, split_http
 from task_app.environments.foreign.peer import ForeignDeadline, ForeignFailed
 from task_app.errors import InvalidRequest, check_host, clipped
 from task_app.settings import Reach
+
+if TYPE_CHECKING:  # a twentieth of a start, which only environments of servers need
+    import httpx
+    from websockets.sync.client import ClientConnection
 
 # For the end of a connection, after which nothing is expected.
 CLOSE_S = 1.0
@@ -59,6 +58,8 @@ def below(parts: SplitResult, path: str, *, websocket: bool = False) -> str:
 @cache
 def _certificates() -> SSLContext:
     """The certificates that are trusted, which take 20 ms to read."""
+    import httpx
+
     return httpx.create_ssl_context(trust_env=False)
 
 
@@ -81,11 +82,13 @@ class Http:
         body: Any = None,
         deadline_s: float | None = None,
         ends: Callable[[bytes], bool] = lambda content: False,
-    ) -> tuple[httpx.Response, bytes]:
+    ) -> "tuple[httpx.Response, bytes]":
         """The response and its content, until that `ends`; a status that is no success is a failure.
 
         The deadline is by default that of the operator's settings.
         """
+        import httpx
+
         deadline_s = deadline_s or self._reach.environment_deadline_s
         until_s = time.monotonic() + deadline_s
         content = bytearray()
@@ -126,6 +129,8 @@ class Socket:
             self._connection = self._connect(url)
 
     def ask(self, message: Mapping[str, Any]) -> Any:
+        from websockets.exceptions import ConnectionClosed
+
         with self._failures():
             # A server that has no place for us says so, and closes; what it said can still be read.
             with suppress(ConnectionClosed):
@@ -136,7 +141,9 @@ class Socket:
     def close(self) -> None:
         self._stack.close()
 
-    def _connect(self, url: str) -> ClientConnection:
+    def _connect(self, url: str) -> "ClientConnection":
+        from websockets.sync.client import connect
+
         parts = urlsplit(url)
         port = parts.port or PORTS[parts.scheme.replace("ws", "http")]
         # With a socket of ours, websockets follows no redirect.
@@ -153,6 +160,9 @@ class Socket:
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
+        from websockets import CloseCode
+        from websockets.exceptions import ConnectionClosed, WebSocketException
+
         try:
             yield
         except TimeoutError as exc:

@@ -15,7 +15,7 @@ def interactions(*kinds: type[Any], config: dict[str, Any] | None = None, **sett
     entries = {
         kind.__name__.lower(): InteractionEntry(kind.__name__.lower(), kind, config or {}) for kind in kinds
     }
-    context = PolicyContext(settings=bounds, session=None)  # type: ignore[arg-type]
+    context = PolicyContext(settings=bounds, open_session=None)  # type: ignore[arg-type]
     return Interactions(entries, bounds, lambda rollout_id: context)
 
 

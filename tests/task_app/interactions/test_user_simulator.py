@@ -27,7 +27,7 @@ async def answers(*served, config=None, kwargs=None, asked=("a",), ground_truth=
     async with fake_inference(*served) as server, aiohttp.ClientSession() as session:
         given = {"inference_url": server.url, "model": "m", "max_attempts": 2, **(config or {})}
         entry = InteractionEntry("user", UserSimulatorInteraction, given)
-        context = PolicyContext(settings=settings, session=session, rollout_id="r")
+        context = PolicyContext(settings=settings, open_session=lambda: session, rollout_id="r")
         room = Interactions({"user": entry}, settings, lambda rollout_id: context)
         opened = room.open("user", kwargs or {}, rollout_id="r", ground_truth=ground_truth)
         async with opened as live:

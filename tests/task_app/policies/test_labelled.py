@@ -66,7 +66,7 @@ async def test_a_snapshot_holds_the_count_of_the_model_and_the_state_of_the_teac
 def test_the_teacher_is_looked_up_on_the_boards_that_name_the_policy(name):
     boards = PlugBoards({}, {"labelled": POLICIES["labelled"], "labeller": POLICIES["crafter_teacher"]})
     config = {"inference_url": "http://127.0.0.1:1", "model": "m", "teacher": name}
-    context = PolicyContext(Settings(), session=None)
+    context = PolicyContext(Settings(), open_session=None)
     if name == "labeller":
         assert boards.policy("labelled", config, context).name == "labelled"
         with pytest.raises(UnknownName, match="labeller"):
@@ -97,7 +97,9 @@ async def test_a_teacher_behind_a_server_gets_neither_the_key_nor_the_rollout_id
     boards = PlugBoards(
         {}, {"labelled": POLICIES["labelled"], "crafter_teacher": PolicyPlugin(TeacherConfig, built)}
     )
-    context = PolicyContext(Settings(), session=None, rollout_id="r", inference_key=SecretStr("of the model"))
+    context = PolicyContext(
+        Settings(), open_session=None, rollout_id="r", inference_key=SecretStr("of the model")
+    )
     config = {"ask_token_ids": False, "model": "m", **TEACHER}
     async with fake_inference(waiting()) as fake:
         policy = boards.policy("labelled", {**config, "inference_url": fake.url}, context)

@@ -29,8 +29,8 @@ from trainer_backend.inference.row_attention import RowAttentions, spans_of
 from trainer_backend.inference.runner import DecoderRunner, TransformersRunner, runner_of
 from trainer_backend.inference.weights import ServedWeights
 from trainer_backend.job.training_table import LoraTable
+from trainer_backend.learner.adapter import Adapter
 from trainer_backend.learner.loading import hold_in
-from trainer_backend.learner.lora import Adapter
 from trainer_backend.models.cpu_kernels import CpuKernels, cpu_kernels
 
 SIZE = {

@@ -21,10 +21,10 @@ from tests.trainer_backend.learner.hand_made import segment
 from trainer_backend.inference.actor import Generation
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.job.training_table import LoopKeys, LoraTable
+from trainer_backend.learner.adapter import Adapter
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.learner import held_scorer, scorer_of
 from trainer_backend.learner.loading import copy_to_serve, held_copy, hold_in
-from trainer_backend.learner.lora import Adapter
 
 LOW = Placement(torch.device("cpu"), torch.bfloat16)
 SIZE = {

@@ -29,6 +29,7 @@ from trainer_backend.inference.vllm_worker.turnwise_weights import tensors
 from trainer_backend.inference.weights import ServedWeights
 from trainer_backend.job.tables import ModelTable
 from trainer_backend.job.training_table import LoraTable
+from trainer_backend.learner.adapter import Adapter
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.loading import (
@@ -40,7 +41,6 @@ from trainer_backend.learner.loading import (
     new_weights,
     write_merged,
 )
-from trainer_backend.learner.lora import Adapter
 from trainer_backend.learner.shapes import refuse_unknown_targets
 from trainer_backend.models import load_model_folder, save_model_folder
 from trainer_backend.models.folder import load_tokenizer

@@ -18,6 +18,7 @@ from trainer_backend.errors import JobError, ModelFolderError
 from trainer_backend.inference.cache import CACHE_NAME, SlotCache
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.job.training_table import LoraTable
+from trainer_backend.learner.adapter import Adapter
 from trainer_backend.learner.attention import BlockMask, ByLength, PaddedRows
 from trainer_backend.learner.by_length import SHORTEST_SHARE
 from trainer_backend.learner.device import Found, Placement, place
@@ -25,7 +26,6 @@ from trainer_backend.learner.factory import LocalFactory
 from trainer_backend.learner.fit import less_memory
 from trainer_backend.learner.learner import scorer_of
 from trainer_backend.learner.loading import copy_to_serve
-from trainer_backend.learner.lora import Adapter
 from trainer_backend.learner.memory import MemoryNeeds, MemoryUse, activations, cached_row, memory_needs
 from trainer_backend.learner.memory import cache as cache_bytes
 from trainer_backend.learner.memory_plan import (

@@ -42,7 +42,10 @@ def mcp(request) -> Iterator[str]:
 
 
 GUESS = {"reset_tool": "start", "task": "Find the number."}
-SERVERS = {"guess": McpServer(command=sys.executable, args=(str(HERE / "mcp_server.py"),))}
+SERVERS = {
+    "guess": McpServer(command=sys.executable, args=(str(HERE / "mcp_server.py"),)),
+    "by_hand": McpServer(command=sys.executable, args=(str(HERE / "mcp_game.py"),)),
+}
 
 
 def game_of(mcp: str) -> Environment:
@@ -50,11 +53,15 @@ def game_of(mcp: str) -> Environment:
 
 
 @pytest.mark.parametrize("promise", PROMISES)
-@pytest.mark.parametrize(
-    ("mcp", "prompts"), [*(("http", mode) for mode in MODES), ("process", "conversation")], indirect=["mcp"]
-)
+@pytest.mark.parametrize("mcp", ["http"], indirect=True)
+@pytest.mark.parametrize("prompts", MODES)
 def test_an_mcp_server_keeps_the_contract(mcp, promise, prompts):
     keeps(promise, mcp, {**GUESS, "prompts": prompts}, mcp_servers=SERVERS)
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+def test_an_mcp_server_of_a_process_keeps_the_contract(promise):
+    keeps(promise, "mcp:by_hand", GUESS, mcp_servers=SERVERS)
 
 
 def guess(*numbers):

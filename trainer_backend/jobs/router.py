@@ -1,0 +1,15 @@
+"""How the routes of the trainer are declared."""
+
+from functools import partial
+from operator import attrgetter
+
+from fastapi import APIRouter
+
+from service_kit.problems import problem_responses
+
+# The error statuses of routes.
+ERRORS = (400, 401, 403, 404, 408, 409, 413, 415, 422, 500, 503)
+# Clients that are generated name their functions by the id.
+Router = partial(
+    APIRouter, responses=problem_responses(ERRORS), generate_unique_id_function=attrgetter("name")
+)
