@@ -382,7 +382,7 @@ def gpu_curve_claims() -> Iterator[Claim]:
         yield Claim(FIGURES, f"by 26M parameters: score {when}", f"| {score} |")
         row = f"by 26M parameters: unique achievements {when}"
         yield Claim(FIGURES, row, f"| {_cells_of_unique(item)} |")
-        yield Claim(STUDIES, "the same on one H100, 53 s", f"{unique}; {item['crafter_score']:z.1f}")
+        yield Claim(STUDIES, "", f"{unique}; {item['crafter_score']:z.1f}")
     row = "**RL's part of whole games by 26M parameters**"
     yield Claim(FIGURES, row, f"{steps} in 20 iterations")
     yield Claim(FIGURES, row, f"| {moved['mean']:+z.2f} | {low} to {high} |")
@@ -390,7 +390,7 @@ def gpu_curve_claims() -> Iterator[Claim]:
     words = f"| {teacher['crafter_score']:z.1f} % | {_bounds('the teacher, 800 worlds of crafter_gpu')} |"
     yield Claim(FIGURES, "their teacher: score", words)
     yield Claim(FIGURES, "their teacher: unique", f"| {teacher['unique_achievements']:z.2f} |")
-    yield Claim(STUDIES, "the same on one H100, 53 s", gain)
+    yield Claim(STUDIES, "", gain)
     rows = curve["training"]
     decisions = statistics.fmean(item["decision/count"] for item in rows)
     uncertain = 1 - statistics.fmean(item["optim/certain_frac"] for item in rows)
@@ -400,7 +400,7 @@ def gpu_curve_claims() -> Iterator[Claim]:
     yield Claim(FIGURES, "H200: score after", f"| {other['crafter_score']:z.1f} % |")
     yield Claim(FIGURES, "H200: unique achievements after", f"| {_cells_of_unique(other)} |")
     words = f"{_unique(other)}; {other['crafter_score']:z.1f}"
-    yield Claim(STUDIES, "`small-26m` on one H200", words)
+    yield Claim(STUDIES, "", words)
 
 
 def _cells_of_unique(item: Mapping[str, float]) -> str:
