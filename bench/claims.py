@@ -109,9 +109,7 @@ def reward_mode_claims() -> Iterator[Claim]:
     arms = Arms("reward_modes", "unique_achievements")
     stepwise, off = arms.gain("decision_stepwise"), arms.gain("off")
     apart = arms.minus("decision_stepwise", "off")
-    words = f"{spread(apart)}, 95 % interval of the mean {interval_text(apart)}"
-    yield Claim(README, "gain from rewards for decisions", f"{spread(stepwise)} and {spread(off)}")
-    yield Claim(README, "gain from rewards for decisions", words)
+    yield Claim(README, "gain from rewards for decisions", interval_columns(apart))
     yield Claim(FIGURES, "**Rewards for decisions**", columns(stepwise))
     yield Claim(FIGURES, "**Outcome alone**", columns(off))
     yield Claim(FIGURES, "Rewards for decisions less outcome alone", interval_columns(apart))
@@ -120,7 +118,7 @@ def reward_mode_claims() -> Iterator[Claim]:
 def demo_claims() -> Iterator[Claim]:
     arms = Arms("demo", "unique_achievements")
     before, after, gain = arms.before("demo"), arms.after("demo"), arms.gain("demo")
-    yield Claim(README, "`make demo`: unique achievements", f"{spread(before)} → {spread(after)}")
+    yield Claim(README, "`make demo`: gain in unique achievements", columns(gain))
     yield Claim(FIGURES, "Unique achievements before RL |", columns(before))
     yield Claim(FIGURES, "Unique achievements after 46 iterations of RL", columns(after))
     yield Claim(FIGURES, "the same gain, median over the seeds", columns(gain))
@@ -164,10 +162,12 @@ def study_claims() -> Iterator[Claim]:
 
 def statelm_claims() -> Iterator[Claim]:
     arms = Arms("statelm", "outcome_reward")
-    before, after = spread(arms.before("editing")), spread(arms.after("editing"))
+    both = arms.before("editing"), arms.after("editing")
+    before, after = map(spread, both)
     without = spread(arms.before("no_editing")), spread(arms.after("no_editing"))
-    words = f"{before} → {after}; without editing {without[0]} → {without[1]}"
-    yield Claim(README, "documents that do not fit the window", words)
+    words = " → ".join(f"{statistics.median(values):z.2f}" for values in both)
+    text = f"| {words} | after: {min(both[1]):z.2f} to {max(both[1]):z.2f} |"
+    yield Claim(README, "documents that do not fit the window", text)
     words = f"from {before} to {after} with deletion, and goes from {without[0]} to {without[1]} without"
     yield Claim(DOCUMENTS, "", words)
     yield Claim(FIGURES, "**Documents larger than the window**", columns(arms.before("editing")))

@@ -31,7 +31,6 @@ PAGES = (README, FIGURES, STUDIES, TRUTH, DOCUMENTS, MIXTURE)
 MARK = "(no data committed)"
 # Rows of README: the row of docs/figures.md that they repeat, and the numbers that both hold.
 REPEATED = (
-    ("log-probs of sampled tokens, recomputed", "**Log-probs of sampled tokens**", ("2.5e-5",)),
     ("log-probs of sampled tokens, recomputed", "log-probs of sampled tokens with `tiny-0.8m`", ("4.5e-5",)),
 )
 

@@ -1,0 +1,26 @@
+"""The site's links: within the site they lead on, elsewhere they become words and a path."""
+
+from pathlib import Path
+
+import pytest
+
+from bench.site import ROOT, rewrite_links
+
+DOCS = ROOT / "docs"
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "text", "found"),
+    [
+        (ROOT, DOCS, "[credit](docs/credit.md#the-update)", "[credit](credit.md#the-update)"),
+        (DOCS, DOCS, "[it](../AGENTS.md)", "[it](agents.md)"),
+        (DOCS / "http", DOCS / "http", "[all](../http.md)", "[all](../http.md)"),
+        (DOCS, DOCS, "![c](../bench/results/mixture.png)", "![c](results/mixture.png)"),
+        (DOCS, DOCS, "[loops](../trainer_backend/train.py)", "loops (`trainer_backend/train.py`)"),
+        (DOCS, DOCS, "[`train.py`](../trainer_backend/train.py)", "`trainer_backend/train.py`"),
+        (DOCS, DOCS, "[lost](../nowhere.md)", "[lost](../nowhere.md)"),
+        (DOCS, DOCS, "```\n[x](../AGENTS.md)\n```", "```\n[x](../AGENTS.md)\n```"),
+    ],
+)
+def test_a_link_leads_on_or_becomes_a_path(source: Path, target: Path, text: str, found: str):
+    assert rewrite_links(text, source, target) == found
