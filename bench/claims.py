@@ -207,8 +207,8 @@ def mixture_claims() -> Iterator[Claim]:
         yield Claim(FIGURES, rows[1], interval_columns(mixture.minus(arm, "alone")))
     rows = {
         "alone": "| alone |",
-        "good": "| beside the teacher's clone |",
-        "bad": "| beside random weights |",
+        "good": "| with the teacher's clone |",
+        "bad": "| with random weights |",
     }
     for arm, row in rows.items():
         medians = [statistics.median(mixture.at(arm, index).values()) for index in range(5)]
