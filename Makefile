@@ -94,7 +94,7 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 
 site: $(VENV)/.ready ## docs/ as a site in build/site, strictly: a broken link or anchor fails
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --clean --quiet
 
 types: $(VENV)/.ready
 	$(BIN)/mypy

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs.yml: README, changelog and AGENTS.md as pages, and links that leave docs/.
+"""Hooks of mkdocs.yml: README, changelog, AGENTS.md and the HTTP reference as pages; links that leave docs/.
 
 The site has no repository to link to. A link to a file outside of docs/ becomes its text and its path; one
 whose file is missing stays, and the strict build refuses it.
@@ -10,6 +10,8 @@ from typing import Any
 
 from mkdocs.structure.files import File
 
+from bench.http_reference import DOCUMENTS, write_reference
+
 ROOT = Path(__file__).parents[1]
 # Pages from outside of docs/, by their place in the site.
 OUTSIDE = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "agents.md": "AGENTS.md"}
@@ -17,18 +19,20 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages from outside, and the pictures of bench/results."""
+    """Add the pages from outside, the pictures of bench/results, and the HTTP reference."""
     for name, source in OUTSIDE.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, name, content=rewrite_links(text, ROOT, ROOT / "docs")))
     for picture in sorted((ROOT / "bench/results").glob("*.png")):
         files.append(File.generated(config, f"results/{picture.name}", abs_src_path=str(picture)))
+    for name, describe in DOCUMENTS.items():
+        files.append(File.generated(config, f"reference-{name}.md", content=write_reference(describe())))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Rewrite the links of a page of docs/."""
-    if page.file.src_uri in OUTSIDE:
+    if page.file.generated_by is not None:
         return markdown
     folder = (ROOT / "docs" / page.file.src_uri).parent
     return rewrite_links(markdown, folder, folder)

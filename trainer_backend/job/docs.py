@@ -96,7 +96,8 @@ def _what_is_read() -> Iterator[str]:
     yield "## What is read with which name\n"
     yield (
         "`algorithm.gamma` belongs to the task, and is read in any case. A key that the chosen name does not "
-        "read is refused where it is set; a clip range and `training.learning_rate_final` may stand in any job."
+        "read is refused where it is set; a clip range and `training.learning_rate_final` may stand in any "
+        "job."
     )
     for board in READ_BY:
         yield f"\n`{board}`:\n"
