@@ -13,7 +13,7 @@ TEST_THREADS := GOMP_SPINCOUNT=0 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 # In the order of their names, in which the dearest files come first; xdist's own order puts files of few tests last.
 PYTEST := $(TEST_THREADS) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-fast test-kernel test-real-model test-families test-foreign test-compose test-clients gpu-wheels check fmt lint types size setup clean study-demo study-reward-modes study-credit study-truth study-ahead study-statelm study-dialogue study-starts study-mixture study-soak study-faults study-ray study-vllm study-broadcast study-ranks study-hosts study-scale bench
+.PHONY: help demo test test-fast test-kernel test-real-model test-families test-foreign test-compose test-clients gpu-wheels check fmt lint types site size setup clean study-demo study-reward-modes study-credit study-truth study-ahead study-statelm study-dialogue study-starts study-mixture study-soak study-faults study-ray study-vllm study-broadcast study-ranks study-hosts study-scale bench
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 24
@@ -86,12 +86,15 @@ test-compose: $(VENV)/.ready ## the stack of docker-compose.yml on a Docker host
 	TURNWISE_TEST_COMPOSE=1 $(BIN)/python -m pytest tests/compose
 
 # mypy takes the time in which tests wait for processes and answers.
-check: $(VENV)/.ready lint ## what CI runs: format, lint, types, tests
+check: $(VENV)/.ready lint site ## what CI runs: format, lint, the site, types, tests
 	$(MAKE) --jobs=2 types test
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+site: $(VENV)/.ready ## docs/ as a site in build/site, strictly: a broken link or anchor fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --clean --quiet
 
 types: $(VENV)/.ready
 	$(BIN)/mypy

@@ -47,6 +47,16 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
     return f"{middle:z.{digits}f} ({min(values):z.{digits}f} to {max(values):z.{digits}f})"
 
 
+def columns(values: Sequence[float], digits: int = 2) -> str:
+    """Figure and spread as two cells: median | least to greatest."""
+    return spread(values, digits).replace(" (", " | ").removesuffix(")")
+
+
+def interval_columns(values: Sequence[float]) -> str:
+    """Figure and spread as two cells: median | 95 % interval of the mean."""
+    return f"{statistics.median(values):z.2f} | 95 % {interval_text(values)} |"
+
+
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """95 % interval of the mean over runs, by Student's t."""
     mean, half = statistics.fmean(values), _T[len(values)] * statistics.stdev(values) / len(values) ** 0.5
@@ -99,30 +109,25 @@ def reward_mode_claims() -> Iterator[Claim]:
     arms = Arms("reward_modes", "unique_achievements")
     stepwise, off = arms.gain("decision_stepwise"), arms.gain("off")
     apart = arms.minus("decision_stepwise", "off")
-    words = f"{spread(apart)}, 95 % interval of the mean {interval_text(apart)}"
-    yield Claim(README, "gain from rewards for decisions", f"{spread(stepwise)} and {spread(off)}")
-    yield Claim(README, "gain from rewards for decisions", words)
-    yield Claim(FIGURES, "**Rewards for decisions**", spread(stepwise))
-    yield Claim(FIGURES, "**Outcome alone**", spread(off))
-    yield Claim(FIGURES, "Difference of the two, seed by seed", words)
+    yield Claim(README, "gain from rewards for decisions", interval_columns(apart))
+    yield Claim(FIGURES, "**Rewards for decisions**", columns(stepwise))
+    yield Claim(FIGURES, "**Outcome alone**", columns(off))
+    yield Claim(FIGURES, "Rewards for decisions less outcome alone", interval_columns(apart))
 
 
 def demo_claims() -> Iterator[Claim]:
     arms = Arms("demo", "unique_achievements")
     before, after, gain = arms.before("demo"), arms.after("demo"), arms.gain("demo")
-    yield Claim(README, "`make demo`: unique achievements", f"{spread(before)} → {spread(after)}")
-    row = "**Unique achievements on 128 held-out worlds"
-    yield Claim(
-        FIGURES, row, f"{spread(before)} before, {spread(after)} after 46 iterations; gain {spread(gain)}"
-    )
+    yield Claim(README, "`make demo`: gain in unique achievements", columns(gain))
+    yield Claim(FIGURES, "Unique achievements before RL |", columns(before))
+    yield Claim(FIGURES, "Unique achievements after 46 iterations of RL", columns(after))
+    yield Claim(FIGURES, "the same gain, median over the seeds", columns(gain))
+    yield Claim(FIGURES, "the same gain, worst seed", f"| {min(gain):.2f} |")
+    words = f"| {statistics.fmean(gain):.2f} | {min(gain):.2f} to {max(gain):.2f} |"
+    yield Claim(FIGURES, "**Gain by RL** in unique achievements, mean", words)
     found = arms.runs["demo"].values()
-    is_clear = all(run["last_minus_first"]["low"] > 0 for run in found)
-    yield Claim(
-        FIGURES, row, "world by world above 0 on each seed" if is_clear else "not above 0 on each seed"
-    )
-    yield Claim(
-        FIGURES, "**The demo's gain by RL**", f"| {statistics.fmean(gain):.2f}; {min(gain):.2f}. Before"
-    )
+    clear = sum(run["last_minus_first"]["low"] > 0 for run in found)
+    yield Claim(FIGURES, "Seeds whose gain is above 0", f"| {clear} of {len(found)} |")
     by_world = ", ".join(
         f"{one['mean']:+.2f} ({one['low']:.2f} to {one['high']:.2f})"
         for one in (run["last_minus_first"] for run in found)
@@ -133,65 +138,77 @@ def demo_claims() -> Iterator[Claim]:
 def credit_claims() -> Iterator[Claim]:
     arms = Arms("credit", "unique_achievements")
     decisions = statistics.fmean(arms.training("stepwise", "decisions"))
-    yield Claim(FIGURES, "**Five estimators**", f"about {round(decisions, -1):,.0f} decisions")
-    yield Claim(FIGURES, "**Five estimators**", f"from {statistics.median(arms.before('gae')):z.2f}")
-    rows = {
-        "gae": "**Five estimators**", "stepwise": "by `stepwise` on decision rewards",
-        "gigpo": "by `gigpo` on decision rewards", "branch": "by `branch` on decision rewards",
-    }  # fmt: skip
-    for arm, row in rows.items():
-        more = arms.minus(arm, "grpo")
-        words = f"{spread(arms.gain(arm))}; more than `grpo` by {spread(more)}"
-        yield Claim(FIGURES, row, f"{words}, 95 % {interval_text(more)}")
-    yield Claim(FIGURES, "by `grpo` on the outcome alone", spread(arms.gain("grpo")))
+    start = statistics.median(arms.before("gae"))
+    words = f"trained on about {round(decisions, -1):,.0f} decisions an iteration, from {start:z.2f} unique"
+    yield Claim(FIGURES, "", words)
+    for arm in ("gae", "stepwise", "gigpo", "branch"):
+        yield Claim(FIGURES, f"by `{arm}` on decision rewards", columns(arms.gain(arm)))
+        yield Claim(FIGURES, f"`{arm}` more than `grpo`", interval_columns(arms.minus(arm, "grpo")))
+    yield Claim(FIGURES, "by `grpo` on the outcome alone", columns(arms.gain("grpo")))
     steps = {arm: statistics.fmean(arms.training(arm, "steps")) for arm in arms.runs}
     others = [value for arm, value in steps.items() if arm != "branch"]
-    words = f"{steps['branch']:.1f} optimizer steps per iteration instead of"
-    yield Claim(FIGURES, "by `branch` on decision rewards", f"{words} {min(others):.1f} to {max(others):.1f}")
     played = statistics.fmean(arms.training("branch", "decisions"))
-    yield Claim(FIGURES, "by `branch` on decision rewards", f"of {round(played, -2):,.0f} decisions")
+    words = f"of {round(played, -2):,.0f} decisions in {steps['branch']:.1f} optimizer steps per iteration"
+    yield Claim(FIGURES, "", f"{words} instead of {min(others):.1f} to {max(others):.1f}")
 
 
 def study_claims() -> Iterator[Claim]:
     """Documents, dialogues, mixtures, collecting ahead."""
-    statelm = Arms("statelm", "outcome_reward")
-    before, after = spread(statelm.before("editing")), spread(statelm.after("editing"))
-    without = spread(statelm.before("no_editing")), spread(statelm.after("no_editing"))
-    words = f"{before} → {after}; without editing {without[0]} → {without[1]}"
-    yield Claim(README, "documents that do not fit the window", words)
-    yield Claim(FIGURES, "**Documents that do not fit", f"{before} before, {after} after")
+    yield from statelm_claims()
+    yield from dialogue_claims()
+    yield from mixture_claims()
+    yield from ahead_claims()
+
+
+def statelm_claims() -> Iterator[Claim]:
+    arms = Arms("statelm", "outcome_reward")
+    both = arms.before("editing"), arms.after("editing")
+    before, after = map(spread, both)
+    without = spread(arms.before("no_editing")), spread(arms.after("no_editing"))
+    words = " → ".join(f"{statistics.median(values):z.2f}" for values in both)
+    text = f"| {words} | after: {min(both[1]):z.2f} to {max(both[1]):z.2f} |"
+    yield Claim(README, "documents that do not fit the window", text)
     words = f"from {before} to {after} with deletion, and goes from {without[0]} to {without[1]} without"
     yield Claim(DOCUMENTS, "", words)
-    more = spread(statelm.minus("editing", "no_editing"))
-    words = f"{without[0]} before, {without[1]} after. Difference after RL, seed by seed: {more}"
-    yield Claim(FIGURES, "The same, the model may not delete", words)
-    dialogue = Arms("dialogue", "outcome_reward")
-    words = f"gain {spread(dialogue.gain('turn_scores'))}, to {spread(dialogue.after('turn_scores'))}"
-    yield Claim(FIGURES, "**Short sums in dialogue**", words)
-    words = f"gain {spread(dialogue.gain('outcome'))}; {spread(dialogue.gain('outcome_stepwise'))}"
-    yield Claim(FIGURES, "The same, outcome alone, with `grpo`", words)
-    gains = [
-        [mine - theirs for mine, theirs in zip(dialogue.gain("turn_scores"), dialogue.gain(arm), strict=True)]
-        for arm in ("outcome", "outcome_stepwise")
-    ]
-    bounds = " and ".join(interval_text(one).partition(",")[0] for one in gains)
-    words = f"gain {' and '.join(map(spread, gains))} more, 95 % intervals of the mean {bounds}"
-    yield Claim(FIGURES, "The same, outcome alone, with `grpo`", words)
-    editing = zip(statelm.gain("editing"), statelm.gain("no_editing"), strict=True)
-    more_gain = [mine - theirs for mine, theirs in editing]
-    words = f"difference of the gains: {spread(more_gain)}, 95 % {interval_text(more_gain)}"
-    yield Claim(FIGURES, "The same, the model may not delete", words)
+    yield Claim(FIGURES, "**Documents larger than the window**", columns(arms.before("editing")))
+    yield Claim(FIGURES, "the model may delete, after RL", columns(arms.after("editing")))
+    yield Claim(FIGURES, "the model may not delete, before RL", columns(arms.before("no_editing")))
+    yield Claim(FIGURES, "the model may not delete, after RL", columns(arms.after("no_editing")))
+    row = "with deletion less without, after RL"
+    yield Claim(FIGURES, row, columns(arms.minus("editing", "no_editing")))
+    row = "with deletion less without, gains"
+    yield Claim(FIGURES, row, interval_columns(gain_apart(arms, "editing", "no_editing")))
+
+
+def gain_apart(arms: Arms, arm: str, other: str) -> list[float]:
+    """Differences of two arms' gains, seed by seed."""
+    return [mine - theirs for mine, theirs in zip(arms.gain(arm), arms.gain(other), strict=True)]
+
+
+def dialogue_claims() -> Iterator[Claim]:
+    arms = Arms("dialogue", "outcome_reward")
+    yield Claim(FIGURES, "**Short sums in dialogue**", columns(arms.gain("turn_scores")))
+    yield Claim(FIGURES, "right answers after RL |", columns(arms.after("turn_scores")))
+    for arm, name in (("outcome", "grpo"), ("outcome_stepwise", "stepwise")):
+        yield Claim(FIGURES, f"dialogue, outcome alone with `{name}`", columns(arms.gain(arm)))
+        row = f"dialogue, gain of scores less gain of the outcome with `{name}`"
+        yield Claim(FIGURES, row, interval_columns(gain_apart(arms, "turn_scores", arm)))
+
+
+def mixture_claims() -> Iterator[Claim]:
     mixture = Arms("mixture", "unique_achievements")
-    yield Claim(FIGURES, "**A mixture**", f"from {spread(mixture.before('alone'))}")
-    yield Claim(FIGURES, "**A mixture**", spread(mixture.after("alone")))
-    for arm, row in {"good": "beside a clone of the teacher", "bad": "beside a policy of random"}.items():
-        more = mixture.minus(arm, "alone")
-        words = f"{spread(mixture.after(arm))}; more than alone by {spread(more)}, 95 % interval of the mean "
-        yield Claim(FIGURES, row, words + interval_text(more))
+    yield Claim(FIGURES, "**A mixture**", columns(mixture.before("alone")))
+    yield Claim(FIGURES, "the actor alone, after", columns(mixture.after("alone")))
+    for arm, rows in {
+        "good": ("with a clone of the teacher", "with the clone less alone"),
+        "bad": ("with a policy of random weights", "with random weights less alone"),
+    }.items():
+        yield Claim(FIGURES, rows[0], columns(mixture.after(arm)))
+        yield Claim(FIGURES, rows[1], interval_columns(mixture.minus(arm, "alone")))
     rows = {
         "alone": "| alone |",
-        "good": "| beside the teacher's clone |",
-        "bad": "| beside random weights |",
+        "good": "| with the teacher's clone |",
+        "bad": "| with random weights |",
     }
     for arm, row in rows.items():
         medians = [statistics.median(mixture.at(arm, index).values()) for index in range(5)]
@@ -201,26 +218,32 @@ def study_claims() -> Iterator[Claim]:
     words = f"{spread(more).removesuffix(')')}; 95 % interval of the mean"
     yield Claim(MIXTURE, "", f"{words} {interval_text(more).partition(',')[0]})")
     yield Claim(MIXTURE, "", f"{spread(mixture.minus('bad', 'alone'))} ahead at the end")
+
+
+def ahead_claims() -> Iterator[Claim]:
     ahead = Arms("ahead", "unique_achievements")
-    late, early = ahead.minus("processes", "turns"), ahead.minus("processes", "turns", 1)
-    words = f"{spread(ahead.after('processes'))} against {spread(ahead.after('turns'))}: {spread(late)}, 95 %"
-    row = "**Learning of the demo one iteration ahead**"
-    yield Claim(FIGURES, row, f"{words} interval of the mean {interval_text(late)}")
-    yield Claim(FIGURES, row, f"ahead by {spread(early)}")
+    yield Claim(FIGURES, "**One iteration ahead**", interval_columns(ahead.minus("processes", "turns")))
+    row = "one iteration ahead less taking turns, after 12"
+    yield Claim(FIGURES, row, columns(ahead.minus("processes", "turns", 1)))
+    yield Claim(FIGURES, "one iteration ahead, after 24", columns(ahead.after("processes")))
+    yield Claim(FIGURES, "taking turns, after 24", columns(ahead.after("turns")))
     seconds = ahead.iteration_s("processes"), ahead.iteration_s("turns")
     shares = [mine / other for mine, other in zip(*seconds, strict=True)]
-    yield Claim(FIGURES, row, f"x{statistics.median(shares):z.2f}")
-    words = f"x{spread(shares)}: {spread(seconds[0], 1)} against {spread(seconds[1], 1)}"
-    yield Claim(FIGURES, "**The demo in processes**", words)
+    yield Claim(FIGURES, "**The demo in processes**", f"x{columns(shares)}")
+    yield Claim(FIGURES, "seconds of that iteration, one iteration ahead", columns(seconds[0], 1))
+    yield Claim(FIGURES, "seconds of that iteration, taking turns", columns(seconds[1], 1))
 
 
 def captured_claims() -> Iterator[Claim]:
     agents = {item["agent"]: item for item in data("captured_agents")}
-    order = [agents[name] for name in ("smolagents", "litellm", "openai_agents")]
-    scores = "; ".join(f"{item['score_before']:z.2f} to {item['score_after']:z.2f}" for item in order)
-    apart = f"log-probs within {_short(max(item['logprob_difference'] for item in order))}"
-    drifted = "no drifted token" if not any(item["drifted_tokens"] for item in order) else "drifted tokens"
-    yield Claim(FIGURES, "**Agents that others wrote", f"score {scores}; {drifted}, {apart}")
+    rows = {"smolagents": "score of smolagents", "litellm": "score of litellm"}
+    for name, row in (rows | {"openai_agents": "score of openai-agents"}).items():
+        words = f"| {agents[name]['score_before']:z.2f} → {agents[name]['score_after']:z.2f} |"
+        yield Claim(FIGURES, row, words)
+    most = max(item["logprob_difference"] for item in agents.values())
+    yield Claim(FIGURES, "captured agents: largest difference", f"| {_short(most)} |")
+    drifted = sum(item["drifted_tokens"] for item in agents.values())
+    yield Claim(FIGURES, "captured agents: drifted tokens", f"| {drifted or 'none'} |")
 
 
 def _short(value: float, digits: int = 1) -> str:
@@ -230,22 +253,25 @@ def _short(value: float, digits: int = 1) -> str:
 
 def cost_claims() -> Iterator[Claim]:
     """Tokens of an iteration, and idle sessions."""
-    tokens = data("segment_cost")["a token"]
-    most, tenth = tokens["nearly all sampled"], tokens["a tenth sampled"]
-
-    def cost(of: Mapping[str, float]) -> str:
-        return f"{of['held']:.0f} bytes; {of['sent']:z.1f}; {of['read']:z.2f} µs"
-
-    plain = f"{most['plain held']:.0f} bytes; {most['plain sent']:.0f} and {tenth['plain sent']:.0f}"
-    row = "**A token of an iteration in a learner's process**"
-    yield Claim(FIGURES, row, f"{cost(most)}. {cost(tenth)}. In tuples and JSON: {plain}")
-    yield Claim(FIGURES, row, f"{most['plain read']:z.2f} and {tenth['plain read']:z.2f} µs")
-    words = [f"{of['batch']:z.2f} µs and {of['rows']:.0f} byte" for of in (most, tenth)]
-    yield Claim(FIGURES, "The same, before a step and without forward passes", f"{words[0]}s; {words[1]}")
+    most, tenth = (
+        data("segment_cost")["a token"][name] for name in ("nearly all sampled", "a tenth sampled")
+    )
+    for row, words in {
+        "nearly all sampled: memory": f"{most['held']:.0f} bytes",
+        "the same token: bytes": f"{most['sent']:z.1f}",
+        "the same token: CPU time": f"{most['read']:z.2f} µs",
+        "a tenth is sampled: memory": f"{tenth['held']:.0f} bytes",
+        "a token in tuples and JSON": f"{most['plain held']:.0f} bytes",
+        "a token in JSON: bytes": f"{most['plain sent']:.0f}",
+        "a token in JSON: CPU time": f"{most['plain read']:z.2f} µs",
+        "a token before a step": f"{most['batch']:z.2f} µs",
+        "memory of log-probs and weights": f"{most['rows']:.0f} bytes",
+    }.items():
+        yield Claim(FIGURES, row, f"| {words} |")
     idle = data("idle_sessions")
-    load = idle["load"]
-    words = f"{idle['kb_per_session']:.0f} kB; {load['p50_ms']:z.1f} ms and {load['p99_ms']:z.1f} ms"
-    yield Claim(FIGURES, "**1,000 idle Crafter sessions**", words)
+    yield Claim(FIGURES, "**1,000 idle Crafter sessions**", f"| {idle['kb_per_session']:.0f} kB |")
+    for row, name in (("16 clients, median", "p50_ms"), ("1,000 idle sessions, 99th", "p99_ms")):
+        yield Claim(FIGURES, row, f"| {idle['load'][name]:z.1f} ms |")
 
 
 def cells(card: str, kind: str, shape: str, **has: Any) -> list[Mapping[str, Any]]:
@@ -258,66 +284,89 @@ def cells(card: str, kind: str, shape: str, **has: Any) -> list[Mapping[str, Any
     return found
 
 
+def both_cards(row: str, words: Sequence[str]) -> Iterator[Claim]:
+    """A row of the table of GPUs: a cell for the H100, and one for the H200."""
+    yield Claim(FIGURES, row, f"| {' | '.join(words)} |")
+
+
 def gpu_claims() -> Iterator[Claim]:
     """Decode, prefill and update."""
-    row = "**Decode**, 4B shape"
-    for card in ("H100", "H200"):
-        for item in cells(card, "decode", "4b", rows=64, context=1024):
-            yield Claim(FIGURES, row, f"{item['tokens_per_s']:,.0f}")
-            yield Claim(FIGURES, row, f"{100 * item['share_of_limit']:z.1f}")
-        shares = [
-            cells(card, "decode", "4b", rows=rows, context=context)[0]["share_of_limit"]
-            for rows, context in ((16, 1024), (64, 288), (1, 288))
-        ]
-        words = "; ".join(f"{100 * share:.0f} %" for share in shares)
-        yield Claim(FIGURES, "the same, 16 rows of 1k; 64 rows of 288", words)
-        small = cells(card, "decode", "0.6b", rows=16, context=1024)[0]
-        words = f"{small['tokens_per_s']:,.0f}; {100 * small['share_of_limit']:z.1f} %"
-        yield Claim(FIGURES, "**Decode**, 0.6B shape", words)
-        mfu = cells(card, "prefill", "4b", rows=64, context=1024)[0]["mfu"]
-        yield Claim(FIGURES, "**Prefill**, 4B shape", f"{100 * mfu:.0f} %")
-    yield Claim(FIGURES, "**Update**, 4B shape", _update(cells("H200", "update", "4b")[0]))
-    for item in cells("H100", "update", "0.6b"):
-        yield Claim(FIGURES, "**Update**, 0.6B shape", f"{spread(item['seconds'][1:], 3)}")
-        yield Claim(FIGURES, "**Update**, 0.6B shape", f"{100 * item['mfu']:z.1f}")
-        yield Claim(FIGURES, "**Update of the 0.6B shape on a GPU**", f"{100 * item['mfu']:z.1f}")
-    (item,) = cells("H200", "update", "0.6b")
-    yield Claim(FIGURES, "**Update**, 0.6B shape", f"{item['seconds']:.3f} (")
-    yield Claim(FIGURES, "**Update**, 0.6B shape", f"{100 * item['mfu']:z.1f} %")
-    yield Claim(FIGURES, "**Update of the 0.6B shape on a GPU**", f"{100 * item['mfu']:z.1f} %")
+    both = ("H100", "H200")
+    wide = [cells(card, "decode", "4b", rows=64, context=1024)[0] for card in both]
+    words = [f"{100 * item['share_of_limit']:z.1f} %" for item in wide]
+    yield from both_cards("**Decode, 4B shape**", words)
+    row = "decode, 4B shape, 64 rows of 1k tokens: tokens"
+    yield from both_cards(row, [f"{item['tokens_per_s']:,.0f}" for item in wide])
+    for row, rows, context in (
+        ("16 rows of 1k tokens: share", 16, 1024), ("64 rows of 288", 64, 288), ("one row of 288", 1, 288),
+    ):  # fmt: skip
+        found = [cells(card, "decode", "4b", rows=rows, context=context)[0] for card in both]
+        words = [f"{100 * item['share_of_limit']:.0f} %" for item in found]
+        yield from both_cards(f"decode, 4B shape, {row}", words)
+    small = [cells(card, "decode", "0.6b", rows=16, context=1024)[0] for card in both]
+    words = [f"{100 * item['share_of_limit']:z.1f} %" for item in small]
+    yield from both_cards("**Decode, 0.6B shape**", words)
+    row = "decode, 0.6B shape: tokens a second"
+    yield from both_cards(row, [f"{item['tokens_per_s']:,.0f}" for item in small])
+    prefill = [cells(card, "prefill", "4b", rows=64, context=1024)[0]["mfu"] for card in both]
+    yield from both_cards("**Prefill, 4B shape**", [f"{100 * mfu:.0f} %" for mfu in prefill])
+    yield from update_claims()
 
 
-def _update(item: Mapping[str, Any]) -> str:
+def update_claims() -> Iterator[Claim]:
     """Seconds of the updates but the first, which compiles; and their share of the card's speed."""
-    return f"{spread(item['seconds'][1:], 3)}; {100 * item['mfu']:z.1f} %"
+
+    def seconds(item: Mapping[str, Any]) -> str:
+        return spread(item["seconds"][1:], 3)
+
+    large = cells("H200", "update", "4b")[0]
+    row = "**Update of the 4B shape**"
+    yield from both_cards(row, ["not measured", f"{100 * large['mfu']:z.1f} %"])
+    yield from both_cards("update of the 4B shape: seconds", ["not measured", seconds(large)])
+    first, second = cells("H100", "update", "0.6b")
+    (other,) = cells("H200", "update", "0.6b")
+    row = "**Update of the 0.6B shape**"
+    yield from both_cards(row, [f"{100 * item['mfu']:z.1f} %" for item in (first, other)])
+    yield Claim(FIGURES, "on another H100: MFU of the update", f"| {100 * second['mfu']:z.1f} %")
+    row = "| update of the 0.6B shape: seconds"
+    yield Claim(FIGURES, row, f"| {seconds(first)} | {other['seconds']:.3f} (")
+    yield Claim(FIGURES, "on another H100: seconds", f"| {seconds(second)} |")
 
 
 def agreement_claims() -> Iterator[Claim]:
     """Log-probs and gradients on GPUs."""
-    row = "**Log-probs and gradients by kernels**"
-    for card, shapes in (("H100", ("0.6b",)), ("H200", ("0.6b", "4b"))):
-        parts = []
-        for what in ("log-probs", "gradients"):
-            items = [cells(card, "attention", shape, what=what)[0] for shape in shapes]
-            sides = [" and ".join(_short(item[side]) for item in items) for side in ("packed", "masked")]
-            parts.append(f"{sides[0]} ({sides[1]})")
-        yield Claim(FIGURES, row, "; ".join(parts))
-    for card in ("H100", "H200"):
-        exact = [cells(card, "agreement", shape, precision="torch.float32")[0] for shape in ("0.6b", "4b")]
-        low = [cells(card, "agreement", shape, precision="torch.bfloat16")[0] for shape in ("0.6b", "4b")]
-        words = f"{_short(exact[0]['most'])} and {_short(exact[1]['most'])}; {_short(low[0]['rms'])}"
-        yield Claim(FIGURES, "**Learner against engine**", words)
-        missed = "**Learner against engine in bfloat16, 4B shape**"
-        yield Claim(FIGURES, missed, _short(low[0]["rms"]))
-        yield Claim(FIGURES, missed, _short(low[1]["rms"]))
+    both, shapes = ("H100", "H200"), {"0.6b": "0.6B", "4b": "4B"}
+    for what in ("log-probs", "gradients"):
+        small = [cells(card, "attention", "0.6b", what=what)[0] for card in both]
+        large = cells("H200", "attention", "4b", what=what)[0]
+        rows = f"**{what.capitalize()} by kernels**", f"{what} by torch's operators under a mask, 0.6B"
+        for row, side in zip(rows, ("packed", "masked"), strict=True):
+            yield from both_cards(row, [_short(item[side]) for item in small])
+        for row, side in (
+            (f"{what} by kernels, 4B", "packed"),
+            (f"{what} by torch's operators, 4B", "masked"),
+        ):
+            yield Claim(FIGURES, row, f"| | {_short(large[side])} |")
+    for shape, name in shapes.items():
+        exact, low = (
+            [cells(card, "agreement", shape, precision=f"torch.{kind}")[0] for card in both]
+            for kind in ("float32", "bfloat16")
+        )
+        row = f"earner against engine in float32, {name} shape"
+        yield from both_cards(row, [_short(item["most"]) for item in exact])
+        row = f"earner against engine in bfloat16, {name} shape"
+        yield from both_cards(row, [_short(item["rms"]) for item in low])
     (lora,) = cells("H200", "lora", "4b")
     total, held = sum(lora["needs"].values()) - lora["needs"].get("checkpoint", 0), lora["needs"]["cache"]
-    yield Claim(
-        FIGURES, "**LoRA of rank 32**", f"{total / 2**30:.0f} GiB, {held / 2**30:.0f} of them the cache"
-    )
+    yield Claim(FIGURES, "**LoRA of rank 32**", f"| {total / 2**30:.0f} GiB |")
+    yield Claim(FIGURES, "LoRA of rank 32: part", f"| {held / 2**30:.0f} GiB |")
     (row_of,) = (item["row"] for item in cells("H100", "iteration", "0.6b"))
-    seconds = [row_of[f"time/{stage}_s"] for stage in ("collect", "update", "checkpoint")]
-    yield Claim(FIGURES, "**One iteration of `crafter_online`**", "; ".join(f"{one:z.1f}" for one in seconds))
+    for words, stage in (
+        ("**One iteration of `crafter_online`**", "collect"),
+        ("`crafter_online`: seconds to update", "update"),
+        ("`crafter_online`: seconds to write", "checkpoint"),
+    ):
+        yield Claim(FIGURES, words, f"| {row_of[f'time/{stage}_s']:z.1f} |")
 
 
 def gpu_curve_claims() -> Iterator[Claim]:
@@ -325,38 +374,37 @@ def gpu_curve_claims() -> Iterator[Claim]:
     curve = data("gpu_curve")
     first, last = curve["evaluations"][0], curve["evaluations"][-1]
     moved = curve["gains_world_by_world"][str(last["iteration"])]
-    gain = f"{moved['mean']:+z.2f} ({moved['low']:z.2f} to {moved['high']:+z.2f})"
+    low, high = f"{moved['low']:z.2f}", f"{moved['high']:+z.2f}"
+    gain = f"{moved['mean']:+z.2f} ({low} to {high})"
     steps = f"{sum(row['optim/steps'] for row in curve['training']):.0f} steps"
-    row = "**Whole games of Crafter by 26M parameters"
-    for item in (first, last):
+    for item, when in ((first, "after imitation"), (last, "after RL")):
         score, unique = f"{item['crafter_score']:z.1f} %", _unique(item)
-        yield Claim(FIGURES, row, score)
-        yield Claim(FIGURES, row, unique)
-        yield Claim(STUDIES, "the same on one H100, 53 s", f"{unique}; {item['crafter_score']:z.1f}")
-    yield Claim(FIGURES, row, gain)
+        yield Claim(FIGURES, f"by 26M parameters: score {when}", f"| {score} |")
+        row = f"by 26M parameters: unique achievements {when}"
+        yield Claim(FIGURES, row, f"| {_cells_of_unique(item)} |")
+        yield Claim(STUDIES, "", f"{unique}; {item['crafter_score']:z.1f}")
+    row = "**RL's part of whole games by 26M parameters**"
+    yield Claim(FIGURES, row, f"{steps} in 20 iterations")
+    yield Claim(FIGURES, row, f"| {moved['mean']:+z.2f} | {low} to {high} |")
     teacher = curve["teacher"][0]
-    words = f"{teacher['crafter_score']:z.1f} %", f"{teacher['unique_achievements']:z.2f}"
-    yield Claim(
-        FIGURES,
-        row,
-        f"Its teacher: {words[0]} ({_bounds('the teacher, 800 worlds of crafter_gpu')}), {words[1]}",
-    )
-    yield Claim(FIGURES, "**RL's part of whole games by 26M", f"{gain} unique achievements by {steps}")
-    yield Claim(STUDIES, "the same on one H100, 53 s", gain)
+    words = f"| {teacher['crafter_score']:z.1f} % | {_bounds('the teacher, 800 worlds of crafter_gpu')} |"
+    yield Claim(FIGURES, "their teacher: score", words)
+    yield Claim(FIGURES, "their teacher: unique", f"| {teacher['unique_achievements']:z.2f} |")
+    yield Claim(STUDIES, "", gain)
     rows = curve["training"]
     decisions = statistics.fmean(item["decision/count"] for item in rows)
     uncertain = 1 - statistics.fmean(item["optim/certain_frac"] for item in rows)
-    words = (
-        f"Of {round(decisions, -3):,.0f} decisions some {round(decisions * uncertain, -3):,.0f} are uncertain"
-    )
-    yield Claim(
-        FIGURES, "**RL's part of whole games by 26M", f"{words} ({100 * uncertain:.0f} % of the tokens)"
-    )
+    words = f"Of {round(decisions, -3):,.0f} decisions some {round(decisions * uncertain, -3):,.0f} are"
+    yield Claim(FIGURES, "", f"{words} uncertain ({100 * uncertain:.0f} % of the tokens)")
     other = data("gpu_curve_h200")["evaluations"][0]
-    yield Claim(FIGURES, row, f"{other['crafter_score']:z.1f} %")
-    yield Claim(FIGURES, row, _unique(other))
+    yield Claim(FIGURES, "H200: score after", f"| {other['crafter_score']:z.1f} % |")
+    yield Claim(FIGURES, "H200: unique achievements after", f"| {_cells_of_unique(other)} |")
     words = f"{_unique(other)}; {other['crafter_score']:z.1f}"
-    yield Claim(STUDIES, "`small-26m` on one H200", words)
+    yield Claim(STUDIES, "", words)
+
+
+def _cells_of_unique(item: Mapping[str, float]) -> str:
+    return _unique(item).replace(" (", " | ").removesuffix(")")
 
 
 def _unique(item: Mapping[str, float]) -> str:
@@ -366,44 +414,46 @@ def _unique(item: Mapping[str, float]) -> str:
 
 def coverage_claims() -> Iterator[Claim]:
     """How often intervals contain the Crafter score."""
-    real, drawn = [("from scratch", "demo", "strong"), ("drawn",)]
-    shapes = ((50, 2), (32, 1), (64, 1), (256, 1))
-
-    def shares(kinds: tuple[str, ...], method: str, shape: tuple[int, int] = (100, 1)) -> list[float]:
-        return [
-            cell[method]["coverage"]
-            for cell in data("score_coverage")["coverage"]
-            if cell["population"].startswith(kinds) and (cell["worlds"], cell["plays"]) == shape
-        ]
-
-    def ranges(kinds: tuple[str, ...], method: str) -> str:
-        return "; ".join(_range(shares(kinds, method, shape)) for shape in shapes)
-
-    for method in ("interval", "delta"):
-        kinds = [", ".join(f"{share:.2f}" for share in shares((kind,), method)) for kind in real]
-        yield Claim(FIGURES, "**100 games that scripts played**", f"| {'; '.join(kinds)} |")
-        yield Claim(FIGURES, "two in each of 50 worlds; 32 games; 64; 256 |", f"| {ranges(real, method)} |")
-        yield Claim(FIGURES, "**100 games with drawn rates**", f"| {_range(shares(drawn, method))} |")
-        yield Claim(
-            FIGURES, "two in each of 50 worlds; 32 games; 64; 256. The", f"| {ranges(drawn, method)} |"
-        )
-        words = f"{_range(shares(('beyond',), method))}; {ranges(('beyond',), method)} |"
-        yield Claim(FIGURES, "**Beyond its limits**", words)
-    for name, words in (
-        ("random play, 400 held-out worlds", "95 % {}"), ("the teacher, 800 worlds of crafter_gpu", "{}"),
-    ):  # fmt: skip
+    scripts, kinds = ("from scratch", "demo", "strong"), {
+        "drawn rates": ("drawn",), "beyond the limits": ("beyond",),
+    }  # fmt: skip
+    shapes = {
+        "100": (100, 1), "two in each of 50 worlds": (50, 2), "32": (32, 1), "64": (64, 1), "256": (256, 1),
+    }  # fmt: skip
+    for population, kind in zip(
+        ("scripts from scratch,", "scripts as the demo,", "strong scripts,"), scripts, strict=True
+    ):
+        yield _coverage(population, (kind,), (100, 1))
+    for games, shape in shapes.items():
+        if games != "100":
+            yield _coverage(f"| all these scripts | {games} |", scripts, shape)
+        for population, kind_of in kinds.items():
+            yield _coverage(f"| {population} | {games} |", kind_of, shape)
+    for name, row in (
+        ("random play, 400 held-out worlds", "**Score of random play**"),
+        ("the teacher, 800 worlds of crafter_gpu", "**Score of the teacher**"),
+    ):
         score = data("score_coverage")["evaluations"][name]["mean"]
-        text = f"{score:.1f} % ({words.format(_bounds(name))})"
-        yield Claim(FIGURES, "**Scripts on whole games**", text)
-    cells = data("score_coverage")["coverage"]
+        yield Claim(FIGURES, row, f"| {score:.1f} % | 95 % {_bounds(name)} |")
     widths = [
         cell["interval"]["relative_width"]
-        for cell in cells
+        for cell in data("score_coverage")["coverage"]
         if (cell["worlds"], cell["plays"]) == (100, 1) and not cell["population"].startswith("beyond")
     ]
     narrow, wide = [w for w in widths if w < 1.8], [w for w in widths if w >= 1.8]
-    words = f"x{min(narrow):.1f} to x{max(narrow):.1f}; x{min(wide):.1f} to x{max(wide):.1f}"
-    yield Claim(FIGURES, "**Width** at 100 games", words)
+    yield Claim(FIGURES, "**Width** of the interval", f"| x{min(narrow):.1f} to x{max(narrow):.1f} |")
+    yield Claim(FIGURES, "its width where six or more", f"| x{min(wide):.1f} to x{max(wide):.1f} |")
+
+
+def _coverage(row: str, kinds: tuple[str, ...], shape: tuple[int, int]) -> Claim:
+    """Cells of the interval and of the delta method: least to greatest over the populations."""
+    found = [
+        cell
+        for cell in data("score_coverage")["coverage"]
+        if cell["population"].startswith(kinds) and (cell["worlds"], cell["plays"]) == shape
+    ]
+    ranges = (_range([cell[method]["coverage"] for cell in found]) for method in ("interval", "delta"))
+    return Claim(FIGURES, row, f"| {' | '.join(ranges)} |")
 
 
 def _range(values: Sequence[float]) -> str:
@@ -424,25 +474,40 @@ def recovery(study: str, kind: str) -> tuple[float, float]:
 
 
 def fault_claims() -> Iterator[Claim]:
-    counts = data("faults")["counts"]
+    counts, jobs = data("faults")["counts"], data("faults")["jobs"].values()
     kills = sum(counts[f"{kind}_killed"] for kind in ("service", "job", "task_app", "database"))
-    wrong = any(job["wrong"] for job in data("faults")["jobs"].values())
+    wrong = "some" if any(job["wrong"] for job in jobs) else "none"
     yield Claim(README, "random kills of service, job, task app", f"{kills} random kills")
-    yield Claim(README, "random kills of service, job, task app", "some" if wrong else "none")
+    yield Claim(README, "random kills of service, job, task app", wrong)
     yield Claim(FIGURES, "**Kills**: 20 short jobs", f"killed {kills} times")
-    parts = [recovery("faults", kind) for kind in ("service", "job", "task_app")]
-    words = [f"{middle:z.1f} s ({longest:z.1f})" for middle, longest in parts]
-    words[0] = words[0].replace("(", "(longest ")
-    yield Claim(FIGURES, "From a kill to the first new rollout: service", f"median {'; '.join(words)}")
+    yield Claim(FIGURES, "**Kills**: 20 short jobs", f"| {wrong} |")
+    rows = {
+        "service": "to the first new rollout after a kill of the service",
+        "job": "| seconds after a kill of the job",
+        "task_app": "seconds after a kill of the task app",
+    }
+    for kind, row in rows.items():
+        middle, longest = recovery("faults", kind)
+        yield Claim(FIGURES, row, f"| {middle:z.1f} | longest {longest:z.1f} |")
+    yield from process_fault_claims()
+
+
+def process_fault_claims() -> Iterator[Claim]:
     counts = data("faults_processes")["counts"]
     kinds = ("service", "job", "task_app", "database", "learner", "gateway")
-    row = "**Kills of a job in processes**"
-    yield Claim(FIGURES, row, f"killed {sum(counts[f'{kind}_killed'] for kind in kinds)} times")
-    yield Claim(FIGURES, row, f"{counts['kept']} rollouts")
-    parts = [recovery("faults_processes", kind) for kind in ("gateway", "learner", "service", "job")]
-    rest = "; ".join(f"{middle:.0f} s (longest {longest:.0f})" for middle, longest in parts[1:])
-    words_of_first = f"median {parts[0][0]:z.1f} s (longest {parts[0][1]:.0f})"
-    yield Claim(FIGURES, "There, from a kill to the first new rollout", f"{words_of_first}; {rest}")
+    killed = sum(counts[f"{kind}_killed"] for kind in kinds)
+    yield Claim(FIGURES, "**Kills of a job in processes**", f"killed {killed} times")
+    yield Claim(FIGURES, "there, rollouts in flight at a kill", f"| {counts['kept']} |")
+    rows = {
+        "gateway": "after a kill of a gateway",
+        "learner": "there, seconds after a kill of the learner",
+        "service": "there, seconds after a kill of the service",
+        "job": "there, seconds after a kill of the job",
+    }
+    for kind, row in rows.items():
+        middle, longest = recovery("faults_processes", kind)
+        digits = 1 if kind == "gateway" else 0
+        yield Claim(FIGURES, row, f"| {middle:.{digits}f} | longest {longest:.0f} |")
 
 
 def rank_claims() -> Iterator[Claim]:
@@ -451,62 +516,61 @@ def rank_claims() -> Iterator[Claim]:
     gradient = max(part["gradient"] for found in ranks for part in found.values() if "gradient" in part)
     update = max(found["update"]["update"] for found in ranks)
     resumed = max(found["resume"]["weights"] for found in ranks)
-    row = "**A learner of 2 and of 3 ranks**"
-    for value in (gradient, update, resumed):
-        yield Claim(FIGURES, row, f"{_short(value)} (limit")
+    for row, value in (
+        ("**A learner of 2 and of 3 ranks**", gradient), ("ranks' weights after three passes", update),
+        ("ranks' weights when resumed", resumed),
+    ):  # fmt: skip
+        yield Claim(FIGURES, row, f"| {_short(value)} |")
     faults = data("ranks")["faults"]
-    killed = spread([item["others_s"] for item in faults["killed"]])
-    still = max(item["others_s"] for item in faults["stands still"])
-    middle = statistics.median(item["others_s"] for item in faults["stands still"])
-    yield Claim(
-        FIGURES,
-        "a rank is killed: until the others have ended",
-        killed.replace(" (", " s (").removesuffix(")"),
-    )
-    yield Claim(FIGURES, "a rank is killed: until the others have ended", f"{middle:z.1f} s (")
-    assert still < 10, "the limit of the row"
+    killed = columns([item["others_s"] for item in faults["killed"]])
+    yield Claim(FIGURES, "a rank is killed: seconds", f"| {killed} |")
+    still = [item["others_s"] for item in faults["stands still"]]
+    yield Claim(FIGURES, "a rank stands still", f"| {statistics.median(still):z.1f} |")
+    assert max(still) < 10, "the limit of the row"
     ray = data("ray")
-    goes_on = ray["goes_on_s"]
-    words = f"{statistics.median(goes_on):.0f} s ({min(goes_on):z.1f} to {max(goes_on):z.1f};"
-    yield Claim(FIGURES, "There, from the kill to the next update", f"median {words}")
-    yield Claim(FIGURES, "There, from the kill to the next update", _short(ray["first_update_on_two_nodes"]))
-    yield Claim(FIGURES, "**Two Ray nodes, one killed**", f"; {ray['rollouts_lost']}")
+    seconds = ray["goes_on_s"]
+    words = f"| {statistics.median(seconds):.0f} | {min(seconds):z.1f} to {max(seconds):z.1f} |"
+    yield Claim(FIGURES, "Ray: seconds from the kill", words)
+    yield Claim(FIGURES, "Ray: a learner on two nodes", f"| {_short(ray['first_update_on_two_nodes'])} |")
+    yield Claim(FIGURES, "**Two Ray nodes, one killed**", f"| {ray['rollouts_lost']} |")
 
 
 def server_claims() -> Iterator[Claim]:
     """vLLM servers, weights sent to them, and the soak."""
-    vllm, sent = data("vllm"), data("broadcast")
+    vllm, sent, counts = data("vllm"), data("broadcast"), data("soak")["counts"]
     row = "**vLLM servers of a run on a CPU**"
-    yield Claim(FIGURES, row, f"{vllm['job']['decisions']} decisions and of {_requests(vllm)} requests")
-    most = max(way["logprob_max"] for way in _ways(vllm))
-    yield Claim(FIGURES, row, f"{vllm['job']['logprob_max']:.0e} and {most:.0e}".replace("e-0", "e-"))
+    yield Claim(FIGURES, row, f"of {vllm['job']['decisions']} decisions")
+    yield Claim(FIGURES, row, f"| {_short(vllm['job']['logprob_max'], 0)} |")
+    row = "vLLM: log-probs of"
+    yield Claim(FIGURES, row, f"of {_requests(vllm)} requests")
+    yield Claim(FIGURES, row, f"| {_short(max(way['logprob_max'] for way in _ways(vllm)), 0)} |")
     lost = sum(way["requests_lost"] for way in _ways(vllm))
-    words = f"{lost}; {vllm['job']['rollouts_lost']}; {vllm['job']['decisions_of_old_weights']}"
-    yield Claim(FIGURES, "Requests lost at 6 swaps in flight", words)
+    yield Claim(FIGURES, "vLLM: requests lost", f"| {lost} |")
+    yield Claim(FIGURES, "vLLM: rollouts lost", f"| {vllm['job']['rollouts_lost']} |")
+    yield Claim(FIGURES, "vLLM: decisions of old", f"| {vllm['job']['decisions_of_old_weights']} |")
     adapters = vllm["adapters"]
-    words = f"{adapters['publish_bytes'] / 1e3:.0f} kB against {adapters['merged_bytes'] / 1e3:,.0f} kB"
-    yield Claim(FIGURES, "**Adapters merged by the server**", f"{adapters['decisions']} decisions")
     row = "**Adapters merged by the server**"
-    yield Claim(FIGURES, row, f"{_short(adapters['logprob_max'], 0)} at most; {words}")
+    yield Claim(FIGURES, row, f"{adapters['decisions']} decisions")
+    yield Claim(FIGURES, row, f"| {_short(adapters['logprob_max'], 0)} |")
+    yield Claim(FIGURES, "adapters, rank 2", f"| {adapters['publish_bytes'] / 1e3:.0f} kB |")
+    yield Claim(FIGURES, "publish of the merged model", f"| {adapters['merged_bytes'] / 1e3:,.0f} kB |")
     row = "**Weights sent to vLLM servers by the learner**"
     yield Claim(FIGURES, row, f"{sent['job']['decisions']:,} decisions and of {_requests(sent)} requests")
     most = max([sent["job"]["logprob_max"], *(way["logprob_max"] for way in _ways(sent))])
-    yield Claim(FIGURES, row, f"{_short(most, 0)} at most")
-    publish, amid = sent["publish"], sent["swap"]["killed_amid_a_pass"]
-    yield Claim(FIGURES, "A server killed amid a pass", f"{amid['seconds']:z.1f} s")
-    for label, name, digits in (
-        ("A publish of 445 MiB", "seconds", 1),
-        ("Main memory", "learner_extra_mib", 0),
+    yield Claim(FIGURES, row, f"| {_short(most, 0)} |")
+    yield Claim(FIGURES, "weights sent: decisions of old", f"| {sent['job']['decisions_of_old_weights']} |")
+    yield Claim(FIGURES, "weights sent: rollouts lost", f"| {sent['job']['rollouts_lost']} |")
+    amid = sent["swap"]["killed_amid_a_pass"]
+    yield Claim(FIGURES, "a server killed amid a pass", f"| {amid['seconds']:z.1f} |")
+    for row, way, name, digits in (
+        ("a publish of 445 MiB", "broadcast", "seconds", 1),
+        ("same publish by folder", "folder", "seconds", 1),
+        ("learner's memory more", "broadcast", "learner_extra_mib", 0),
+        ("learner's memory during", "folder", "learner_extra_mib", 0),
     ):
-        ways = [publish[way][name] for way in ("broadcast", "folder")]
-        unit = "s" if name == "seconds" else "MiB"
-        parts = [
-            f"{way['median']:z.{digits}f} {unit} ({way['least']:z.{digits}f} to {way['most']:z.{digits}f})"
-            for way in ways
-        ]
-        yield Claim(FIGURES, label, f"median {'; '.join(parts)}")
-    soak = data("soak")
-    counts = soak["counts"]
+        one = sent["publish"][way][name]
+        cut = [f"{one[key]:z.{digits}f}" for key in ("median", "least", "most")]
+        yield Claim(FIGURES, row, f"| {cut[0]} | {cut[1]} to {cut[2]} |")
     words = f"{counts['clients_killed']} clients and {counts['app_killed']} task apps killed"
     yield Claim(FIGURES, "**Ten minutes of load with kills**", words)
 
@@ -520,43 +584,52 @@ def _requests(found: Mapping[str, Any]) -> int:
 
 
 def truth_claims() -> Iterator[Claim]:
-    """The row of docs/figures.md about the measurement's own noise."""
-    row = "**The truth of stored decisions**"
+    """The measurement's own noise, and what was played for it."""
 
-    def of(setting: str, figure: str) -> list[float]:
+    def noise(setting: str, figure: str) -> list[float]:
         return [seed["noise"][figure] for seed in data("truth")[setting]["seeds"].values()]
 
     def pairs(setting: str) -> int:
         """That bring the standard error to 0.3 of the spread: it falls with their root."""
-        return math.ceil(16 * (statistics.median(of(setting, "ratio")) / 0.3) ** 2)
+        return math.ceil(16 * (statistics.median(noise(setting, "ratio")) / 0.3) ** 2)
 
-    def played(setting: str) -> str:
-        noise = (seed["noise"] for seed in data("truth")[setting]["seeds"].values())
-        return spread([item["played"] / item["decisions"] for item in noise], 0)
-
-    for setting, words in (
-        ("crafter", "five seeds: {} of the spread"), ("one_action", "With one action a decision {}"),
-        ("sokoban", "Sokoban: {}"), ("rooms", "A corridor with a key: {}"), ("whole", "three seeds: {}"),
-    ):  # fmt: skip
-        yield Claim(FIGURES, row, words.format(spread(of(setting, "ratio"))))
-    yield Claim(FIGURES, row, f"about {pairs('crafter')} pairs")
-    yield Claim(FIGURES, row, f"with about {pairs('one_action')}.")
-    yield Claim(FIGURES, row, f"{played('crafter')} and {played('one_action')} decisions")
-    yield Claim(FIGURES, row, f"{played('whole')} decisions for each")
+    for setting, row in {
+        "crafter": "**Noise of the truth**",
+        "one_action": "noise, the demo with one",
+        "sokoban": "noise, Sokoban",
+        "rooms": "noise, a corridor",
+        "whole": "noise, whole games",
+    }.items():
+        yield Claim(FIGURES, row, f"| {columns(noise(setting, 'ratio'))} |")
+    row = "pairs that would bring the noise to 0.3, "
+    yield Claim(FIGURES, f"{row}the demo", f"| {pairs('crafter')} |")
+    yield Claim(FIGURES, f"{row}one action", f"| {pairs('one_action')} |")
+    for setting, words in {
+        "crafter": "the demo", "one_action": "one action", "whole": "whole games",
+    }.items():  # fmt: skip
+        sums = zip(noise(setting, "played"), noise(setting, "decisions"), strict=True)
+        played = [one / decisions for one, decisions in sums]
+        row = f"decisions played for each measured one, {words}"
+        yield Claim(FIGURES, row, f"| {columns(played, 0)} |")
 
 
 def shared_prefix_claims() -> Iterator[Claim]:
     """Shared beginnings that an update computes once."""
-    row, cases = "**Shared beginnings computed once**", data("shared_prefix")["cases"]
-    times = {}
-    for name, case in cases.items():
+    cases, times = data("shared_prefix")["cases"], {}
+    rows = (
+        ("**Shared beginnings computed once**", "the same by `trl`'s GRPOTrainer, against sharing"),
+        ("shared beginnings, full text, a shape", "the same shape by `trl`'s"),
+        ("shared beginnings, dialogues", ""), ("shared beginnings, the demo", ""),
+    )  # fmt: skip
+    for (name, case), (row, other) in zip(cases.items(), rows, strict=True):
         least = {side: min(case[f"{side}_s"]) for side in ("plain", "shared", "trl") if case[f"{side}_s"]}
         times[name] = f"x{least['plain'] / least['shared']:.2f}"
-        yield Claim(FIGURES, row, times[name])
+        yield Claim(FIGURES, row, f"| {times[name]} |")
         if "trl" in least:
-            yield Claim(FIGURES, row, f"x{least['trl'] / least['shared']:.1f}")
+            yield Claim(FIGURES, other, f"| x{least['trl'] / least['shared']:.1f} |")
     gradients = [case["gradient"] for case in cases.values()]
-    yield Claim(FIGURES, row, f"{min(gradients):.1e} to {max(gradients):.1e}")
+    words = f"| {max(gradients):.1e} | {min(gradients):.1e} to {max(gradients):.1e} |"
+    yield Claim(FIGURES, "shared beginnings, difference of the gradient", words)
     yield Claim(README, "an update on Crafter's full text", times["full text, tiny-0.8m"])
 
 

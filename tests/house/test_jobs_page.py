@@ -1,4 +1,4 @@
-"""The commands of docs/jobs.md, sent as they stand, section by section, to a service whose jobs are played.
+"""The commands of docs/operations.md about jobs, sent as they stand, to a service whose jobs are played.
 
 The answers are those that the page shows, and every operation of /openapi.json has a request.
 """
@@ -21,10 +21,11 @@ from trainer_backend.jobs.exposition import OF_EVALUATIONS, OF_ITERATIONS
 from trainer_backend.jobs.exposition import page as exposition
 from trainer_backend.store.database import StoreError
 
-PAGE = (Path(__file__).parents[2] / "docs/jobs.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/operations.md").read_text(encoding="utf-8")
+CHAPTER = PAGE.split("\n## Jobs over HTTP\n")[1].split("\n## ")[0]
 KEY = "choose-one"
 READER = Reader("localhost:8100", {"X-API-Key": KEY, "Content-Type": "application/toml"})
-SECTIONS = {part.splitlines()[0]: part for part in PAGE.split("\n## ")[1:]}
+SECTIONS = {part.splitlines()[0]: part for part in CHAPTER.split("\n### ")[1:]}
 
 
 def allowed() -> dict[str, tuple[str, ...]]:
@@ -77,7 +78,7 @@ def plain(text: str) -> str:
 
 def test_every_operation_has_a_request_and_a_line_of_the_table():
     sent = [one for text in SECTIONS.values() for one in READER.commands(text)]
-    table = PAGE.split("\n## ")[0]
+    table = CHAPTER.split("\n### ")[0]
     for method, path in (label.split() for label, _ in openapi().operations()):
         fitting = [one for one in sent if one.asks(method, path)]
         assert any(one.shown is not None or one.method == "DELETE" for one in fitting), f"{method} {path}"
@@ -98,7 +99,7 @@ async def test_every_metric_of_the_service_is_named(served):
 
 def test_every_known_name_is_in_the_table():
     for name, ours in (*OF_ITERATIONS.items(), *OF_EVALUATIONS.items()):
-        assert f"| `{name}` | `{ours}` |" in PAGE
+        assert f"| `{name}` | `{ours}` |" in CHAPTER
 
 
 def test_every_code_of_the_api_is_named():

@@ -31,24 +31,24 @@ _HEAD = """\
 
 Made by `python -m trainer_backend.job.docs > docs/configuration.md`; do not edit by hand.
 
-`turnwise check JOB.toml` prints what a job changes, and with `--all` every key with its default filled in;
-`--set table.key=value` overrides a key.
-An unknown key is an error with a suggestion. Only `[model]` is required. Without `[warmup]` there is no
-warm-up, without `[data]` the environment makes its own worlds, and without `[rollout_only]` the actor samples
-everything; several fixed policies are several `[[rollout_only]]`. The task app checks `env_config` and
-`policy_config`. The step-reward switches (`step_rewards_*`, `event_rewards_kind`) are also read from
-`[training.rewards]` and `[rollout]`; two different values for one of them in a file are an error.
-
-Several files are merged key by key; an empty table inside a table removes what is below it (`--set
-model.chat_template_kwargs={}`). `--set 'warmup={}'` removes a table of the job, as if no file gave it: there
-is then no warm-up; `--set 'training.kl_coef={}'` removes a key, which then has its default. A later file
-overrides an earlier one, and `--set` overrides all files; a reward switch overrides the same switch in every
-place. Where a later file or `--set` makes a choice
-(estimator, loss, critic, aggregation, schedule), keys of earlier files that it does not read are left out,
-with a warning; in one file they are errors. A relative path (`model.path`,
-`rollout_only.model_path`, `inference.vllm_python`, the paths of `[services]` and `[data]`) starts at
-the folder of its file if something is there; otherwise, as with `--set`, it starts at the working directory.
-A run stores absolute paths. `job.runs_dir` always starts at the working directory.
+- **Look up**: `turnwise check JOB.toml` prints what a job changes, and with `--all` every key with its
+  default filled in. An unknown key is an error with a suggestion.
+- **Required** is `[model]` alone. Without `[warmup]` there is no warm-up, without `[data]` the environment
+  makes its own worlds, without `[rollout_only]` the actor samples everything; several fixed policies are
+  several `[[rollout_only]]`. The task app checks `env_config` and `policy_config`.
+- **Override**: `--set table.key=value`. Several files are merged key by key; a later file overrides an
+  earlier one, and `--set` all of them.
+- **Remove**: an empty table inside a table removes what is below it (`--set
+  model.chat_template_kwargs={}`). `--set 'warmup={}'` removes a table of the job, `--set
+  'training.kl_coef={}'` a key, which then has its default.
+- **Choices**: where a later file or `--set` chooses another estimator, loss, critic, aggregation or
+  schedule, keys of earlier files that it does not read are left out with a warning; in one file they are
+  errors.
+- **Reward switches** (`step_rewards_*`, `event_rewards_kind`) are also read from `[training.rewards]` and
+  `[rollout]`; two different values in a file are an error, and an override counts in every place.
+- **Paths** (`model.path`, `rollout_only.model_path`, `inference.vllm_python`, those of `[services]` and
+  `[data]`) start at the folder of their file if something is there; otherwise, as with `--set`, at the
+  working directory, as `job.runs_dir` always does. A run stores absolute paths.
 """
 
 
@@ -80,13 +80,14 @@ def _lines() -> Iterator[str]:
 def _other_systems() -> Iterator[str]:
     yield "\n## Names of other systems\n"
     yield (
-        "An error about one of these names, in a file or in `--set`, suggests the key in the second column. "
+        "An error about one of these names, in a file or in `--set`, suggests the key in the first column. "
         "A name is recognised at the end of a longer one: `rollout.n` is also `actor_rollout_ref.rollout.n`. "
         "Keys that are called the same here are not listed."
     )
-    for system, names in SYSTEMS.items():
-        yield f"\n| {system} | here |\n|---|---|"
-        yield from (f"| `{name}` | {ours} |" for name, ours in names.items())
+    yield f"\n| here | {' | '.join(SYSTEMS)} |\n|---|{'---|' * len(SYSTEMS)}"
+    for here in dict.fromkeys(ours for names in SYSTEMS.values() for ours in names.values()):
+        cells = (quoted([name for name, ours in names.items() if ours == here]) for names in SYSTEMS.values())
+        yield f"| {here} | {' | '.join(cells)} |"
     yield "\nNo key stands for these, and an error says why:\n"
     yield from (f"- `{name}`: {why}" for name, why in NEEDLESS.items())
 
@@ -94,8 +95,9 @@ def _other_systems() -> Iterator[str]:
 def _what_is_read() -> Iterator[str]:
     yield "## What is read with which name\n"
     yield (
-        "Beside `algorithm.gamma`, which belongs to the task. A key that the chosen name does not read is "
-        "refused where it is set; a clip range and `training.learning_rate_final` may stand in any job."
+        "`algorithm.gamma` belongs to the task, and is read in any case. A key that the chosen name does not "
+        "read is refused where it is set; a clip range and `training.learning_rate_final` may stand in any "
+        "job."
     )
     for board in READ_BY:
         yield f"\n`{board}`:\n"

@@ -67,8 +67,8 @@ def test_every_job_of_configs_can_be_posted(tmp_path, url):
         # One with keys of task apps that it starts itself does so, whatever the service has.
         of_its_own = own.services.task_apps > 1 or own.multi_turn.interaction_config_path is not None
         assert found.services.task_url == (() if of_its_own or not url else (url,)), path
-    # They name a model that has to be trained or fetched first; docs/jobs.md says so.
-    page = Path("docs/jobs.md").read_text()
+    # They name a model that has to be trained or fetched first; docs/operations.md says so.
+    page = Path("docs/operations.md").read_text()
     assert refused.keys() == {"crafter_mixture.toml", "crafter_online.toml", "qwen35_lora.toml"}
     assert all(name in page and "outside of what posted jobs may read" in refused[name] for name in refused)
 
