@@ -1,5 +1,6 @@
 """Kernels of what lies between a decoder's products on a CPU, in float32, built by the machine's compiler.
 
+    product     x w' of few tokens, which reads the weights as they lie
     rms_norm    x / sqrt(mean(x^2) + eps) * weight                                  rows [T, W]
     rotary      norm of each head, if any, and rotation of its halves by position   heads [T, S, D]
     swiglu      silu(gate) * up                                                     rows [T, 2 M]
@@ -33,11 +34,17 @@ log = structlog.get_logger(__name__)
 
 # The numbers of a head at most, as in the source.
 _WIDEST_HEAD = 256
+# Of fewer inputs, adding up the sums of a vector's lanes costs more than it saves; of more tokens, so does
+# reading the weights more than once.
+_LEAST_INPUTS, _MOST_TOKENS = 320, 128
+# What the product adds or computes at a time.
+_COLUMNS = 8
 
 
 # What the functions take: p a pointer, i and n whole numbers of 64 and 32 bits, f a float.
 _KINDS: Any = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "n": ctypes.c_int, "f": ctypes.c_float}
 _ARGUMENTS = {
+    "product": "pipiiipinn",
     "rms_norm": "pppfiippn",
     "rms_norm_backward": "ppppfiippn",
     "rotary": "piiiiippfppppn",
@@ -116,7 +123,39 @@ class CpuKernels:
             function.argtypes, function.restype = [_KINDS[kind] for kind in kinds], None
         for name in ("path_forward", "path_backward"):
             getattr(library, name).restype = ctypes.c_int
+        library.lanes_of_a_vector.restype = ctypes.c_int64
+        self._lanes: int = library.lanes_of_a_vector()
         self._of: Any = library
+
+    def multiplies(self, tokens: int, weight_OI: Tensor) -> bool:
+        """Whether `product` is there for these tokens and this weight, and faster than torch's."""
+        outputs, inputs = weight_OI.shape
+        return (
+            0 < tokens <= _MOST_TOKENS
+            and self._lanes >= _COLUMNS <= outputs
+            and inputs >= _LEAST_INPUTS
+            and inputs % self._lanes == 0
+        )
+
+    def product(self, input_TI: Tensor, weight_OI: Tensor) -> Tensor:
+        """[T, O] x w', where it `multiplies`. A number does not depend on the other tokens."""
+        out_TO = input_TI.new_empty((len(input_TI), len(weight_OI)))
+        self._multiply(input_TI, weight_OI, out_TO, adds=False)
+        return out_TO
+
+    def add_product(self, input_TI: Tensor, weight_OI: Tensor, *, to_TO: Tensor) -> None:
+        """Add x w', where it `multiplies`."""
+        if len(weight_OI) % _COLUMNS:
+            to_TO.add_(self.product(input_TI, weight_OI))
+        else:
+            self._multiply(input_TI, weight_OI, to_TO, adds=True)
+
+    def _multiply(self, input_TI: Tensor, weight_OI: Tensor, out_TO: Tensor, *, adds: bool) -> None:
+        input_TI = input_TI if input_TI.stride(1) == 1 else input_TI.contiguous()
+        self._of.product(
+            _at(input_TI), input_TI.stride(0), _at(weight_OI.contiguous()), len(input_TI), *weight_OI.shape,
+            _at(out_TO), out_TO.stride(0), adds, torch.get_num_threads(),
+        )  # fmt: skip
 
     def rms_norm(
         self, states_TW: Tensor, added_TW: Tensor | None, weight_W: Tensor, eps: float, *, sums_TW: Tensor,
