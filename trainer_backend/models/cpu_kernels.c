@@ -25,6 +25,7 @@ typedef int64_t whole;
 #define TOGETHER 4
 #define ROWS 1
 #endif
+#define TWO (ROWS > 2 ? 2 : ROWS)
 typedef float lanes __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int32_t places __attribute__((vector_size(LANES * 4)));
 
@@ -147,7 +148,7 @@ static void columns_of(const struct product *of, whole first) {
             int lines = missing ? most : 0;
             missing -= lines;
             if (of->tokens - t >= ROWS) TILES(ROWS)
-            else if (ROWS == 3 && of->tokens - t == 2) TILES(2 % (ROWS + 1))
+            else if (ROWS == 3 && of->tokens - t == 2) TILES(TWO)
             else TILES(1)
         }
     }
@@ -301,8 +302,10 @@ void store(const float *k, whole k_stride, const float *v, whole v_stride, whole
         }
 }
 
-/* [queries, some] products of queries with keys; where `some` are no whole COLUMNS, the last ones overlap. */
-INLINE void scores(const float *query, int queries, const float *keys, whole some, whole size, float *out) {
+/* [queries, some] products of queries with keys; where `some` are no whole COLUMNS, the last ones overlap. The
+   values of these keys are fetched meanwhile. */
+INLINE void scores(const float *query, int queries, const float *keys, const float *values, whole some,
+                   whole size, float *out) {
     if (size % LANES || some < COLUMNS) {
         for (int i = 0; i < queries; i++)
             for (whole j = 0; j < some; j++) out[i * BLOCK + j] = dot(query + i * size, keys + j * size, size);
@@ -310,49 +313,72 @@ INLINE void scores(const float *query, int queries, const float *keys, whole som
     }
     for (whole first = 0; first < some; first += COLUMNS) {
         whole j = first + COLUMNS <= some ? first : some - COLUMNS;
-        dots(query, size, keys + j * size, size, size, out + j, BLOCK, queries, 0, 0, 0);
+        const float *ahead = values + j * size;
+        dots(query, size, keys + j * size, size, size, out + j, BLOCK, queries, ahead, COLUMNS, 0);
     }
 }
 
-/* Add to [queries, size] values, weighed. */
-INLINE void mix(const float *share, int queries, const float *values, whole some, whole size, float *mixed) {
-    whole d = 0;
-    for (; d + 2 * LANES <= size; d += 2 * LANES) {
-        lanes sums[ROWS][2];
+/* Of a block's scores their exponentials over that of the highest so far, which is returned. */
+INLINE float softened(float *score, whole some, float highest, float *sum) {
+    float most[LANES], added = 0.0f;
+    for (int n = 0; n < LANES; n++) most[n] = highest;
+    for (whole j = some; j % LANES; j++) score[j] = -INFINITY;
+    for (whole j = 0; j < some; j += LANES)
+        for (int n = 0; n < LANES; n++) most[n] = score[j + n] > most[n] ? score[j + n] : most[n];
+    for (int n = 0; n < LANES; n++) highest = most[n] > highest ? most[n] : highest;
+    for (whole j = 0; j < some; j++) score[j] = power_of_e(score[j] - highest);
+    for (whole j = 0; j < some; j++) added += score[j];
+    *sum = added;
+    return highest;
+}
+
+/* Add to [queries, size] values, weighed; `wide` vectors at a time. Keys from `next` on are fetched meanwhile. */
+INLINE whole mixed_by(const float *share, int queries, const float *values, whole some, whole size, whole d,
+                      int wide, const float *next, float *mixed) {
+    for (; d + wide * LANES <= size; d += wide * LANES) {
+        lanes sums[ROWS][4];
         for (int i = 0; i < queries; i++)
-            for (int n = 0; n < 2; n++) sums[i][n] = *(lanes *)(mixed + i * size + d + n * LANES);
-        for (whole j = 0; j < some; j++)
-            for (int n = 0; n < 2; n++) {
+            for (int n = 0; n < wide; n++) sums[i][n] = *(lanes *)(mixed + i * size + d + n * LANES);
+        for (whole j = 0; j < some; j++) {
+            lanes weight[ROWS];
+            for (int i = 0; i < queries; i++) weight[i] = share[i * BLOCK + j] - (lanes){0};
+            for (int n = 0; n < wide; n++) {
                 lanes of_v = *(const lanes *)(values + j * size + d + n * LANES);
-                for (int i = 0; i < queries; i++) sums[i][n] += share[i * BLOCK + j] * of_v;
+                __builtin_prefetch(next + j * size + d + n * LANES, 0, 2);
+                for (int i = 0; i < queries; i++) sums[i][n] += weight[i] * of_v;
             }
+        }
         for (int i = 0; i < queries; i++)
-            for (int n = 0; n < 2; n++) *(lanes *)(mixed + i * size + d + n * LANES) = sums[i][n];
+            for (int n = 0; n < wide; n++) *(lanes *)(mixed + i * size + d + n * LANES) = sums[i][n];
     }
+    return d;
+}
+
+INLINE void mix(const float *share, int queries, const float *values, whole some, whole size, const float *next,
+                float *mixed) {
+    whole d = mixed_by(share, queries, values, some, size, 0, 4, next, mixed);
+    d = mixed_by(share, queries, values, some, size, d, 1, next, mixed);
     for (whole j = 0; d < size && j < some; j++)
         for (int i = 0; i < queries; i++)
             for (whole e = d; e < size; e++) mixed[i * size + e] += share[i * BLOCK + j] * values[j * size + e];
 }
 
-/* Adjacent queries over `count` keys, in blocks whose softmax is joined as it comes. */
-INLINE void attend_some(const float *q, int queries, const float *keys, const float *values, whole count,
-                        float scale, whole size, float *out, float *lse) {
+/* Adjacent queries over `count` keys, in blocks whose softmax is joined as it comes; then come the keys `next`. */
+INLINE void attend_some(const float *q, int queries, const float *keys, const float *values, const float *next,
+                        whole count, float scale, whole size, float *out, float *lse) {
     float highest[ROWS], sum[ROWS], mixed[ROWS * WIDEST], share[ROWS * BLOCK], query[ROWS * WIDEST];
     for (whole d = 0; d < queries * size; d++) mixed[d] = 0.0f, query[d] = q[d] * scale;
     for (int i = 0; i < queries; i++) highest[i] = -INFINITY, sum[i] = 0.0f;
     for (whole first = 0; first < count; first += BLOCK, keys += BLOCK * size, values += BLOCK * size) {
         whole some = count - first < BLOCK ? count - first : BLOCK;
-        scores(query, queries, keys, some, size, share);
+        scores(query, queries, keys, values, some, size, share);
         for (int i = 0; i < queries; i++) {
-            float *own = share + i * BLOCK, most = highest[i], added = 0.0f;
-            for (whole j = 0; j < some; j++) most = own[j] > most ? own[j] : most;
+            float added, most = softened(share + i * BLOCK, some, highest[i], &added);
             float kept = power_of_e(highest[i] - most);
             for (whole d = 0; d < size; d++) mixed[i * size + d] *= kept;
-            for (whole j = 0; j < some; j++) own[j] = power_of_e(own[j] - most);
-            for (whole j = 0; j < some; j++) added += own[j];
             highest[i] = most, sum[i] = sum[i] * kept + added;
         }
-        mix(share, queries, values, some, size, mixed);
+        mix(share, queries, values, some, size, some < BLOCK ? next : keys + BLOCK * size, mixed);
     }
     for (int i = 0; i < queries; i++) {
         for (whole d = 0; d < size; d++) out[i * size + d] = mixed[i * size + d] / sum[i];
@@ -361,15 +387,15 @@ INLINE void attend_some(const float *q, int queries, const float *keys, const fl
 }
 
 /* The queries of one key-value head, some together. */
-INLINE void attend_head(const float *q, whole times, const float *keys, const float *values, whole count,
-                        float scale, whole size, float *out, float *lse) {
+INLINE void attend_head(const float *q, whole times, const float *keys, const float *values, const float *next,
+                        whole count, float scale, whole size, float *out, float *lse) {
     whole h = 0;
     for (; h + ROWS <= times; h += ROWS)
-        attend_some(q + h * size, ROWS, keys, values, count, scale, size, out + h * size, lse + h);
+        attend_some(q + h * size, ROWS, keys, values, next, count, scale, size, out + h * size, lse + h);
     if (ROWS == 3 && h + 2 == times)
-        attend_some(q + h * size, 2 % (ROWS + 1), keys, values, count, scale, size, out + h * size, lse + h);
+        attend_some(q + h * size, TWO, keys, values, next, count, scale, size, out + h * size, lse + h);
     else if (h < times)
-        attend_some(q + h * size, 1, keys, values, count, scale, size, out + h * size, lse + h);
+        attend_some(q + h * size, 1, keys, values, next, count, scale, size, out + h * size, lse + h);
 }
 
 /* Each token over its row's keys up to its own column. */
@@ -380,14 +406,11 @@ void attend(const float *q, whole stride, const float *keys, const float *values
 #pragma omp parallel for schedule(dynamic, 8) num_threads(threads) if (threads > 1)
     for (whole t = 0; t < tokens; t++)
         for (whole h = 0; h < kv_heads; h++) {
-            whole row = head[t * kv_heads + h], count = column[t] + 1;
-            const float *query = q + t * stride + h * times * size;
-            const float *k = keys + row * key_room * size, *v = values + row * value_room * size;
-            float *to = out + (t * heads + h * times) * size, *sum = lse + t * heads + h * times;
-            if (size == 32) attend_head(query, times, k, v, count, scale, 32, to, sum);
-            else if (size == 64) attend_head(query, times, k, v, count, scale, 64, to, sum);
-            else if (size == 128) attend_head(query, times, k, v, count, scale, 128, to, sum);
-            else attend_head(query, times, k, v, count, scale, size, to, sum);
+            whole at = t * kv_heads + h, behind = at + 1 < tokens * kv_heads ? at + 1 : at;
+            const float *k = keys + head[at] * key_room * size, *v = values + head[at] * value_room * size;
+            const float *next = keys + head[behind] * key_room * size;
+            attend_head(q + t * stride + h * times * size, times, k, v, next, column[t] + 1, scale, size,
+                        out + at * times * size, lse + at * times);
         }
 }
 
