@@ -97,7 +97,10 @@ INLINE void dots(const float *x, whole x_stride, const float *w, whole w_stride,
     lanes sums[ROWS][COLUMNS] = {0};
     for (whole k = 0; k < inputs; k += LANES) {
         lanes of_x[ROWS];
-        for (int n = 0; n < lines; n++) __builtin_prefetch(ahead + n * w_stride + k, 0, 2);
+        for (int n = 0; n < lines; n++) {
+            if (lines > 1) __builtin_prefetch(ahead + n * w_stride + k, 0, 3); /* a few tokens leave room there */
+            else __builtin_prefetch(ahead + n * w_stride + k, 0, 2);
+        }
         for (int i = 0; i < rows; i++) of_x[i] = *(const lanes *)(x + i * x_stride + k);
         for (int n = 0; n < COLUMNS; n++) {
             lanes of_w = *(const lanes *)(w + n * w_stride + k);

@@ -9,8 +9,8 @@
     path_*      the same over a row of tries in depth-first order, and its gradients
 
 In a model of under a million parameters, starting torch's operators and what they leave in between take more
-time than the products. In larger ones it is torch's products of few tokens, which take up to 1.7 times as long
-as these. The sums' order differs from torch's, and nothing else: numbers agree to 1e-6.
+time than the products. In larger ones it is torch's products of few tokens, which take up to 1.7 times as
+long as these. The sums' order differs from torch's, and nothing else: numbers agree to 1e-6.
 
 The source is `cpu_kernels.c`. It is compiled in some seconds, into `~/.cache/turnwise`. Threads are those of
 torch's own pool. Sources: as `models.kernels`.
