@@ -1,6 +1,7 @@
 """Generation on one thread: the engine beside what `transformers` offers, and what reused prefixes save.
 
     python -m bench.generation_speed [--preset tiny-0.3m] [--repeats 5] [--full-text]
+    python -m bench.generation_speed --folder MODEL [--vllm-python VENV/bin/python] [--repeats 5]
 
 1. Decisions as in the Crafter demo: prompts of 35 to 60 tokens, 6 new ones, 64 callers.
 2. Reuse: a conversation of 10 turns, 8 siblings of one prompt, with and without kept prefixes.
@@ -9,6 +10,9 @@
 4. Decisions of Crafter's full text, played by the demo's job with that text: prompts of 580 to 700 tokens,
    of which all share 461, 8 new ones, 16 and 64 callers. The engine whose rows share these against the same
    engine whose rows hold a copy each. --full-text: this alone.
+5. --folder, alone: the batch of 3 by a larger model, such as SmolLM2-135M (tests/contract/test_real_model.py
+   makes its folder), against `generate` and vLLM (docs/vllm.md installs it), in float32 on one thread each.
+   `decoding` is what 64 new tokens take more than one.
 
 Beside the engine stands the same engine where `transformers` makes its forward passes, as it does for models
 that our decoder does not know. The exit code says whether the engine reaches TARGETS.
@@ -19,12 +23,17 @@ turn, median and range over the turns: on a busy machine the clock says little.
 
 import asyncio
 import copy
+import json
 import operator
 import random
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +47,7 @@ from trainer_backend.inference.cache import SlotCache
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.worker import EngineCounters
-from trainer_backend.models import build_preset, train_tokenizer
+from trainer_backend.models import build_preset, load_model_folder, train_tokenizer
 
 Prompts = list[list[int]]
 FALLBACK = "engine, passes by transformers"
@@ -47,6 +56,8 @@ DECISION_TARGETS = {"generate": 1.8, FALLBACK: 1.3}
 BATCH_TARGETS = {"generate": 1.1, "generate_batch": 5.0}
 # Of decisions of the full text, 64 callers, against rows that share nothing.
 FULL_TEXT_TARGETS = {"without shared rows": 1.25}
+FOLDER_TARGETS = {"generate": 1.4, "vLLM": 1.0}
+BATCH, PROMPT, NEW = 32, 150, 64
 CALLERS = 64
 TURNS, SIBLINGS, GROUPS = 10, 8, 4
 
@@ -111,14 +122,33 @@ def by_transformers(model: PreTrainedModel) -> PreTrainedModel:
     return other
 
 
+@contextmanager
+def vllm_of(python: str, folder: str) -> Iterator[Callable[[Prompts, int], float]]:
+    """Generates by vLLM in a process of its environment, and returns its CPU seconds."""
+    command = [python, str(kit.ROOT / "bench/peers/vllm_generation.py"), folder]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
+        assert peer.stdin is not None and peer.stdout is not None
+
+        def generate(prompts: Prompts, new_tokens: int) -> float:
+            print(json.dumps({"prompts": prompts, "tokens": new_tokens}), file=peer.stdin, flush=True)
+            return float(peer.stdout.readline())
+
+        generate([[1, 2, 3]], 2)  # what is compiled at first use
+        yield generate
+        peer.stdin.close()
+
+
 def cpu_of(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """CPU seconds of each by turns, taken in turn so that a busy moment affects all."""
+    """CPU seconds of each by turns, taken in turn so that a busy moment affects all.
+
+    A run may return those of its own process.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, run in runs.items():
             start = time.process_time()
-            run()
-            seconds[name].append(time.process_time() - start)
+            own = run()
+            seconds[name].append(own if isinstance(own, float) else time.process_time() - start)
     return seconds
 
 
@@ -137,7 +167,7 @@ def ratios_of(title: str, seconds: Mapping[str, list[float]], tokens: int) -> di
 
 
 def batch_ratios(model: PreTrainedModel, repeats: int) -> dict[str, float]:
-    prompts, new_tokens = random_prompts(model, [150] * 32), 64
+    prompts, new_tokens = random_prompts(model, [PROMPT] * BATCH), NEW
     # Pages for exactly these rows, and the step size that was fastest on a CPU: as good as it gets.
     fitted = {"num_blocks": 40, "max_batch_tokens": 256}
     other = by_transformers(model)
@@ -151,8 +181,31 @@ def batch_ratios(model: PreTrainedModel, repeats: int) -> dict[str, float]:
         repeats,
     )
     seconds |= cpu_of({"generate_batch": lambda: by_generate_batch(model, prompts, new_tokens)}, 1)
-    title = f"batch: {len(prompts)} prompts of 150 tokens, {new_tokens} new ones each"
+    title = f"batch: {len(prompts)} prompts of {PROMPT} tokens, {new_tokens} new ones each"
     return ratios_of(title, seconds, len(prompts) * new_tokens)
+
+
+def folder_ratios(folder: str, vllm_python: str, repeats: int) -> dict[str, float]:
+    model, _ = load_model_folder(Path(folder))
+    prompts = random_prompts(model, [PROMPT] * BATCH)
+    by: dict[str, Callable[[int], object]] = {
+        "engine": lambda new: by_engine(model, prompts, new, BATCH),
+        "generate": lambda new: by_generate(model, prompts, new, BATCH),
+    }
+    if not vllm_python:
+        return folder_tables(by, repeats)
+    with vllm_of(vllm_python, folder) as vllm:
+        return folder_tables(by | {"vLLM": partial(vllm, prompts)}, repeats)
+
+
+def folder_tables(by: Mapping[str, Callable[[int], object]], repeats: int) -> dict[str, float]:
+    runs = {f"{name}, {new}": partial(run, new) for name, run in by.items() for new in (1, NEW)}
+    seconds = cpu_of(runs, repeats)
+    whole = {name: seconds[f"{name}, {NEW}"] for name in by}
+    rest = {name: list(map(operator.sub, whole[name], seconds[f"{name}, 1"])) for name in by}
+    ratios_of("decoding", rest, BATCH * (NEW - 1))
+    title = f"batch: {BATCH} prompts of {PROMPT} tokens, {NEW} new ones each"
+    return ratios_of(title, whole, BATCH * NEW)
 
 
 def decision_ratios(model: PreTrainedModel, repeats: int) -> dict[str, float]:
@@ -249,9 +302,16 @@ def targets_met(ratios: Mapping[str, float], targets: Mapping[str, float]) -> bo
 
 
 def main() -> int:
-    options = kit.options(__doc__, ("--preset", "tiny-0.3m"), ("--repeats", 5), ("--full-text", False))
+    options = kit.options(
+        __doc__, ("--preset", "tiny-0.3m"), ("--repeats", 5), ("--full-text", False), ("--folder", ""),
+        ("--vllm-python", ""),
+    )  # fmt: skip
     logging.set_verbosity_error()
     torch.set_num_threads(1)
+    if options.folder:
+        ratios = folder_ratios(options.folder, options.vllm_python, options.repeats)
+        targets = {name: least for name, least in FOLDER_TARGETS.items() if name in ratios}
+        return 0 if targets_met(ratios, targets) else 1
     prompts = full_text_prompts()
     _, many = (full_text_ratios(options.preset, prompts, options.repeats, n) for n in (16, CALLERS))
     met = targets_met(many, FULL_TEXT_TARGETS)

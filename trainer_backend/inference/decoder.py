@@ -14,7 +14,6 @@ decode step on a GPU spent a third of its time on starting torch's.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -61,25 +60,31 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """y = x W' + b, with factors rounded to the type of W, and adapters beside W."""
+    """y = x W' + b, with factors rounded to the type of W, and adapters beside W; `cpu` is float32's."""
 
     weight: Tensor  # [out, in]
     bias: Tensor | None
     adapters: LowRank | None = None
+    cpu: CpuKernels | None = None
 
     def __call__(self, input_TI: Tensor) -> Tensor:
         if self.adapters is not None:
             return self._adapted(self.adapters, input_TI)
+        if self.cpu is not None and self.cpu.multiplies(len(input_TI), self.weight):
+            product_TO = self.cpu.product(input_TI, self.weight)
+            return product_TO if self.bias is None else product_TO.add_(self.bias)
         dtype = self.weight.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
         return F.linear(input_TI.to(dtype), self.weight, bias)
 
     def add_to(self, residual_TW: Tensor, input_TI: Tensor) -> None:
         """Add the product to the residual stream, in place."""
-        if self.bias is None and self.adapters is None and self.weight.dtype == residual_TW.dtype:
-            residual_TW.addmm_(input_TI, self.weight.t())
-        else:
+        if self.bias is not None or self.adapters is not None or self.weight.dtype != residual_TW.dtype:
             residual_TW.add_(self(input_TI))
+        elif self.cpu is not None and self.cpu.multiplies(len(input_TI), self.weight):
+            self.cpu.add_product(input_TI, self.weight, to_TO=residual_TW)
+        else:
+            residual_TW.addmm_(input_TI, self.weight.t())
 
     def outputs(self, first: int) -> "Product":
         """Its outputs from `first` on; the memory is shared."""
@@ -88,6 +93,7 @@ class Product:
             self.weight[first:],
             None if self.bias is None else self.bias[first:],
             None if low is None else LowRank(low.down, low.up[first:], low.scale),
+            self.cpu,
         )
 
     def _adapted(self, low: LowRank, input_TI: Tensor) -> Tensor:
@@ -274,9 +280,8 @@ class Decoder:
     ) -> None:
         assert unsupported_because(model) is None, "another way of computing it must be taken"
         base: Any = model.model
-        self._head: nn.Module = model.lm_head
         self._embedding: Tensor = base.embed_tokens.weight
-        self._low = None if self._embedding.dtype == torch.float32 else self._embedding.dtype
+        self._head = fused([model.lm_head], cpu)
         self._turns = Rotation(*rotation_tables(base.rotary_emb, max_len, self._embedding.device))
         self._stream: Callable[[Tensor, Rotation, Tensor], Stream] = Stream
         if by_kernel:
@@ -286,7 +291,7 @@ class Decoder:
         elif cpu is not None:
             self._stream = partial(CpuStream, kernels=cpu, dtype=torch.float32)
         self._norm = _norm(base.norm)
-        self._layers = [_layer(layer) for layer in base.layers]
+        self._layers = [_layer(layer, cpu) for layer in base.layers]
         self._places = {weight: weight.data_ptr() for weight in model.parameters()}
 
     def assert_in_place(self) -> None:
@@ -315,10 +320,7 @@ class Decoder:
         stream = self._new_stream(ids_T, positions_T)
         for number, layer in enumerate(self._layers):
             layer.run(number, stream, attention)
-        low, normed_TW = self._low, stream.norm(self._norm)
-        with nullcontext() if low is None else torch.autocast(normed_TW.device.type, dtype=low):
-            logits_TV: Tensor = self._head(normed_TW)
-        return logits_TV
+        return self._head(stream.norm(self._norm))
 
     def _new_stream(self, ids_T: Tensor, positions_T: Tensor) -> Stream:
         """The residual stream of embedded tokens, in memory of its own."""
@@ -355,19 +357,19 @@ def rotation_tables(rotary: nn.Module, longest: int, device: torch.device) -> tu
     return cos_1LD[0][:, None], sin_1LD[0][:, None]
 
 
-def _layer(module: Any) -> Layer:
+def _layer(module: Any, cpu: CpuKernels | None) -> Layer:
     attention, mlp = module.self_attn, module.mlp
     size: int = attention.head_dim
     has_norms = hasattr(attention, "q_norm")
     return Layer(
         Heads(attention.q_proj.out_features // size, attention.k_proj.out_features // size, size),
         _norm(module.input_layernorm),
-        fused([attention.q_proj, attention.k_proj, attention.v_proj]),
+        fused([attention.q_proj, attention.k_proj, attention.v_proj], cpu),
         HeadNorms(_norm(attention.q_norm), _norm(attention.k_norm)) if has_norms else None,
-        fused([attention.o_proj]),
+        fused([attention.o_proj], cpu),
         _norm(module.post_attention_layernorm),
-        fused([mlp.gate_proj, mlp.up_proj]),
-        fused([mlp.down_proj]),
+        fused([mlp.gate_proj, mlp.up_proj], cpu),
+        fused([mlp.down_proj], cpu),
     )
 
 
@@ -375,12 +377,12 @@ def _norm(module: Any) -> Norm:
     return Norm(module.weight.detach(), module.variance_epsilon)
 
 
-def fused(linears: Sequence[Any]) -> Product:
+def fused(linears: Sequence[Any], cpu: CpuKernels | None = None) -> Product:
     """One matrix of several with the same input. Their own weights and biases become views of its parts."""
     plain = [linear.parts()[0] if hasattr(linear, "parts") else linear for linear in linears]
     weights = [linear.weight for linear in plain]
     biases = [linear.bias for linear in plain if linear.bias is not None]
-    return Product(_joined(weights), _joined(biases) if biases else None, _adapters(linears))
+    return Product(_joined(weights), _joined(biases) if biases else None, _adapters(linears), cpu)
 
 
 def _adapters(linears: Sequence[Any]) -> LowRank | None:

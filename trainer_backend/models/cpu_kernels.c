@@ -12,6 +12,23 @@
 #define INLINE static inline __attribute__((always_inline))
 typedef int64_t whole;
 
+#if defined(__AVX512F__)
+#define LANES 16
+#define TOGETHER 8 /* queries: their sums fill the registers */
+#define ROWS 3 /* of a product, whose sums do so too */
+#elif defined(__AVX__)
+#define LANES 8
+#define TOGETHER 4
+#define ROWS 1
+#else
+#define LANES 4
+#define TOGETHER 4
+#define ROWS 1
+#endif
+#define TWO (ROWS > 2 ? 2 : ROWS)
+typedef float lanes __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int32_t places __attribute__((vector_size(LANES * 4)));
+
 /* exp(x) to 1e-7 of it: 2^n times a polynomial of the rest (Cephes, expf). */
 INLINE float power_of_e(float x) {
     float low = x < -87.0f ? -87.0f : x;
@@ -35,6 +52,121 @@ INLINE float dot(const float *a, const float *b, whole size) {
     for (whole d = 0; d < size; d++) sum += a[d] * b[d];
     return sum;
 }
+
+/* Products read a weight as it lies, [outputs, inputs]: sums of ROWS tokens by COLUMNS outputs fill the
+   registers. Those of a column are then added in an order that is the same for all of them, so that a number does
+   not depend on what it is computed with. */
+#define COLUMNS 8
+typedef float columns __attribute__((vector_size(COLUMNS * 4), aligned(4), may_alias));
+#ifdef __clang__
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (places){__VA_ARGS__})
+#endif
+#define OWN(s, i) ((i) / s % 2 ? LANES + (i) : (i))
+#define OTHER(s, i) ((i) / s % 2 ? LANES + (i) - s : (i) + s)
+#define EIGHT(f, s, i) \
+    f(s, i), f(s, i + 1), f(s, i + 2), f(s, i + 3), f(s, i + 4), f(s, i + 5), f(s, i + 6), f(s, i + 7)
+#if LANES == 16
+#define ALL(f, s) EIGHT(f, s, 0), EIGHT(f, s, 8)
+#else
+#define ALL(f, s) EIGHT(f, s, 0)
+#endif
+/* Sums of a and of b, of lanes that are s apart. */
+#define FOLDED(a, b, s) (PICK(a, b, ALL(OWN, s)) + PICK(a, b, ALL(OTHER, s)))
+
+INLINE columns sums_of(const lanes *v) {
+#if LANES >= COLUMNS
+    lanes a = FOLDED(v[0], v[4], 4), b = FOLDED(v[1], v[5], 4), c = FOLDED(v[2], v[6], 4), d = FOLDED(v[3], v[7], 4);
+    a = FOLDED(a, c, 2), b = FOLDED(b, d, 2);
+    union { lanes all; columns part[LANES / COLUMNS]; } both = {FOLDED(a, b, 1)};
+    columns sums = both.part[0];
+    if (LANES > COLUMNS) sums += both.part[LANES / COLUMNS - 1];
+    return sums;
+#else
+    columns sums;
+    for (int i = 0; i < COLUMNS; i++) sums[i] = v[i][0] + v[i][1] + (v[i][2] + v[i][3]);
+    return sums;
+#endif
+}
+
+/* [rows, COLUMNS] products over `inputs`, whole vectors of them, added to `out` or not. Of the weights behind
+   these, `lines` rows from `ahead` on are fetched meanwhile: a product by few tokens is as fast as they come. */
+INLINE void dots(const float *x, whole x_stride, const float *w, whole w_stride, whole inputs, float *out,
+                 whole out_stride, int rows, const float *ahead, int lines, int adds) {
+    lanes sums[ROWS][COLUMNS] = {0};
+    for (whole k = 0; k < inputs; k += LANES) {
+        lanes of_x[ROWS];
+        for (int n = 0; n < lines; n++) {
+            if (lines > 1) __builtin_prefetch(ahead + n * w_stride + k, 0, 3); /* a few tokens leave room there */
+            else __builtin_prefetch(ahead + n * w_stride + k, 0, 2);
+        }
+        for (int i = 0; i < rows; i++) of_x[i] = *(const lanes *)(x + i * x_stride + k);
+        for (int n = 0; n < COLUMNS; n++) {
+            lanes of_w = *(const lanes *)(w + n * w_stride + k);
+            for (int i = 0; i < rows; i++) sums[i][n] += of_x[i] * of_w;
+        }
+    }
+    for (int i = 0; i < rows; i++) {
+        columns *to = (columns *)(out + i * out_stride), sum = sums_of(sums[i]);
+        if (adds) sum += *to;
+        *to = sum;
+    }
+}
+
+struct product {
+    const float *x, *w;
+    whole x_stride, tokens, outputs, inputs, out_stride;
+    float *out;
+    int adds;
+};
+
+#define SPAN 768 /* inputs at a time: with those of COLUMNS weights, what a core's nearest cache holds */
+#define TILE(rows, lines) dots(x, of->x_stride, w, of->inputs, span, out, of->out_stride, rows, ahead, lines, adds)
+#define TILES(rows)                   \
+    switch (lines) {                  \
+        case 0: TILE(rows, 0); break; \
+        case 1: TILE(rows, 1); break; \
+        case 2: TILE(rows, 2); break; \
+        case 4: TILE(rows, 4); break; \
+        default: TILE(rows, 8);       \
+    }
+
+/* All tokens by COLUMNS outputs from `first` on. */
+static void columns_of(const struct product *of, whole first) {
+    whole groups = (of->tokens + ROWS - 1) / ROWS, spans = (of->inputs + SPAN - 1) / SPAN, span;
+    whole size = (of->inputs / LANES + spans - 1) / spans * LANES;
+    int most = groups >= 8 ? 1 : groups >= 4 ? 2 : groups >= 2 ? 4 : 8;
+    for (whole k = 0; k < of->inputs; k += size) {
+        const float *w = of->w + first * of->inputs + k, *next = w + size;
+        span = of->inputs - k < size ? of->inputs - k : size;
+        int adds = of->adds || k, missing = COLUMNS;
+        if (k + size >= of->inputs) {
+            next = w - k + COLUMNS * of->inputs;
+            missing = first + 2 * COLUMNS <= of->outputs ? COLUMNS : 0;
+        }
+        for (whole t = 0; t < of->tokens; t += ROWS) {
+            const float *x = of->x + t * of->x_stride + k, *ahead = next + (COLUMNS - missing) * of->inputs;
+            float *out = of->out + t * of->out_stride + first;
+            int lines = missing ? most : 0;
+            missing -= lines;
+            if (of->tokens - t >= ROWS) TILES(ROWS)
+            else if (ROWS == 3 && of->tokens - t == 2) TILES(TWO)
+            else TILES(1)
+        }
+    }
+}
+
+/* What is left of the outputs is computed with some once more, which is why what `adds` has whole COLUMNS. */
+void product(const float *x, whole x_stride, const float *w, whole tokens, whole outputs, whole inputs,
+             float *out, whole out_stride, int adds, int threads) {
+    struct product of = {x, w, x_stride, tokens, outputs, inputs, out_stride, out, adds};
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (whole first = 0; first < outputs; first += COLUMNS)
+        columns_of(&of, first + COLUMNS <= outputs ? first : outputs - COLUMNS);
+}
+
+whole lanes_of_a_vector(void) { return LANES; }
 
 /* Gradients of weights are summed over so many tokens, and those sums by torch. */
 #define TOKENS 64
@@ -173,26 +305,100 @@ void store(const float *k, whole k_stride, const float *v, whole v_stride, whole
         }
 }
 
-/* One query over `count` keys, in blocks whose softmax is joined as it comes. */
-INLINE void attend_one(const float *q, const float *keys, const float *values, whole count, float scale,
-                       whole size, float *out, float *lse) {
-    float highest = -INFINITY, sum = 0.0f, mixed[WIDEST], share[BLOCK], query[WIDEST];
-    for (whole d = 0; d < size; d++) mixed[d] = 0.0f, query[d] = q[d] * scale;
+/* [queries, some] products of queries with keys; where `some` are no whole COLUMNS, the last ones overlap. The
+   values of these keys are fetched meanwhile. */
+INLINE void scores(const float *query, int queries, const float *keys, const float *values, whole some,
+                   whole size, float *out) {
+    if (size % LANES || some < COLUMNS) {
+        for (int i = 0; i < queries; i++)
+            for (whole j = 0; j < some; j++) out[i * BLOCK + j] = dot(query + i * size, keys + j * size, size);
+        return;
+    }
+    for (whole first = 0; first < some; first += COLUMNS) {
+        whole j = first + COLUMNS <= some ? first : some - COLUMNS;
+        const float *ahead = values + j * size;
+        dots(query, size, keys + j * size, size, size, out + j, BLOCK, queries, ahead, COLUMNS, 0);
+    }
+}
+
+/* Of a block's scores their exponentials over that of the highest so far, which is returned. */
+INLINE float softened(float *score, whole some, float highest, float *sum) {
+    float most[LANES], added = 0.0f;
+    for (int n = 0; n < LANES; n++) most[n] = highest;
+    for (whole j = some; j % LANES; j++) score[j] = -INFINITY;
+    for (whole j = 0; j < some; j += LANES)
+        for (int n = 0; n < LANES; n++) most[n] = score[j + n] > most[n] ? score[j + n] : most[n];
+    for (int n = 0; n < LANES; n++) highest = most[n] > highest ? most[n] : highest;
+    for (whole j = 0; j < some; j++) score[j] = power_of_e(score[j] - highest);
+    for (whole j = 0; j < some; j++) added += score[j];
+    *sum = added;
+    return highest;
+}
+
+/* Add to [queries, size] values, weighed; `wide` vectors at a time. Keys from `next` on are fetched meanwhile. */
+INLINE whole mixed_by(const float *share, int queries, const float *values, whole some, whole size, whole d,
+                      int wide, const float *next, float *mixed) {
+    for (; d + wide * LANES <= size; d += wide * LANES) {
+        lanes sums[ROWS][4];
+        for (int i = 0; i < queries; i++)
+            for (int n = 0; n < wide; n++) sums[i][n] = *(lanes *)(mixed + i * size + d + n * LANES);
+        for (whole j = 0; j < some; j++) {
+            lanes weight[ROWS];
+            for (int i = 0; i < queries; i++) weight[i] = share[i * BLOCK + j] - (lanes){0};
+            for (int n = 0; n < wide; n++) {
+                lanes of_v = *(const lanes *)(values + j * size + d + n * LANES);
+                __builtin_prefetch(next + j * size + d + n * LANES, 0, 2);
+                for (int i = 0; i < queries; i++) sums[i][n] += weight[i] * of_v;
+            }
+        }
+        for (int i = 0; i < queries; i++)
+            for (int n = 0; n < wide; n++) *(lanes *)(mixed + i * size + d + n * LANES) = sums[i][n];
+    }
+    return d;
+}
+
+INLINE void mix(const float *share, int queries, const float *values, whole some, whole size, const float *next,
+                float *mixed) {
+    whole d = mixed_by(share, queries, values, some, size, 0, 4, next, mixed);
+    d = mixed_by(share, queries, values, some, size, d, 1, next, mixed);
+    for (whole j = 0; d < size && j < some; j++)
+        for (int i = 0; i < queries; i++)
+            for (whole e = d; e < size; e++) mixed[i * size + e] += share[i * BLOCK + j] * values[j * size + e];
+}
+
+/* Adjacent queries over `count` keys, in blocks whose softmax is joined as it comes; then come the keys `next`. */
+INLINE void attend_some(const float *q, int queries, const float *keys, const float *values, const float *next,
+                        whole count, float scale, whole size, float *out, float *lse) {
+    float highest[ROWS], sum[ROWS], mixed[ROWS * WIDEST], share[ROWS * BLOCK], query[ROWS * WIDEST];
+    for (whole d = 0; d < queries * size; d++) mixed[d] = 0.0f, query[d] = q[d] * scale;
+    for (int i = 0; i < queries; i++) highest[i] = -INFINITY, sum[i] = 0.0f;
     for (whole first = 0; first < count; first += BLOCK, keys += BLOCK * size, values += BLOCK * size) {
         whole some = count - first < BLOCK ? count - first : BLOCK;
-        float most = highest;
-        for (whole j = 0; j < some; j++) share[j] = dot(query, keys + j * size, size);
-        for (whole j = 0; j < some; j++) most = share[j] > most ? share[j] : most;
-        float kept = power_of_e(highest - most);
-        highest = most, sum *= kept;
-        for (whole d = 0; d < size; d++) mixed[d] *= kept;
-        for (whole j = 0; j < some; j++) share[j] = power_of_e(share[j] - most);
-        for (whole j = 0; j < some; j++) sum += share[j];
-        for (whole j = 0; j < some; j++)
-            for (whole d = 0; d < size; d++) mixed[d] += share[j] * values[j * size + d];
+        scores(query, queries, keys, values, some, size, share);
+        for (int i = 0; i < queries; i++) {
+            float added, most = softened(share + i * BLOCK, some, highest[i], &added);
+            float kept = power_of_e(highest[i] - most);
+            for (whole d = 0; d < size; d++) mixed[i * size + d] *= kept;
+            highest[i] = most, sum[i] = sum[i] * kept + added;
+        }
+        mix(share, queries, values, some, size, some < BLOCK ? next : keys + BLOCK * size, mixed);
     }
-    for (whole d = 0; d < size; d++) out[d] = mixed[d] / sum;
-    *lse = highest + logf(sum);
+    for (int i = 0; i < queries; i++) {
+        for (whole d = 0; d < size; d++) out[i * size + d] = mixed[i * size + d] / sum[i];
+        lse[i] = highest[i] + logf(sum[i]);
+    }
+}
+
+/* The queries of one key-value head, some together. */
+INLINE void attend_head(const float *q, whole times, const float *keys, const float *values, const float *next,
+                        whole count, float scale, whole size, float *out, float *lse) {
+    whole h = 0;
+    for (; h + ROWS <= times; h += ROWS)
+        attend_some(q + h * size, ROWS, keys, values, next, count, scale, size, out + h * size, lse + h);
+    if (ROWS == 3 && h + 2 == times)
+        attend_some(q + h * size, TWO, keys, values, next, count, scale, size, out + h * size, lse + h);
+    else if (h < times)
+        attend_some(q + h * size, 1, keys, values, next, count, scale, size, out + h * size, lse + h);
 }
 
 /* Each token over its row's keys up to its own column. */
@@ -202,15 +408,12 @@ void attend(const float *q, whole stride, const float *keys, const float *values
     whole times = heads / kv_heads;
 #pragma omp parallel for schedule(dynamic, 8) num_threads(threads) if (threads > 1)
     for (whole t = 0; t < tokens; t++)
-        for (whole h = 0; h < heads; h++) {
-            whole row = head[t * kv_heads + h / times], count = column[t] + 1;
-            const float *query = q + t * stride + h * size;
-            const float *k = keys + row * key_room * size, *v = values + row * value_room * size;
-            float *to = out + (t * heads + h) * size, *sum = lse + t * heads + h;
-            if (size == 32) attend_one(query, k, v, count, scale, 32, to, sum);
-            else if (size == 64) attend_one(query, k, v, count, scale, 64, to, sum);
-            else if (size == 128) attend_one(query, k, v, count, scale, 128, to, sum);
-            else attend_one(query, k, v, count, scale, size, to, sum);
+        for (whole h = 0; h < kv_heads; h++) {
+            whole at = t * kv_heads + h, behind = at + 1 < tokens * kv_heads ? at + 1 : at;
+            const float *k = keys + head[at] * key_room * size, *v = values + head[at] * value_room * size;
+            const float *next = keys + head[behind] * key_room * size;
+            attend_head(q + t * stride + h * times * size, times, k, v, next, column[t] + 1, scale, size,
+                        out + at * times * size, lse + at * times);
         }
 }
 
@@ -218,18 +421,7 @@ void attend(const float *q, whole stride, const float *keys, const float *values
    the last token before it of each depth below p, and itself. So keys and values are kept by depth, and what
    is kept of depths 0 to p is what a token sees. Some queries of successive tokens are computed together. Sizes of heads are filled up with zeros to whole vectors. */
 
-#if defined(__AVX512F__)
-#define LANES 16
-#define TOGETHER 8 /* queries: their sums fill the registers */
-#elif defined(__AVX__)
-#define LANES 8
-#define TOGETHER 4
-#else
-#define LANES 4
-#define TOGETHER 4
-#endif
 #define SETTLED 32 /* after so many groups of queries, sums of gradients go on in float64 */
-typedef float lanes __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
 /* The tokens of a row and their heads: [L, heads, size] with a stride; `query` is which query is a token's,
    -1 for none, and null where each token has one. */

@@ -37,6 +37,8 @@ SIZE = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 131, "max_position_embeddings": 256, "initializer_range": 0.1,
 }  # fmt: skip
+# So wide that a CPU's kernel multiplies few tokens; outputs of the head are no whole columns of it.
+WIDE = {**SIZE, "hidden_size": 320, "intermediate_size": 336, "initializer_range": 0.04}
 LONG = {"factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
 LLAMA3 = {**LONG, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -60,6 +62,8 @@ MODELS: Mapping[str, Callable[[], PreTrainedModel]] = {
         LlamaConfig(**SIZE | {"num_key_value_heads": 1}, attention_bias=True, mlp_bias=True)
     ),
     "llama, tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZE, tie_word_embeddings=True)),
+    "llama, wide and tied": lambda: LlamaForCausalLM(LlamaConfig(**WIDE, tie_word_embeddings=True)),
+    "qwen2, wide": lambda: Qwen2ForCausalLM(Qwen2Config(**WIDE)),
     "llama3": lambda: LlamaForCausalLM(LlamaConfig(**SIZE, rope_parameters=LLAMA3)),
     "yarn": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZE, rope_parameters={**LONG, "rope_type": "yarn"})),
     "linear": lambda: LlamaForCausalLM(LlamaConfig(**SIZE, rope_parameters={**LONG, "rope_type": "linear"})),
@@ -193,10 +197,11 @@ def test_what_the_kernels_compute_between_the_products_equals_transformers(name:
         assert_near(logits, by_transformers(model, prompt))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama, biases", "qwen3, adapters"])
-def test_new_weights_are_seen_by_the_decoder_and_by_transformers_alike(name: str):
+@pytest.mark.parametrize("most_waste", [10**9, None])
+@pytest.mark.parametrize("name", ["qwen3", "llama, biases", "qwen3, adapters", "llama, wide and tied"])
+def test_new_weights_are_seen_by_the_decoder_and_by_transformers_alike(name: str, most_waste: int | None):
     model, other = model_of(name), model_of(name, seed=1)
-    rows, prompt = Rows(model), ids_of(20)
+    rows, prompt = Rows(model, most_waste=most_waste), ids_of(20)
     ServedWeights(model).replace(other.state_dict())
     expected = by_transformers(other, prompt)
     assert_near(rows.prefill(0, [0], [prompt], logits=True), expected)

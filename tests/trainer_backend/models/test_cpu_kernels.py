@@ -63,6 +63,44 @@ def test_a_gate_is_exact_from_minus_to_plus_100(kernels: CpuKernels):
     torch.testing.assert_close(found, F.silu(gate) * up, **CLOSE)
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 26, 128])
+@pytest.mark.parametrize(("outputs", "inputs"), [(96, 320), (37, 336), (16, 1552)])
+def test_a_product_is_that_of_the_definition_and_a_token_s_own(
+    kernels: CpuKernels, tokens: int, outputs: int, inputs: int
+):
+    states, weight = drawn(tokens, 2 * inputs)[:, inputs:], drawn(outputs, inputs, seed=1)
+    if not kernels.multiplies(tokens, weight):
+        pytest.skip("this processor has no vectors of 8 numbers")
+    found, expected = kernels.product(states, weight), states.double() @ weight.double().T
+    assert float((found - expected).norm() / expected.norm()) < 2e-7
+    for token in range(tokens):  # to the last bit, whatever is computed with it
+        assert torch.equal(found[token], kernels.product(states[token : token + 1], weight)[0])
+    whole = drawn(tokens, outputs, seed=2)
+    added = whole.clone()
+    kernels.add_product(states, weight, to_TO=added)
+    torch.testing.assert_close(added, whole + found, rtol=1e-6, atol=1e-5)
+
+
+def test_products_that_torch_computes_faster_are_left_to_it(kernels: CpuKernels):
+    assert not kernels.multiplies(129, drawn(64, 640))
+    assert not kernels.multiplies(8, drawn(512, 128))
+    assert not kernels.multiplies(8, drawn(64, 641)), "no whole vectors"
+    assert not kernels.multiplies(8, drawn(4, 640)), "fewer outputs than are computed at a time"
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(5, 1), (4, 2), (6, 2)])
+def test_queries_of_one_head_are_computed_as_each_alone(kernels: CpuKernels, heads: int, kv_heads: int):
+    cache, size = (drawn(1, kv_heads, 150, 64), drawn(1, kv_heads, 150, 64, seed=1)), 64
+    query, rows = drawn(1, heads, size, seed=2), torch.arange(kv_heads)[None]
+    for column in (0, 6, 8, 140):
+        at = torch.tensor([column])
+        together, _ = kernels.attend(query, cache, rows, at, scale=0.1)
+        for head in range(heads):
+            own = torch.tensor([[head * kv_heads // heads]])
+            alone, _ = kernels.attend(query[:, head : head + 1], cache, own, at, scale=0.1)
+            assert torch.equal(together[:, head], alone[:, 0])
+
+
 @pytest.mark.parametrize("size", [32, 64, 128, 24])
 def test_tokens_attend_to_their_own_rows_up_to_themselves(kernels: CpuKernels, size: int):
     keys, values = drawn(3, 2, 300, size), drawn(3, 2, 310, size, seed=1)  # a growth may stop between them
@@ -180,6 +218,7 @@ def test_numbers_that_are_not_finite_stay_so(kernels: CpuKernels):
     broken = torch.full((1, 32), math.nan)
     assert kernels.rms_norm(broken, None, torch.ones(32), 1e-6, sums_TW=broken).isnan().all()
     assert kernels.swiglu(broken, broken).isnan().all()
+    assert kernels.product(torch.ones(2, 640), broken.new_full((8, 640), math.nan)).isnan().all()
     rows = torch.zeros(1, 1, dtype=torch.int64)
     cache = torch.zeros(1, 1, 2, 32), torch.zeros(1, 1, 2, 32)
     out, _ = kernels.attend(broken[None], cache, rows, rows[0], scale=1.0)
