@@ -10,7 +10,7 @@ import asyncio
 import resource
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from starlette.responses import Response
 from starlette.types import Scope
@@ -166,11 +166,11 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _answer(self, body: bytes) -> bool:
         """Answer the request at once; False if the app has to."""
-        path = self.url.decode()
-        self.scope |= {"method": "POST", "path": path, "raw_path": self.url, "query_string": b""}
+        path, scope = self.url.decode(), cast(Scope, self.scope)
+        scope |= {"method": "POST", "path": path, "raw_path": self.url, "query_string": b""}
         try:
             with Boundary(f"POST {path}", InternalError):
-                reply = self.posts[self.url](self.scope, body)
+                reply = self.posts[self.url](scope, body)
         except InternalError as error:
             self._refuse(error)
             return True
