@@ -2,20 +2,45 @@
 
 httptools reads headers without limits and waits for ever, and enough silent connections leave no descriptor
 for a job's process. uvicorn's own `limit_concurrency` answers with plain text, which our clients cannot read.
+
+A connection also answers the POSTs that a service can answer at once (`Posts`), without a task for each.
 """
 
 import asyncio
 import resource
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 from starlette.responses import Response
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from service_kit.errors import HeadTooLarge, MalformedRequest, ServiceError
+from service_kit.boundary import Boundary
+from service_kit.errors import HeadTooLarge, InternalError, MalformedRequest, ServiceError
 from service_kit.gate import WHOLE_BODY
-from service_kit.problems import Respond
+from service_kit.problems import Respond, problem_response
 from service_kit.settings import ConnectionSettings
+
+
+class PlainReply(NamedTuple):
+    """A whole reply; the headers have lower-case names, and no content-length."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+def plain_problem(error: ServiceError) -> PlainReply:
+    """The reply to an error."""
+    response = problem_response(error)
+    headers = [header for header in response.raw_headers if header[0] != b"content-length"]
+    return PlainReply(response.status_code, headers, bytes(response.body))
+
+
+# By the bytes of a path: what answers a POST there at once. It returns None, with nothing done, for a request
+# that the app has to answer.
+Posts = Mapping[bytes, Callable[[Scope, bytes], PlainReply | None]]
 
 
 def connections_at_most(most: int) -> int:
@@ -29,7 +54,7 @@ def connections_at_most(most: int) -> int:
 
 
 def bounded_protocol(
-    settings: ConnectionSettings, respond: Respond, too_many: type[ServiceError]
+    settings: ConnectionSettings, respond: Respond, too_many: type[ServiceError], posts: Posts
 ) -> type[asyncio.Protocol]:
     """The connection class of a server with these limits; uvicorn makes one object for each connection."""
     most = connections_at_most(settings.max_connections)
@@ -38,6 +63,7 @@ def bounded_protocol(
         def __init__(self, *arguments: Any, **keywords: Any) -> None:
             super().__init__(*arguments, **keywords)
             self.settings, self.most, self.respond, self.too_many = settings, most, respond, too_many
+            self.posts = posts
 
     return Connection
 
@@ -53,6 +79,7 @@ class BoundedConnection(HttpToolsProtocol):
     most: int
     respond: Respond
     too_many: type[ServiceError]
+    posts: Posts
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -61,6 +88,8 @@ class BoundedConnection(HttpToolsProtocol):
         # Bytes of the current head: all received ones, and those of its complete lines.
         self._received_bytes = 0
         self._head_bytes = 0
+        # The body so far of a request that may be answered at once; None: the app has it.
+        self._body: bytes | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -78,6 +107,8 @@ class BoundedConnection(HttpToolsProtocol):
             return
         self._received_bytes += len(data)
         super().data_received(data)
+        if self._body is not None:  # which has not come at once
+            self._pass_on()
         if self._in_head and self._received_bytes > self.settings.max_header_bytes:
             # A line without an end never reaches on_header.
             self.send_400_response("")
@@ -99,13 +130,65 @@ class BoundedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head, self._in_body = False, True
         self._expect_nothing()
-        super().on_headers_complete()
+        if self.url in self.posts and self._may_answer():
+            self._body = b""
+        else:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if self._body is None:
+            super().on_body(body)
+        else:
+            self._body += body
 
     def on_message_complete(self) -> None:
+        self._in_body, self._received_bytes, self._head_bytes = False, 0, 0
+        if self._body is not None:
+            if self._answer(self._body):
+                self._body = None
+                return
+            self._pass_on()
         super().on_message_complete()
         self.scope["extensions"] = {WHOLE_BODY: {}}
         self._expect_nothing()
-        self._in_body, self._received_bytes, self._head_bytes = False, 0, 0
+
+    def _may_answer(self) -> bool:
+        """Whether nothing is in the way of an answer to the request whose head is here."""
+        parser, cycle = self.parser, self.cycle
+        return (
+            (cycle is None or cycle.response_complete)
+            and not (self.flow.write_paused or self.expect_100_continue)
+            and parser.get_method() == b"POST"
+            and parser.get_http_version() == "1.1"
+            and parser.should_keep_alive()
+            and not parser.should_upgrade()
+        )
+
+    def _answer(self, body: bytes) -> bool:
+        """Answer the request at once; False if the app has to."""
+        path, scope = self.url.decode(), cast(Scope, self.scope)
+        scope |= {"method": "POST", "path": path, "raw_path": self.url, "query_string": b""}
+        try:
+            with Boundary(f"POST {path}", InternalError):
+                reply = self.posts[self.url](scope, body)
+        except InternalError as error:
+            self._refuse(error)
+            return True
+        if reply is None:
+            return False
+        length = b"content-length: %d\r\n\r\n" % len(reply.body)
+        headers = [*self.server_state.default_headers, *reply.headers]
+        head = [STATUS_LINE[reply.status], *[b"%b: %b\r\n" % header for header in headers], length]
+        self.transport.write(b"".join([*head, reply.body]))
+        super().on_response_complete()
+        return True
+
+    def _pass_on(self) -> None:
+        """Begin the request in the app, with the body so far."""
+        body, self._body = self._body, None
+        super().on_headers_complete()
+        if body:
+            super().on_body(body)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

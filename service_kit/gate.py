@@ -210,12 +210,7 @@ class Gate:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        error = (
-            _host_error(scope)
-            or self._door.error(scope)
-            or self._address_error(scope)
-            or self._length_error(scope)
-        )
+        error = self._error(scope)
         if error is None and scope["type"] == "http":
             receive = _BoundedBody(scope, receive, self._max_body_s, self._max_body_bytes, self._too_large)
             if self._unreadable is not None and _says_json(scope):
@@ -234,6 +229,24 @@ class Gate:
             await self._app(scope, receive, send)
         else:
             await self._refuse(error, scope, receive, send)
+
+    def plain_value(self, scope: Scope, body: bytes) -> Any:
+        """The value of a whole JSON body; None if it is null, or for anything wrong, which a call refuses."""
+        if len(body) > self._max_body_bytes or not _says_json(scope) or self._error(scope) is not None:
+            return None
+        try:
+            return self._read(scope, body)
+        except ValueError:
+            return None
+
+    def _error(self, scope: Scope) -> ServiceError | None:
+        """Why the request may not enter, as far as its head tells."""
+        return (
+            _host_error(scope)
+            or self._door.error(scope)
+            or self._address_error(scope)
+            or self._length_error(scope)
+        )
 
     def _address_error(self, scope: Scope) -> ServiceError | None:
         kind = self._unreadable

@@ -18,6 +18,7 @@ import structlog
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service_kit.connections import PlainReply
 from service_kit.keys import Keys, basic_passwords, presented_keys
 
 if TYPE_CHECKING:
@@ -101,9 +102,7 @@ class RequestObserver:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        request_id = request_id_of(scope, self._keys)
-        structlog.contextvars.clear_contextvars()
-        structlog.contextvars.bind_contextvars(request_id=request_id.decode("ascii"))
+        request_id = self._begin(scope)
         if scope["type"] == "websocket":
             await self._app(scope, receive, send)
             return
@@ -114,24 +113,52 @@ class RequestObserver:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 self._requests.count(scope["method"], route_of(scope), status)
-                headers = [*message.get("headers", ()), (HEADER, request_id)]
-                if all([name != _NO_SNIFFING[0] for name, _ in headers]):
-                    headers.append(_NO_SNIFFING)
-                message = {**message, "headers": headers}
+                message = {**message, "headers": _with_id(message.get("headers", ()), request_id)}
             await send(message)
 
         start_s = time.perf_counter()
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            duration_s = time.perf_counter() - start_s
-            method, route = scope["method"], route_of(scope)
             if status == CLIENT_GONE:
-                self._requests.count(method, route, status)
-            if route not in self._streams:
-                self._requests.observe(route, duration_s)
-            if self._debug:
-                log.debug("request", method=method, route=route, status=status, took_s=round(duration_s, 6))
+                self._requests.count(scope["method"], route_of(scope), status)
+            self._end(scope, status, start_s)
+
+    def answer(
+        self, plain: Callable[[Scope, bytes], PlainReply | None], scope: Scope, body: bytes
+    ) -> PlainReply | None:
+        """Observe an answer at once (service_kit.connections.Posts); nothing, if there is none."""
+        start_s = time.perf_counter()
+        request_id = self._begin(scope)
+        reply = plain(scope, body)
+        if reply is None:
+            return None
+        self._requests.count(scope["method"], route_of(scope), reply.status)
+        self._end(scope, reply.status, start_s)
+        return reply._replace(headers=_with_id(reply.headers, request_id))
+
+    def _begin(self, scope: Scope) -> bytes:
+        """The request's id, which further log lines have."""
+        request_id = request_id_of(scope, self._keys)
+        structlog.contextvars.clear_contextvars()
+        structlog.contextvars.bind_contextvars(request_id=request_id.decode("ascii"))
+        return request_id
+
+    def _end(self, scope: Scope, status: int, start_s: float) -> None:
+        duration_s = time.perf_counter() - start_s
+        method, route = scope["method"], route_of(scope)
+        if route not in self._streams:
+            self._requests.observe(route, duration_s)
+        if self._debug:
+            log.debug("request", method=method, route=route, status=status, took_s=round(duration_s, 6))
+
+
+def _with_id(headers: Iterable[tuple[bytes, bytes]], request_id: bytes) -> list[tuple[bytes, bytes]]:
+    """The headers of a reply, with the request's id and without sniffing."""
+    named = [*headers, (HEADER, request_id)]
+    if all([name != _NO_SNIFFING[0] for name, _ in named]):
+        named.append(_NO_SNIFFING)
+    return named
 
 
 def request_id_of(scope: Scope, keys: Keys) -> bytes:

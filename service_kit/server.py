@@ -4,14 +4,14 @@ import asyncio
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, Self, TypeVar
 
 import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from service_kit.connections import bounded_protocol
+from service_kit.connections import Posts, bounded_protocol
 from service_kit.errors import PortTaken, ServiceError, TooManyConnections
 from service_kit.own_process import when_parent_ends
 from service_kit.problems import Respond, problem_response
@@ -72,6 +72,7 @@ class Server(uvicorn.Server):
         respond: makes the reply to an error before there is a request.
         too_many: error for connections beyond `max_connections`.
         max_message_bytes: limit of a WebSocket frame.
+        posts: answers some requests before the app (service_kit.connections).
         ready: called when the server accepts connections.
         before_stop: awaited before connections are closed; its argument tells whether the parent has ended.
         on_second_signal: called at a second stop signal, which then also cuts requests off; None: a second
@@ -86,6 +87,7 @@ class Server(uvicorn.Server):
         respond: Respond = problem_response,
         too_many: type[ServiceError] = TooManyConnections,
         max_message_bytes: int = 1 << 20,
+        posts: Posts = MappingProxyType({}),
         ready: Callable[[], None] | None = None,
         before_stop: Callable[[bool], Awaitable[None]] | None = None,
         on_second_signal: Callable[[], None] | None = None,
@@ -94,7 +96,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="uvloop",
-                http=bounded_protocol(settings, respond, too_many),
+                http=bounded_protocol(settings, respond, too_many, posts),
                 ws_max_size=max_message_bytes,
                 log_config=None,
                 access_log=False,

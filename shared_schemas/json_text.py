@@ -115,13 +115,19 @@ def read_quotation(text: bytes) -> Any:
 
 
 def encodable_json(value: Any) -> Any:
-    """JSON-able data with `encodable` applied to every string, keys too."""
+    """A copy of JSON-able data, with `encodable` applied to every string, keys too."""
+    with suppress(ValueError):  # of a lone surrogate, mostly; the text is the faster way to a copy
+        return from_json(to_json(value, inf_nan_mode="constants"))
+    return _encodable(value)
+
+
+def _encodable(value: Any) -> Any:
     if isinstance(value, str):
         return encodable(value)
     if isinstance(value, dict):
-        return {encodable_json(name): encodable_json(one) for name, one in value.items()}
+        return {_encodable(name): _encodable(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [encodable_json(one) for one in value]
+        return [_encodable(one) for one in value]
     return value
 
 

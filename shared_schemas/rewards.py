@@ -5,6 +5,7 @@ Both services need it: the task app tells an episode's rewards, and the trainer 
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Literal
 
 from pydantic import ConfigDict, Field
@@ -198,6 +199,12 @@ def _record(step: StepData, length: int) -> DecisionRewards:
     raise UndefinedReward(fault, turn=step.turn)
 
 
+@lru_cache(maxsize=1024)
+def _no_rewards(turn: int) -> DecisionRewards:
+    """The record of a decision without achievements, which episodes share: it is frozen."""
+    return DecisionRewards(turn=turn, ach_delta=0, unique_delta=0, all=(), unique=())
+
+
 def decision_rewards(before: Mapping[str, int], after: Mapping[str, int], *, turn: int) -> DecisionRewards:
     """The achievements of a decision, from the counters before and after it; `turn` counts from 1.
 
@@ -210,7 +217,7 @@ def decision_rewards(before: Mapping[str, int], after: Mapping[str, int], *, tur
     Source: 1-crafter-event-rewards.md, "What to compute per decision"; DESIGN.md 4.1.
     """
     if before == after:  # most decisions move no counter
-        return DecisionRewards(turn=turn, ach_delta=0, unique_delta=0, all=(), unique=())
+        return _no_rewards(turn)
     fell = sorted(name for name, count in before.items() if after.get(name, 0) < count)
     if fell:
         raise ValueError(f"achievement counters may only grow; fell during turn {turn}: {', '.join(fell)}")

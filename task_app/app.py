@@ -12,6 +12,7 @@ from fastapi.routing import APIRoute
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from service_kit.connections import PlainReply, Posts
 from service_kit.gate import Deadline, Gate
 from service_kit.keys import TASK_APP_KEY, Keys
 from service_kit.observed import RequestObserver
@@ -40,7 +41,6 @@ from task_app.routes import (
     steps,
     view,
 )
-from task_app.routes.steps import ShortWay
 from task_app.routes.validation import validation_response
 from task_app.services import Services
 from task_app.sessions.idempotency import Once
@@ -71,13 +71,26 @@ _ROUTERS = (
 )
 
 
+class TaskApp(FastAPI):
+    """FastAPI with our middleware outside of its own."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.front: ASGIApp = super().__call__
+        # What a connection answers at once, before all middleware.
+        self.posts: Posts = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.front(scope, receive, send)
+
+
 def create_app(
     settings: Settings,
     *,
     boards: PlugBoards | None = None,
     needs_key: bool = True,
     spans: Spans | None = None,
-) -> FastAPI:
+) -> TaskApp:
     """Build the app, by default with the plug-ins of `plugins.py`. Nothing runs before its lifespan starts.
 
     Without any key, one that `needs_key` refuses all, and one that does not answers this machine.
@@ -107,27 +120,15 @@ def create_app(
     install_problem_handlers(app)
     app.add_exception_handler(RequestValidationError, validation_response)
     describe(app, open_paths=OPEN_PATHS, errors=captures.REFUSALS)
-    app.front = _with_middleware(app.front, services)
+    _add_middleware(app, services)
     return app
 
 
-class TaskApp(FastAPI):
-    """FastAPI with our middleware outside of its own."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.front: ASGIApp = super().__call__
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.front(scope, receive, send)
-
-
-def _with_middleware(app: ASGIApp, services: Services) -> ASGIApp:
-    """The middleware before the routes, from the inside out."""
+def _add_middleware(task_app: TaskApp, services: Services) -> None:
+    """Set the middleware before the routes, from the inside out, and the POSTs that need no route."""
     settings, keys = services.settings, services.keys
-    app = Once(app, database=services.database)
+    app: ASGIApp = Once(task_app.front, database=services.database)
     app = Deadline(app, at_most_s=settings.request_deadline_s, long=LONG)
-    app = ShortWay(app, services)
     app = captures.CallWay(app, services)
     door = CaptureDoor(
         keys,
@@ -136,7 +137,7 @@ def _with_middleware(app: ASGIApp, services: Services) -> ASGIApp:
         open_below=[f"/{name}" for name in settings.open_routes],
         basic_posts="/openenv/",
     )
-    app = Gate(
+    gate = Gate(
         app,
         door=door,
         max_body_bytes=settings.max_body_bytes,
@@ -145,8 +146,13 @@ def _with_middleware(app: ASGIApp, services: Services) -> ASGIApp:
         read=captures.read_body,
         large_body_hint="send a list in several requests; one document needs more TURNWISE_MAX_BODY_BYTES",
     )
-    app = CallErrors(ServerErrorMiddleware(app, handler=internal_error_response), captures.dialect_of)
-    return RequestObserver(app, requests=services.metrics.requests, keys=keys)
+    app = CallErrors(ServerErrorMiddleware(gate, handler=internal_error_response), captures.dialect_of)
+    task_app.front = observer = RequestObserver(app, requests=services.metrics.requests, keys=keys)
+
+    def step_at_once(scope: Scope, body: bytes) -> PlainReply | None:
+        return steps.answer_at_once(services, scope, gate.plain_value(scope, body))
+
+    task_app.posts = {steps.ROUTE.path.encode(): partial(observer.answer, step_at_once)}
 
 
 @asynccontextmanager

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import structlog
-from fastapi import FastAPI
 
 from service_kit.keys import TASK_APP_KEY
 from service_kit.logs import configure_logs
 from service_kit.own_process import announce, end_imports
 from service_kit.server import Listener, Server
 from shared_schemas.urls import is_loopback
-from task_app.app import create_app
+from task_app.app import TaskApp, create_app
 from task_app.errors import CapacityReached
 from task_app.interactions.config_file import load_interactions, package_interactions
 from task_app.observing.spans import spans_of
@@ -63,7 +62,7 @@ def run(settings: Settings) -> int:
     return 0
 
 
-def server_of(app: FastAPI, *, ready: Callable[[], None]) -> Server:
+def server_of(app: TaskApp, *, ready: Callable[[], None]) -> Server:
     """Make a server that drains on a stop signal: it still answers, but accepts no new work."""
     services: Services = app.state.services
     settings = services.settings
@@ -77,6 +76,7 @@ def server_of(app: FastAPI, *, ready: Callable[[], None]) -> Server:
         settings,
         too_many=CapacityReached,
         max_message_bytes=settings.max_body_bytes,
+        posts=app.posts,
         ready=ready,
         before_stop=drain,
     )

@@ -143,6 +143,11 @@ class Completion(StrictReply, Generic[AnyChoice]):
     prompt_ids_reused: Count | None = None
 
 
+# Built once: to name a kind in each call costs as much as to read a reply's calls.
+_OWN, _PLAIN, _WHOLE = Completion[_OwnChoice], Completion[_PlainChoice], Completion[_WholeChoice]
+_NO_USAGE, _NO_DETAILS = _Usage(), _Details()
+
+
 class _Counted(StrictReply):
     count: Count
 
@@ -172,7 +177,7 @@ class ReadTokens(Protocol):
 def read_reply(body: bytes, read_tokens: ReadTokens, *, logprobs: bool = False) -> Reply:
     """Read the body of a 200; `logprobs`: whether OpenAI's were asked for."""
     reply = _read(read_tokens.kind(logprobs=logprobs), body, read_tokens.hint)
-    choice, usage = reply.choices[0], reply.usage or _Usage()
+    choice, usage = reply.choices[0], reply.usage or _NO_USAGE
     plain = choice.logprobs if isinstance(choice, _PlainChoice) else None
     text = _text(choice.message)
     return Reply(
@@ -184,7 +189,7 @@ def read_reply(body: bytes, read_tokens: ReadTokens, *, logprobs: bool = False) 
         model=reply.model,
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
-        reasoning_tokens=(usage.completion_tokens_details or _Details()).reasoning_tokens or 0,
+        reasoning_tokens=(usage.completion_tokens_details or _NO_DETAILS).reasoning_tokens or 0,
         logprobs=None
         if plain is None or plain.content is None
         else [(one.token, one.logprob) for one in plain.content],
@@ -295,7 +300,7 @@ class OwnReplies:
         self._asked = asked
 
     def kind(self, *, logprobs: bool) -> type[Completion[Any]]:
-        return Completion[_PlainChoice] if logprobs else Completion[_OwnChoice]
+        return _PLAIN if logprobs else _OWN
 
     def __call__(self, reply: Completion[_OwnChoice]) -> PolicyLogprobs | None:
         choice = reply.choices[0]
@@ -369,7 +374,7 @@ class WholeReplies:
         self._ids: tuple[int, ...] = ()
 
     def kind(self, *, logprobs: bool) -> type[Completion[Any]]:
-        return Completion[_WholeChoice]
+        return _WHOLE
 
     def __call__(self, reply: Completion[_WholeChoice]) -> PolicyLogprobs:
         choice, prompt = reply.choices[0], reply.prompt_token_ids

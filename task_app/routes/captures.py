@@ -409,6 +409,8 @@ class CallWay:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         capture_id, path = _place_of(scope)
         if JSON_BODY not in scope or path not in DIALECTS or idempotency.HEADER in dict(scope["headers"]):
+            # The route reads the body again; dropping this copy saves memory.
+            scope.pop(JSON_BODY, None)
             await self._app(scope, receive, send)
             return
         scope["route"] = _ROUTES[path]

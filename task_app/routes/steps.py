@@ -1,4 +1,4 @@
-"""POST /env/step and /env/step_many: decisions in environments that callers step, with a fast path."""
+"""POST /env/step and /env/step_many: decisions in environments that callers step, with a short way."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -8,10 +8,9 @@ from fastapi import Request
 from fastapi.routing import APIRoute
 from pydantic import Field
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
-from service_kit.gate import JSON_BODY
-from service_kit.problems import problem_response
+from service_kit.connections import PlainReply, plain_problem
 from shared_schemas.base import Body, Reply
 from shared_schemas.problem import Problem
 from task_app.errors import InvalidRequest, TaskAppError, boundary
@@ -139,58 +138,34 @@ async def _item(services: Services, one: EnvStep, index: int) -> tuple[bytes, in
         return reply_body({"env_id": one.env_id, "status": exc.status, "problem": problem}), 0
 
 
-# The route of the slow path; metrics count both paths under it.
+# The route of the long way; metrics count both ways under it.
 ROUTE = next(route for route in router.routes if isinstance(route, APIRoute) and route.name == "step_env")
 KEYS = EnvStep.model_fields.keys()
-JSON = b"application/json"
+JSON = (b"content-type", b"application/json")
 
 
-class ShortWay:
-    """ASGI middleware that answers a plain POST /env/step at once, without FastAPI.
+def answer_at_once(services: Services, scope: Scope, body: Any) -> PlainReply | None:
+    """The reply to a plain POST /env/step without FastAPI, which costs as much as a step; None for others.
 
-    FastAPI costs as much as a step. A request is plain if its body is complete, it has no Idempotency-Key,
-    its session is free, and the environment promises quick steps: then it needs no deadline, lock, thread or
-    stored answer. All other requests, and faulty bodies, go to the route. This middleware stands behind
-    service_kit.gate, which has read the body.
+    A request is plain if it has no Idempotency-Key, its session is free, and the environment promises quick
+    steps: then it needs no deadline, lock, thread or stored answer. All other requests, and faulty bodies, go
+    to the route. `body` is the value that service_kit.gate has read.
     """
-
-    def __init__(self, app: ASGIApp, services: Services) -> None:
-        self._app, self._services = app, services
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            body = self._answer(scope.pop(JSON_BODY, None)) if _may_be_plain(scope) else None
-        except TaskAppError as error:
-            scope["route"] = ROUTE
-            await problem_response(error)(scope, receive, send)
-            return
-        if body is None:
-            # The route reads the body again; dropping this copy saves memory.
-            scope.pop(JSON_BODY, None)
-            await self._app(scope, receive, send)
-            return
-        scope["route"] = ROUTE
-        headers = [(b"content-length", b"%d" % len(body)), (b"content-type", JSON)]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
-
-    def _answer(self, body: Any) -> bytes | None:
-        """The reply, or None if the route must answer; nothing has been done then.
-
-        Raises:
-            TaskAppError: there is no such session, or the decision was refused or failed.
-        """
-        decision = _plain_body(body)
-        if decision is None:
-            return None
-        env_id, tool_calls = decision
-        session = self._services.environments.get(env_id, where="env_id")
+    decision = _plain_body(body)
+    if decision is None or any([name == idempotency.HEADER for name, _ in scope["headers"]]):
+        return None
+    env_id, tool_calls = decision
+    try:
+        session = services.environments.get(env_id, where="env_id")
         if not session.steps_at_once:
             return None
-        requests = read_calls(
-            tool_calls, at_most=self._services.settings.max_calls_per_step, where="tool_calls"
-        )
-        return reply_body(step_json(session, *session.take(requests)))
+        most = services.settings.max_calls_per_step
+        requests = read_calls(tool_calls, at_most=most, where="tool_calls")
+        reply = PlainReply(200, [JSON], reply_body(step_json(session, *session.take(requests))))
+    except TaskAppError as error:
+        reply = plain_problem(error)
+    scope["route"] = ROUTE
+    return reply
 
 
 def _plain_body(body: Any) -> tuple[str, list[dict[str, Any]]] | None:
@@ -200,10 +175,3 @@ def _plain_body(body: Any) -> tuple[str, list[dict[str, Any]]] | None:
     env_id, calls = body["env_id"], body["tool_calls"]
     plain = type(env_id) is str and type(calls) is list and all([type(call) is dict for call in calls])
     return (env_id, calls) if plain and 0 < len(env_id) <= LONGEST_ID else None
-
-
-def _may_be_plain(scope: Scope) -> bool:
-    if scope["type"] != "http" or scope["path"] != ROUTE.path or scope["method"] != "POST":
-        return False
-    headers = dict(scope["headers"])
-    return headers.get(b"content-type") == JSON and idempotency.HEADER not in headers

@@ -1,4 +1,4 @@
-"""The short way of /env/step answers byte for byte as the long one, and takes what it leaves as it came."""
+"""The short way of /env/step answers byte for byte as the long one, and leaves the rest as it came."""
 
 import asyncio
 import json
@@ -6,7 +6,8 @@ import json
 import pytest
 
 from task_app.plugins import EnvironmentPlugin, PlugBoards
-from tests.task_app.counting import CountingConfig, CountingEnvironment, boards, running_app
+from tests.task_app.counting import KEY, CountingConfig, CountingEnvironment, boards
+from tests.task_app.served import served_app
 from tests.task_app.test_env_routes import ON, calls, created
 
 JSON = {"Content-Type": "application/json"}
@@ -50,7 +51,7 @@ DECISIONS = [
 @pytest.mark.parametrize("switches", [{}, {"step_rewards": ON}])
 async def test_both_ways_give_the_same_answers_decision_by_decision(switches):
     # An Idempotency-Key sends a request the long way.
-    async with running_app(quick_boards()) as client:
+    async with served_app(quick_boards()) as (client, _):
         short = (await created(client, env_name="quick", config=switches))["env_id"]
         long = (await created(client, env_name="quick", config=switches))["env_id"]
         for number, decision in enumerate(DECISIONS):
@@ -84,7 +85,7 @@ async def test_both_ways_give_the_same_answers_decision_by_decision(switches):
     ],
 )
 async def test_what_a_strange_body_is_told_does_not_depend_on_the_way(content):
-    async with running_app(quick_boards()) as client:
+    async with served_app(quick_boards()) as (client, _):
         told = []
         for headers in ({}, {"Idempotency-Key": "k"}):
             env_id = (await created(client, env_name="quick"))["env_id"]
@@ -96,7 +97,7 @@ async def test_what_a_strange_body_is_told_does_not_depend_on_the_way(content):
 
 
 async def test_a_body_that_comes_in_pieces_is_put_together():
-    async with running_app(quick_boards()) as client:
+    async with served_app(quick_boards()) as (client, _):
         env_id = (await created(client, env_name="quick"))["env_id"]
         whole = body_of(env_id, calls("a"))
 
@@ -109,9 +110,9 @@ async def test_a_body_that_comes_in_pieces_is_put_together():
 
 
 async def test_a_session_that_is_held_is_waited_for_and_others_go_on():
-    async with running_app(quick_boards()) as client:
+    async with served_app(quick_boards()) as (client, server):
         held, other = [(await created(client, env_name="quick"))["env_id"] for _ in range(2)]
-        session = client._transport.app.state.services.environments.find(held)
+        session = server.config.app.state.services.environments.find(held)
         async with session.lock:
             waiting = asyncio.create_task(
                 client.post("/env/step", content=body_of(held, calls("a")), headers=JSON)
@@ -122,9 +123,81 @@ async def test_a_session_that_is_held_is_waited_for_and_others_go_on():
 
 
 async def test_metrics_count_both_ways_under_the_same_route():
-    async with running_app(quick_boards()) as client:
+    async with served_app(quick_boards()) as (client, _):
         env_id = (await created(client, env_name="quick"))["env_id"]
         for headers in ({}, {"Idempotency-Key": "k"}):
             await client.post("/env/step", content=body_of(env_id, calls("a")), headers={**JSON, **headers})
         text = (await client.get("/metrics")).text
     assert 'turnwise_http_requests_total{method="POST",route="/env/step",status="200"} 2.0' in text
+
+
+def request_of(body, *headers):
+    """A step as a plain client sends it."""
+    head = [b"POST /env/step HTTP/1.1", b"Host: localhost", b"X-API-Key: " + KEY.encode(), *headers]
+    head += [b"Content-Type: application/json", b"Content-Length: %d" % len(body)]
+    return b"\r\n".join([*head, b"", body])
+
+
+async def answers(reader, count):
+    """The step numbers of so many replies, in their order."""
+    numbers = []
+    for _ in range(count):
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r")[0])
+        numbers.append(json.loads(await reader.readexactly(length))["step_idx"])
+    return numbers
+
+
+async def test_requests_that_follow_each_other_at_once_are_answered_in_order_whatever_their_way():
+    async with served_app(quick_boards()) as (client, _):
+        body = body_of((await created(client, env_name="quick"))["env_id"], calls("a"))
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+        short, long = request_of(body), request_of(body, b"Idempotency-Key: k")
+        writer.write(short + long + short + short)
+        assert await answers(reader, 4) == [1, 2, 3, 4]
+        writer.write(short[:40])
+        await asyncio.sleep(0)
+        writer.write(short[40:-5])
+        await asyncio.sleep(0)
+        writer.write(short[-5:] + short)
+        assert await answers(reader, 2) == [5, 6]
+        writer.write(request_of(body, b"Connection: close"))
+        assert await answers(reader, 1) == [7]
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_an_answer_at_once_has_the_head_of_any_other_answer():
+    async with served_app(quick_boards()) as (client, _):
+        env_id = (await created(client, env_name="quick"))["env_id"]
+        one = {**JSON, "X-Request-ID": "mine"}
+        heads = [
+            (await client.post("/env/step", content=body_of(env_id, calls("a")), headers=one | more)).headers
+            for more in ({}, {"Idempotency-Key": "k"})
+        ]
+    assert heads[0]["x-request-id"] == "mine"
+    assert [sorted(head) for head in heads] == [sorted(heads[0])] * 2
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"), [({"X-API-Key": "wrong"}, 401), ({"Content-Type": "text/plain"}, 422)]
+)
+async def test_what_the_gate_refuses_is_refused_before_a_step_at_once(headers, status):
+    async with served_app(quick_boards()) as (client, _):
+        env_id = (await created(client, env_name="quick"))["env_id"]
+        body = body_of(env_id, calls("a"))
+        refusal = await client.post("/env/step", content=body, headers=JSON | headers)
+        answer = await client.post("/env/step", content=body, headers=JSON)
+    assert (refusal.status_code, answer.json()["step_idx"]) == (status, 1)
+
+
+async def test_a_fault_of_the_service_is_a_500_and_the_connection_ends():
+    def fault(*_):
+        raise KeyError("ours")
+
+    async with served_app(quick_boards()) as (client, server):
+        env_id = (await created(client, env_name="quick"))["env_id"]
+        server.config.app.posts[b"/env/step"] = fault
+        answer = await client.post("/env/step", content=body_of(env_id, calls("a")), headers=JSON)
+    assert (answer.status_code, answer.json()["code"]) == (500, "internal_error")
+    assert answer.headers["connection"] == "close"

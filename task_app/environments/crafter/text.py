@@ -4,7 +4,7 @@
 few dozen words of a small closed vocabulary, one token each.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import compress
 from typing import Any
 
@@ -69,30 +69,33 @@ def compact_text(data: Mapping[str, Any]) -> str:
     the last call changed nothing, with `invalid` because it was refused.
     """
     facts = read_facts(data)
-    head, news = list(_state_words(facts)), [f"+{name}" for name in data["news"]["unlocked"]]
+    head, news = _state_words(facts), [f"+{name}" for name in data["news"]["unlocked"]]
     flags = data["news"]["health_change"] < 0, data["news"]["no_effect"], data["news"]["invalid"] is not None
     news += compress(NEWS_WORDS, flags)
     if facts.lava:
         head += ["lava", *_leg_words(facts.lava)]
     for kind in KINDS:
-        # A crowded view loses the kinds that come last.
-        walk = facts.walks.get(kind)
-        words = [kind, *_leg_words(walk.legs), *["more"] * walk.more] if walk else []
-        head += words if len(head) + len(words) + len(news) <= MAX_WORDS else []
+        if walk := facts.walks.get(kind):
+            words = [kind, *_leg_words(walk.legs), *["more"] * walk.more]
+            # A crowded view loses the kinds that come last.
+            head += words if len(head) + len(words) + len(news) <= MAX_WORDS else []
     return " ".join((head + news)[:MAX_WORDS])
 
 
-def _state_words(facts: Facts) -> Iterator[str]:
+def _state_words(facts: Facts) -> list[str]:
     inventory = facts.inventory
-    yield from (f"{word}{inventory[name]}" for name, word in VITAL_WORDS.items())
-    yield "asleep" if facts.sleeping else "dark" if facts.dark else "day"
-    yield from (f"facing-{facts.facing}", f"@{facts.target}")
-    yield from (f"{direction}={kind}" for direction, kind in facts.neighbours.items())
-    yield from (f"{name}{inventory[name]}" for name in MATERIAL_ITEMS)
-    yield from (name if inventory[name] else f"no-{name}" for name in TOOLS)
-    yield from (f"{'near' if name in facts.near else 'far'}-{name}" for name in NEAR)
-    yield from (f"todo-{name}" for name in TODO if name not in facts.achievements)
+    return [
+        *[f"{word}{inventory[name]}" for name, word in VITAL_WORDS.items()],
+        "asleep" if facts.sleeping else "dark" if facts.dark else "day",
+        f"facing-{facts.facing}",
+        f"@{facts.target}",
+        *[f"{direction}={kind}" for direction, kind in facts.neighbours.items()],
+        *[f"{name}{inventory[name]}" for name in MATERIAL_ITEMS],
+        *[name if inventory[name] else f"no-{name}" for name in TOOLS],
+        *[f"{'near' if name in facts.near else 'far'}-{name}" for name in NEAR],
+        *[f"todo-{name}" for name in TODO if name not in facts.achievements],
+    ]
 
 
-def _leg_words(legs: Iterable[Leg]) -> Iterator[str]:
-    yield from (f"{'x' if leg.dig else ''}{LEG_LETTERS[leg.direction]}{leg.count}" for leg in legs)
+def _leg_words(legs: Iterable[Leg]) -> list[str]:
+    return [f"{'x' if leg.dig else ''}{LEG_LETTERS[leg.direction]}{leg.count}" for leg in legs]

@@ -17,6 +17,11 @@ _MARGIN, _COLUMN = 8, 128
 LOWEST, HIGHEST = -_MARGIN, _COLUMN - _MARGIN - 1
 _STEPS = {name: dx * _COLUMN + dy for name, (dx, dy) in FACINGS.items()}
 _CELLS = _COLUMN * _COLUMN
+# The steps after one in this direction, without the one back; "" is no step yet.
+_ONWARD = {
+    before: tuple((name, offset) for name, offset in _STEPS.items() if offset != -_STEPS.get(before, 0))
+    for before in ("", *_STEPS)
+}
 GROUND = frozenset({"grass", "sand", "path"})
 ROCK = frozenset({"stone"})
 _DIG_COST = 3  # turn, dig, enter
@@ -104,16 +109,16 @@ def find_trails(ground: Ground, *, can_dig: bool) -> Trails:
                 continue
             _, turns, direction, _ = trail
             onward, due = cost + surcharge, queue[surcharge]
-            for name, offset in _STEPS.items():
+            for name, offset in _ONWARD[direction]:
                 neighbour = cell + offset
-                known = best.get(neighbour)
-                # Mostly a cell on the way back, which is known at a lower cost.
-                if (known is None and neighbour not in cells) or (known is not None and known[0] < onward):
-                    continue
                 turns_on = turns if name == direction or not direction else turns + 1
-                if known is None or onward < known[0] or turns_on < known[1]:
-                    best[neighbour] = (onward, turns_on, name, cell)
-                    due.append(turns_on * _CELLS + neighbour)
+                if (known := best.get(neighbour)) is None:
+                    if neighbour not in cells:
+                        continue
+                elif known[0] < onward or (known[0] == onward and known[1] <= turns_on):
+                    continue
+                best[neighbour] = (onward, turns_on, name, cell)
+                due.append(turns_on * _CELLS + neighbour)
         queue = [*queue[1:], []]
         cost += 1
     return trails
