@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,7 @@ FORKS = {
 
 
 class TaskApp:
-    """Replays everything, and can give other draws; `fails` is raised instead, as often as it says."""
+    """Replays everything; `fails` is raised instead, as often as it says."""
 
     def __init__(self, fails: Sequence[Exception] = ()) -> None:
         self.fails, self.replayed = list(fails), list[ReplayRequest]()
@@ -45,12 +46,6 @@ class TaskApp:
         if self.fails:
             raise self.fails.pop()
         return {turn: f"world after {turn}" for turn in record.snapshots}
-
-    async def create(self, kind: str, body: Mapping[str, Any]) -> Any:
-        return SimpleNamespace(id="e", info=SimpleNamespace(reseedable=True))
-
-    async def terminate(self, kind: str, created_id: str) -> None:
-        pass
 
 
 class Watched(Learner):
@@ -105,7 +100,7 @@ def started(
     run = run_of(tmp_path, train=answer, learner=learner, **{**FORKS, **keys})
     dispatcher: Any = run.dispatcher
     dispatcher.task_apps = SimpleNamespace(serving=(app or TaskApp(),), refuse_if_none_answers=lambda: None)
-    return run, learner, asked
+    return replace(run, reseedable=True), learner, asked
 
 
 async def test_each_fork_is_a_group_with_draws_of_its_own_and_is_trained_and_counted_apart(tmp_path: Path):

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from trainer_backend.collect.moments import Wanted, replay_all
 from trainer_backend.collect.plan import Planner
-from trainer_backend.collect.trial import describe_environment
 from trainer_backend.credit.credit import Measured
 from trainer_backend.run.run import Run
 
@@ -28,7 +27,7 @@ async def plan_forks(
     chosen = choose_forks(run, planner, parents, measured)
     if rule is None or not chosen:
         return []
-    is_fresh = rule.reads_samples and (await describe_environment(planner, apps))[1].reseedable
+    is_fresh = rule.reads_samples and run.reseedable
     # Snapshots by the decisions before them.
     wanted = [Wanted(parent, [turn - 1 for turn in turns]) for parent, turns in chosen]
     replayed = await replay_all(apps, planner, wanted)
