@@ -136,6 +136,33 @@ async def test_a_blind_rule_compares_with_the_parent_and_shares_its_draws(tmp_pa
     assert found == [[-1.0], [0.0], [0.0], [0.0]]
 
 
+async def test_what_has_its_snapshots_already_is_not_replayed(tmp_path: Path):
+    app = TaskApp()
+    keys = {"algorithm__fork_rule": "uniform", "algorithm__branches_per_episode": 8}
+    run, _, asked = started(tmp_path, app=app, **keys)
+    dispatcher: Any = run.dispatcher
+    play = dispatcher._train
+
+    def with_snapshots(requests: Sequence[RolloutRequest]) -> Batch:
+        batch = play(requests)
+        return Batch(tuple(map(snapped, batch.rollouts))) if not is_branch(requests[0]) else batch
+
+    dispatcher._train = with_snapshots
+    await train(run, Progress(), asyncio.Event())
+    later = [request for request in asked if is_branch(request)]
+    kept = {request.start.snapshot for request in later if "/1/0/0/" not in request.rollout_id}
+    assert len(later) == 16 and kept == {"kept 2"}
+    assert len(app.replayed) == 1, "one of eight has lost its snapshot"
+
+
+def snapped(item: Rollout) -> Rollout:
+    """With a snapshot before each decision, but for the first sibling of the first group."""
+    if item.rollout_id.endswith("/1/0/0") or item.trajectory is None:
+        return item
+    steps = [step.model_copy(update={"snapshot": f"kept {step.turn}"}) for step in item.trajectory.steps]
+    return item.model_copy(update={"trajectory": item.trajectory.model_copy(update={"steps": tuple(steps)})})
+
+
 async def test_a_continuation_that_is_rejected_is_played_once_more_and_its_parent_stays(tmp_path: Path):
     run, learner, asked = started(tmp_path, spoils=["1/0/1/branch-2/0"])
     await train(run, Progress(), asyncio.Event())
