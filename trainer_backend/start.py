@@ -167,8 +167,7 @@ async def _run(
         await asyncio.to_thread(_refuse_damage, job, directory.checkpoints)
     checkpoint = latest_checkpoint(directory.checkpoints)
     fixed_setup = await asyncio.to_thread(_fixed_of, job, learners, checkpoint)
-    # Of this start alone: what an earlier one left at a task app names a gateway that is gone, and the same
-    # ids with another body would be refused. Seeds do not depend on it.
+    # Of this start alone: the ids of an earlier one, with another body, would be refused. No seed reads it.
     run_id = f"{directory.run_id}.{secrets.token_hex(4)}"
     # The port first: a taken one must not cost the minutes of a warm-up.
     with job_parts.gateways(job, fixed_setup, directory, reporter.say, launcher) as gateways:
@@ -183,7 +182,7 @@ async def _run(
             switches, notes = echo_of_switches(job.training, job.algorithm), data.notes if data else ()
             for line in (describe(apps), switches, *servers, *notes):
                 reporter.say(line)
-            await _try(job, planner, apps, stop, from_scratch=checkpoint is None)
+            reseedable = await _try(job, planner, apps, stop, from_scratch=checkpoint is None)
             beginning = Beginning(
                 directory, planner, _models_of(job, learners, fixed_setup),
                 dispatcher=dispatcher, reporter=reporter, stop=stop,
@@ -194,13 +193,14 @@ async def _run(
                 await asyncio.to_thread(record_rows, directory, record, data, 0)  # `begin` plays
             learner, progress = await beginning.begin(models)
             reporter.goes_on_from(progress.iteration)
-            saving = Saving(job.training, job.evaluation, directory, learner)
             async with gateways.serving(learner, models.fixed) as actor:
                 actor.watch(reporter)
                 reporter.say(f"gateway: {', '.join(actor.inference.urls)} serves {actor.inference.model}")
                 run = Run(
-                    planner, job_parts.credit(job), dispatcher, actor, saving, reporter, reporter.resumes,
-                    curriculum=await _curriculum(planner, apps, directory, reporter),
+                    planner, job_parts.credit(job), dispatcher, actor,
+                    Saving(job.training, job.evaluation, directory, learner),
+                    reporter, reporter.resumes, reseedable=reseedable,
+                    curriculum=_curriculum(planner, apps, directory, reporter, reseedable=reseedable),
                 )  # fmt: skip
                 # Not before: a start that fails, or has nothing left to play, accepts no rows.
                 if models.checkpoint is not None and work_left(run, progress):
@@ -211,22 +211,24 @@ async def _run(
             return Ended(progress, stop.by if work_left(run, progress) else "")
 
 
-async def _try(job: JobConfig, planner: Planner, apps: TaskApps, stop: Stop, *, from_scratch: bool) -> None:
+async def _try(job: JobConfig, planner: Planner, apps: TaskApps, stop: Stop, *, from_scratch: bool) -> bool:
+    """Try the job; return whether its environment can be given other draws, where the job gives it some."""
     preset = job.model.preset is not None
     await until(stop, try_job(planner, apps, from_scratch=from_scratch, preset=preset))
     if stop.is_set():
         raise Stopped("before anything was played; nothing new to save")
+    rule = planner.fork_rule
+    if planner.curriculum is None and (rule is None or not rule.reads_samples):
+        return False
+    return (await describe_environment(planner, apps))[1].reseedable
 
 
-async def _curriculum(
-    planner: Planner, apps: TaskApps, directory: RunDirectory, reporter: Reporter
+def _curriculum(
+    planner: Planner, apps: TaskApps, directory: RunDirectory, reporter: Reporter, *, reseedable: bool
 ) -> Curriculum | None:
     if planner.curriculum is None:
         return None
-    _, info = await describe_environment(planner, apps)
-    return Curriculum(
-        planner.curriculum, planner, apps, directory, tell=reporter.say, reseedable=info.reseedable
-    )
+    return Curriculum(planner.curriculum, planner, apps, directory, tell=reporter.say, reseedable=reseedable)
 
 
 def _fixed_of(job: JobConfig, learners: LearnerFactory, checkpoint: Path | None) -> FixedSetup:

@@ -135,6 +135,27 @@ def test_inspect_says_where_an_episode_began(run):
     assert any(f"began at a snapshot of {item.trajectory.parent_rollout_id}" in line for line in lines)
 
 
+def test_games_that_began_at_a_snapshot_are_left_out_of_forks_and_all_others_are_forked(trained, tmp_path):
+    forks = {"algorithm__train_branches": True, "algorithm__fork_rule": "surprise"}
+    directory, _, progress = train_job(
+        tiny_job(**warmed_up(trained), **SETTINGS, **forks, training__iterations=2), tmp_path / "run"
+    )
+    assert progress.iteration == 2
+    games = stored(directory, 2)
+    whole = {place for place, item in games.items() if not item.trajectory.is_continued}
+    branches = read_rollouts(directory.rollouts_file("branches_2"))
+    parents = {plan_id(item.trajectory.parent_rollout_id) for item in branches}
+    assert parents and parents <= whole and len(whole) == 4
+    first, second = rows_of(directory, "iteration")
+    assert (first["forks/left_out"], second["forks/left_out"]) == (0.0, 4.0)
+    assert first["starts/share"] == 0.0 and second["starts/share"] == 0.5, (
+        "of games that are no continuations"
+    )
+    assert second["forks/rollouts"] == len(branches) > 0 and second["branch/failed"] == 0.0
+    places = {row["key"].partition(":")[0] for row in moments(directory, 2)}
+    assert places <= games.keys(), "continuations leave no snapshots"
+
+
 FORGETFUL = """
 from tests.contract.test_branches import FORGETFUL
 exec(FORGETFUL)

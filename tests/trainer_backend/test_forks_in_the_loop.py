@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,7 @@ FORKS = {
 
 
 class TaskApp:
-    """Replays everything, and can give other draws; `fails` is raised instead, as often as it says."""
+    """Replays everything; `fails` is raised instead, as often as it says."""
 
     def __init__(self, fails: Sequence[Exception] = ()) -> None:
         self.fails, self.replayed = list(fails), list[ReplayRequest]()
@@ -45,12 +46,6 @@ class TaskApp:
         if self.fails:
             raise self.fails.pop()
         return {turn: f"world after {turn}" for turn in record.snapshots}
-
-    async def create(self, kind: str, body: Mapping[str, Any]) -> Any:
-        return SimpleNamespace(id="e", info=SimpleNamespace(reseedable=True))
-
-    async def terminate(self, kind: str, created_id: str) -> None:
-        pass
 
 
 class Watched(Learner):
@@ -105,7 +100,7 @@ def started(
     run = run_of(tmp_path, train=answer, learner=learner, **{**FORKS, **keys})
     dispatcher: Any = run.dispatcher
     dispatcher.task_apps = SimpleNamespace(serving=(app or TaskApp(),), refuse_if_none_answers=lambda: None)
-    return run, learner, asked
+    return replace(run, reseedable=True), learner, asked
 
 
 async def test_each_fork_is_a_group_with_draws_of_its_own_and_is_trained_and_counted_apart(tmp_path: Path):
@@ -139,6 +134,33 @@ async def test_a_blind_rule_compares_with_the_parent_and_shares_its_draws(tmp_pa
     # Of four siblings, the first one ends with an outcome of 2 and the others with 1.
     found = [list(learner.trained[f"1/0/{k}/branch-2/0"].advantages) for k in range(4)]
     assert found == [[-1.0], [0.0], [0.0], [0.0]]
+
+
+async def test_what_has_its_snapshots_already_is_not_replayed(tmp_path: Path):
+    app = TaskApp()
+    keys = {"algorithm__fork_rule": "uniform", "algorithm__branches_per_episode": 8}
+    run, _, asked = started(tmp_path, app=app, **keys)
+    dispatcher: Any = run.dispatcher
+    play = dispatcher._train
+
+    def with_snapshots(requests: Sequence[RolloutRequest]) -> Batch:
+        batch = play(requests)
+        return Batch(tuple(map(snapped, batch.rollouts))) if not is_branch(requests[0]) else batch
+
+    dispatcher._train = with_snapshots
+    await train(run, Progress(), asyncio.Event())
+    later = [request for request in asked if is_branch(request)]
+    kept = {request.start.snapshot for request in later if "/1/0/0/" not in request.rollout_id}
+    assert len(later) == 16 and kept == {"kept 2"}
+    assert len(app.replayed) == 1, "one of eight has lost its snapshot"
+
+
+def snapped(item: Rollout) -> Rollout:
+    """With a snapshot before each decision, but for the first sibling of the first group."""
+    if item.rollout_id.endswith("/1/0/0") or item.trajectory is None:
+        return item
+    steps = [step.model_copy(update={"snapshot": f"kept {step.turn}"}) for step in item.trajectory.steps]
+    return item.model_copy(update={"trajectory": item.trajectory.model_copy(update={"steps": tuple(steps)})})
 
 
 async def test_a_continuation_that_is_rejected_is_played_once_more_and_its_parent_stays(tmp_path: Path):

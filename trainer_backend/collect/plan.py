@@ -177,12 +177,14 @@ class Planner:
     def branches(self, parents: Sequence[Rollout]) -> list[RolloutRequest]:
         """Rollouts that play on from the snapshots of finished ones: same policy, own sampling seeds.
 
+        None where they are trained: `forks` makes those.
+
         They get the rest of the parent's limits, its time included. A lost branch is asked for again like
         any other rollout.
         """
         return [
             request
-            for parent in parents
+            for parent in (() if self.algorithm.train_branches else parents)
             for step in (() if parent.trajectory is None else parent.trajectory.steps)
             if step.snapshot is not None
             for request in self._branches_from(parent, step.turn, step.snapshot)
@@ -202,8 +204,18 @@ class Planner:
         if rule is None or episode is None or episode.is_continued:
             return ()
         surprise_T = [-math.fsum(call.logprobs if call else ()) for call in map(exact_tokens, episode.steps)]
+        return self._chosen_by(rule, parent.group_id, parent.sibling, surprise_T, td_errors_T)
+
+    def _chosen_by(
+        self,
+        rule: ForkPlug,
+        group_id: str,
+        sibling: int,
+        surprise_T: Sequence[float],
+        td_errors_T: Sequence[float] = (),
+    ) -> tuple[int, ...]:
         facts = Parent(self._first_branch, self.players.max_decisions, surprise_T, td_errors_T)
-        seed = derived_seed(self.players.seed, "forks", parent.group_id, parent.sibling)
+        seed = derived_seed(self.players.seed, "forks", group_id, sibling)
         return rule.choose(facts, self.algorithm.branches_per_episode, seed)
 
     def forks(
@@ -311,7 +323,7 @@ class Planner:
                 request = self._request(
                     slot, origin, spec, self.table.step_rewards,
                     state_keys=self._state_keys,
-                    snapshot_turns=self._snapshot_turns(slot),
+                    snapshot_turns=self._snapshot_turns(slot, origin) if policy == ACTOR else (),
                     final_view=self.algorithm.bootstrap_truncated,
                 )  # fmt: skip
                 requests.append(request)
@@ -373,14 +385,20 @@ class Planner:
         """The first turn that has branches; never the first one where siblings are its branches."""
         return 1 if self.table.group_size == 1 else 2
 
-    def _snapshot_turns(self, slot: Slot) -> tuple[int, ...]:
-        """The turns before which a snapshot is taken; those of branches that are trained come by replay."""
-        if not estimator(self.algorithm.advantage).needs_branches or self.algorithm.train_branches:
+    def _snapshot_turns(self, slot: Slot, origin: Origin) -> tuple[int, ...]:
+        """The turns before which a snapshot is taken: those that are known before the episode is played."""
+        rule, most = self.fork_rule, self.players.max_decisions
+        if rule is not None:
+            if rule.reads_samples or origin.start is not None:
+                return ()
+            name = group_name(slot.stage, slot.iteration, slot.group, origin)
+            return self._chosen_by(rule, name, slot.sibling, [0.0] * most)
+        if not estimator(self.algorithm.advantage).needs_branches:
             return ()
         return branch_turns(
             derived_seed(self.players.seed, "branch turns", *slot),
             count=self.algorithm.branches_per_episode,
-            max_decisions=self.players.max_decisions,
+            max_decisions=most,
             first=self._first_branch,
         )
 

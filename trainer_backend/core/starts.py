@@ -28,7 +28,8 @@ class CurriculumKeys(Table):
     """which snapshots are started from; frontier: whose set of achievements is rare among those kept;
     uncertain: from which 20 to 80 % of the starts gained something; late: every turn as often"""
     pool: int = Field(default=256, ge=1, le=100_000)
-    """snapshots that are kept, at most; the oldest one of the most common set of achievements goes first"""
+    """snapshots that are kept, at most; of the most common set of achievements, the oldest one of its most
+    common turn goes first"""
     pool_mib: float = Field(default=64.0, gt=0)
     """what the snapshots that are kept may take together, in MiB"""
 
@@ -84,18 +85,28 @@ class Pool:
 
 
 def _bounded(moments: Sequence[Moment], most: int, most_bytes: float) -> list[Moment]:
-    """Without the oldest of the most common cells, until the rest is within both bounds."""
-    by_cell: defaultdict[Cell, deque[int]] = defaultdict(deque)
+    """Without the oldest of the most common turn of the most common cell, until the rest is within bounds.
+
+    Were it the oldest of the cell, the games that all reach its first turn would soon be all that is kept of
+    it, and the few that came further forgotten.
+    """
+    by_cell: defaultdict[Cell, dict[int, deque[int]]] = defaultdict(dict)
+    counts: Counter[Cell] = Counter(item.cell for item in moments)
     for number, item in enumerate(moments):
-        by_cell[item.cell].append(number)
+        by_cell[item.cell].setdefault(item.turn, deque()).append(number)
     gone, size = set[int](), sum(len(item.snapshot) for item in moments)
     while len(moments) - len(gone) > most or size > most_bytes:
-        crowded = max(by_cell, key=lambda cell: (len(by_cell[cell]), -by_cell[cell][0]))
-        number = by_cell[crowded].popleft()
+        cell = max(by_cell, key=lambda one: (counts[one], -min(queue[0] for queue in by_cell[one].values())))
+        turns = by_cell[cell]
+        turn = max(turns, key=lambda one: (len(turns[one]), -turns[one][0]))
+        number = turns[turn].popleft()
         gone.add(number)
+        counts[cell] -= 1
         size -= len(moments[number].snapshot)
-        if not by_cell[crowded]:
-            del by_cell[crowded]
+        if not turns[turn]:
+            del turns[turn]
+        if not turns:
+            del by_cell[cell]
     return [item for number, item in enumerate(moments) if number not in gone]
 
 
@@ -111,13 +122,19 @@ class StartPlug:
 
 
 def frontier(pool: Pool) -> list[float]:
-    """A cell in proportion to 1/sqrt of its snapshots, then each of them alike.
+    """A cell in proportion to 1/sqrt of its snapshots, then each turn of it alike, then each snapshot of it.
+
+    Of a cell, most snapshots are those of its first turns. The last ones lead on, and from there a reward is
+    near enough for some of the siblings.
 
     Source: Ecoffet et al., First return, then explore (Go-Explore), arXiv:2004.12919, whose cells are drawn
     with 1/sqrt(C_seen + 1); C_seen is here how often the run's games left a snapshot in the cell.
     """
-    cells = pool.cells()
-    return [cells[item.cell] ** -1.5 for item in pool.moments]
+    cells, places = pool.cells(), Counter((item.cell, item.turn) for item in pool.moments)
+    turns = Counter(cell for cell, _ in places)
+    return [
+        cells[item.cell] ** -0.5 / turns[item.cell] / places[item.cell, item.turn] for item in pool.moments
+    ]
 
 
 def uncertain(pool: Pool) -> list[float]:
@@ -168,32 +185,44 @@ class Starts:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A moment of a game that may be kept: after `turn` of its own decisions, with this cell."""
+    """A moment of a game that may be kept: after `own_turn` of its own decisions, with this cell."""
 
     plan: str
+    own_turn: int
     turn: int
+    """Decisions of the whole game before it: more than its own where it began at a snapshot."""
     cell: Cell
 
 
-def candidates(plan: str, cells: Sequence[Cell], seed: int) -> list[Candidate]:
+def candidates(plan: str, cells: Sequence[Cell], seed: int, *, done: int = 0) -> list[Candidate]:
     """The moments of a game that may be kept: after each new set of achievements, and one at random.
 
     Args:
         plan: the game's place in the plan.
         cells: the set of achievements before each decision that could be played on from, from the first.
         seed: of the random one, which is never the start.
+        done: decisions before the first of these, where the game began at a snapshot.
     """
     rises = [turn for turn in range(1, len(cells)) if cells[turn] != cells[turn - 1]]
     some = random.Random(derived_seed(seed, "kept", plan)).randrange(1, len(cells)) if len(cells) > 1 else 0
     turns = sorted({*rises, *([some] if some else [])})
-    return [Candidate(plan, turn, cells[turn]) for turn in turns]
+    return [Candidate(plan, turn, done + turn, cells[turn]) for turn in turns]
 
 
 def kept(found: Iterable[Candidate], seed: int, most: int = MOST_NEW) -> list[Candidate]:
-    """At most so many of an iteration's candidates: of each set of achievements in turn, at random."""
-    by_cell: defaultdict[Cell, list[Candidate]] = defaultdict(list)
-    for item in sorted(found, key=lambda one: derived_seed(seed, "kept", one.plan, one.turn)):
-        by_cell[item.cell].append(item)
-    rounds = [(number, cell, item) for cell in by_cell for number, item in enumerate(by_cell[cell])]
+    """At most so many of an iteration's candidates: of each set of achievements as often as of the others.
+
+    Of a set, one of every turn comes before a second one of any; which, is drawn.
+    """
+    by_cell: defaultdict[Cell, list[tuple[int, Candidate]]] = defaultdict(list)
+    places: Counter[tuple[Cell, int]] = Counter()
+    for item in sorted(found, key=lambda one: derived_seed(seed, "kept", one.plan, one.own_turn)):
+        by_cell[item.cell].append((places[item.cell, item.turn], item))
+        places[item.cell, item.turn] += 1
+    rounds = [
+        (number, cell, item)
+        for cell, items in by_cell.items()
+        for number, (_, item) in enumerate(sorted(items, key=lambda one: one[0]))
+    ]
     rounds.sort(key=lambda one: one[:2])
     return [item for _, _, item in rounds[:most]]

@@ -298,6 +298,7 @@ class CreditAssignment:
             "forks/count": float(len({rollout.group_id for rollout in forks.rollouts})),
             "forks/rollouts": float(len(forks.rollouts)),
             "forks/share": counts[1] / max(sum(counts), 1),
+            "forks/left_out": float(sum(item.is_continued for item in parents.trajectories)),
             **({"forks/gain": math.fsum(gains) / len(gains)} if gains else {}),
         }
 

@@ -91,7 +91,11 @@ class Curriculum:
     ) -> list[Moment]:
         """The snapshots that an iteration adds; task apps play its games again up to them."""
         seed = self.planner.players.seed
-        found = [one for plan, item in games.items() for one in candidates(plan, _cells(item), seed)]
+        found = [
+            one
+            for plan, item in games.items()
+            for one in candidates(plan, _cells(item), seed, done=self._done(asked[plan]))
+        ]
         by_game: dict[str, list[Candidate]] = {}
         for one in kept(found, seed):
             by_game.setdefault(one.plan, []).append(one)
@@ -99,7 +103,7 @@ class Curriculum:
         wanted = [
             Wanted(
                 games[plan],
-                [one.turn for one in by_game[plan]],
+                [one.own_turn for one in by_game[plan]],
                 asked[plan].start if _is_start(asked[plan]) else None,
             )
             for plan in plans
@@ -113,7 +117,7 @@ class Curriculum:
                 )
                 continue
             moments += [
-                self._moment(item, asked[plan], one, snapshots[one.turn])
+                self._moment(item, asked[plan], one, snapshots[one.own_turn])
                 for one in sorted(by_game[plan], key=lambda one: one.turn)
             ]
         return moments
@@ -121,19 +125,22 @@ class Curriculum:
     def _moment(self, item: Rollout, request: RolloutRequest, one: Candidate, snapshot: str) -> Moment:
         players, episode = self.planner.players, item.trajectory
         assert episode is not None, "it was played"
-        turn = players.max_decisions - request.limits.max_decisions + one.turn
-        own = sum(step.step_info.invalid_reason is not None for step in episode.steps[: one.turn])
+        own = sum(step.step_info.invalid_reason is not None for step in episode.steps[: one.own_turn])
         return Moment(
-            key=_key(item.rollout_id, turn),
+            key=_key(item.rollout_id, one.turn),
             iteration=item.iteration,
             rollout_id=item.rollout_id,
             group_id=item.group_id,
             seed=episode.seed,
-            turn=turn,
+            turn=one.turn,
             invalid=players.rollout.max_invalid_decisions - request.limits.max_invalid_decisions + own,
             cell=one.cell,
             snapshot=snapshot,
         )
+
+    def _done(self, request: RolloutRequest) -> int:
+        """Decisions of the whole game before a rollout's first one."""
+        return self.planner.players.max_decisions - request.limits.max_decisions
 
     def _pool_after(self, iteration: int) -> Pool:
         """The pool after an iteration, from the files of all up to it."""

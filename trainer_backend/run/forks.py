@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from trainer_backend.collect.moments import Wanted, replay_all
 from trainer_backend.collect.plan import Planner
-from trainer_backend.collect.trial import describe_environment
 from trainer_backend.credit.credit import Measured
 from trainer_backend.run.run import Run
 
@@ -28,18 +27,32 @@ async def plan_forks(
     chosen = choose_forks(run, planner, parents, measured)
     if rule is None or not chosen:
         return []
-    is_fresh = rule.reads_samples and (await describe_environment(planner, apps))[1].reseedable
-    # Snapshots by the decisions before them.
-    wanted = [Wanted(parent, [turn - 1 for turn in turns]) for parent, turns in chosen]
-    replayed = await replay_all(apps, planner, wanted)
-    if lost := replayed.count(None):
+    is_fresh = rule.reads_samples and run.reseedable
+    snapshots = {parent.rollout_id: _taken(parent, turns) for parent, turns in chosen}
+    wanted = [
+        Wanted(parent, [turn - 1 for turn in turns])
+        for parent, turns in chosen
+        if len(snapshots[parent.rollout_id]) < len(turns)
+    ]
+    lost = 0
+    for item, found in zip(wanted, await replay_all(apps, planner, wanted), strict=True):
+        snapshots[item.rollout.rollout_id] = found or {}
+        lost += found is None
+    if lost:
         run.reporter.say(f"no task app can be reached to replay {lost} episodes; nothing plays on from them")
     return [
         request
-        for (parent, _), snapshots in zip(chosen, replayed, strict=True)
-        if snapshots is not None
-        for request in planner.forks(parent, snapshots, fresh_draws=is_fresh)
+        for parent, _ in chosen
+        for request in planner.forks(parent, snapshots[parent.rollout_id], fresh_draws=is_fresh)
     ]
+
+
+def _taken(parent: Rollout, turns: Sequence[int]) -> dict[int, str]:
+    """The snapshots that were taken while it was played, by the number of decisions before them."""
+    episode = parent.trajectory
+    assert episode is not None, "it finished"
+    steps = [episode.steps[turn - 1] for turn in turns]
+    return {step.turn - 1: step.snapshot for step in steps if step.snapshot is not None}
 
 
 def choose_forks(run: Run, planner: Planner, parents: Sequence[Rollout], measured: Measured) -> list[Forked]:

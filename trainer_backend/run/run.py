@@ -38,6 +38,8 @@ class Run:
     pace: Pace = field(default_factory=Pace)
     curriculum: Curriculum | None = None
     """None: every game begins in its world."""
+    reseedable: bool = False
+    """Whether the environment can be given other draws after a snapshot; asked where that matters."""
 
     @property
     def learner(self) -> Learner:

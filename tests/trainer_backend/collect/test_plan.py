@@ -272,6 +272,20 @@ def test_an_episode_without_siblings_may_be_branched_at_its_first_decision_too()
     assert [request.snapshot_turns for request in alone.training(1)] == [(1, 2, 3)]
 
 
+def test_a_rule_that_reads_no_sample_has_its_snapshots_taken_while_an_episode_is_played():
+    def of(rule: str) -> Planner:
+        keys = {"train_branches": True, "fork_rule": rule, "branches_per_episode": 3}
+        return planner(rollout={"episodes_per_batch": 3, "max_turns": 6}, algorithm=keys)
+
+    uniform, requests = of("uniform"), of("uniform").training(1)
+    turns = [request.snapshot_turns for request in requests]
+    assert all(len(of_one) == 3 and min(of_one) >= 2 for of_one in turns) and len(set(turns)) > 1
+    played = [parent(request, 6) for request in requests]
+    assert turns == [uniform.fork_turns(item) for item in played]
+    assert uniform.branches(played) == [], "`forks` makes what is trained"
+    assert {request.snapshot_turns for request in of("surprise").training(1)} == {()}
+
+
 def test_other_estimators_ask_for_no_branches():
     requests = planner().training(1)
     assert {request.snapshot_turns for request in requests} == {()}

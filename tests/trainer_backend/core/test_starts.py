@@ -52,10 +52,19 @@ def test_a_pool_of_all_iterations_is_that_of_one_after_the_other():
     assert set(again.results) <= {item.key for item in again.moments}, "of what is gone nothing is remembered"
 
 
-def test_the_frontier_draws_a_cell_by_the_root_of_its_snapshots():
-    pool = Pool((*(moment(n, WOOD) for n in range(4)), moment(9, BOTH)))
-    # 1/sqrt(4) in four parts, and 1/sqrt(1)
-    assert frontier(pool) == [0.125] * 4 + [1.0]
+def test_those_that_came_further_are_not_forgotten_for_all_that_reach_the_first_turn_of_their_cell():
+    deep, first = moment(0, WOOD, turn=7), [moment(n, WOOD, turn=3) for n in range(1, 6)]
+    pool = Pool()
+    for item in (deep, *first):
+        pool = pool.after([item], [], KEYS)
+    assert pool.moments == (deep, *first[2:])
+
+
+def test_the_frontier_draws_a_cell_by_the_root_of_its_snapshots_and_each_of_its_turns_alike():
+    turns = (1, 1, 1, 5)
+    pool = Pool((*(moment(n, WOOD, turn=turn) for n, turn in enumerate(turns)), moment(9, BOTH)))
+    # 1/sqrt(4) in two parts, one of them in three; and 1/sqrt(1)
+    assert frontier(pool) == [0.25 / 3] * 3 + [0.25, 1.0]
 
 
 def test_uncertain_are_those_without_starts_and_those_between_20_and_80_percent():
@@ -101,8 +110,20 @@ def test_a_game_offers_the_moment_after_each_rise_and_one_at_random():
 
 
 def test_of_many_candidates_every_cell_gets_its_turn():
-    many = [Candidate(f"train/1/0/{n}", 1, WOOD) for n in range(50)]
-    few = [Candidate("train/1/1/0", 3, BOTH), Candidate("train/1/1/1", 2, ())]
+    many = [Candidate(f"train/1/0/{n}", 1, 1, WOOD) for n in range(50)]
+    few = [Candidate("train/1/1/0", 3, 3, BOTH), Candidate("train/1/1/1", 2, 2, ())]
     found = kept([*many, *few], seed=1, most=4)
     assert sorted(one.cell for one in found) == [(), BOTH, WOOD, WOOD]
     assert found == kept([*few, *reversed(many)], seed=1, most=4), "in whatever order they come"
+
+
+def test_of_a_cell_every_turn_of_the_whole_game_comes_before_a_second_moment_of_any():
+    many = [Candidate(f"train/1/0/{n}", 1, 1, WOOD) for n in range(50)]
+    far = Candidate("train/1/1/0", 1, 8, WOOD)
+    assert [one.turn for one in sorted(kept([*many, far], seed=1, most=3), key=lambda one: one.turn)] == [
+        1,
+        1,
+        8,
+    ]
+    found = candidates("train/1/0/0", [(), WOOD], seed=1, done=7)
+    assert found == [Candidate("train/1/0/0", 1, 8, WOOD)]

@@ -19,12 +19,14 @@ from trainer_backend.models.folder import load_model_folder
 from trainer_backend.parts import CreditedEpisode, Progress
 
 __all__ = ["played"]
-# A critic, a KL in the rewards, and several passes; every rank has unequal pieces.
+# A critic, a KL in the rewards, a rate that follows the KL of steps, and several passes; every rank has
+# unequal pieces.
 TABLES = {
     "cluster__launcher": "local",
     "algorithm__advantage": "gae",
     "training__kl_reward_coef": 0.1,
     "training__mismatch_limit": 1e9,
+    "training__learning_rate_schedule": "desired_kl",
     "training__micro_batch_tokens": 512,
     "warmup__epochs": 1,
 }
@@ -47,6 +49,8 @@ def runs(group: Group, played, tmp_path_factory: pytest.TempPathFactory) -> tupl
     results = calls_in_order(group, played, two)
     of_updates = [found for found in results if isinstance(found, dict) and "optim/steps" in found]
     assert [found.pop("learner/ranks") for found in of_updates] == [2.0, 2.0]
+    rates = [found["optim/lr"] for found in of_updates]
+    assert rates[1] != rates[0], "the rate of a resume is the one that followed the first update"
     assert all(1.0 <= found.pop("learner/tokens_imbalance") < 2.0 for found in of_updates)
     for was, found in zip(expected, results, strict=True):
         for row in (was, found):
