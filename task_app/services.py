@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,8 @@ class Services:
         # The policies' own requests to model servers; the session is for plug-ins.
         self.client = HttpClient(at_most=2 * settings.max_concurrent_rollouts)
         self._session: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._opening = threading.Lock()
         self.interactions = Interactions(
             boards.interactions,
             settings,
@@ -166,17 +169,20 @@ class Services:
 
     def open_session(self) -> "aiohttp.ClientSession":
         """Return the client session for plug-ins; each running rollout has at most one call open."""
-        if self._session is None:
-            import aiohttp
+        with self._opening:  # a plug-in's code may ask for it on a thread
+            if self._session is None:
+                import aiohttp
 
-            self._session = plain_session(
-                connector=aiohttp.TCPConnector(limit=2 * self.settings.max_concurrent_rollouts),
-                cookie_jar=aiohttp.DummyCookieJar(),
-            )
-        return self._session
+                limit = 2 * self.settings.max_concurrent_rollouts
+                self._session = plain_session(
+                    connector=aiohttp.TCPConnector(limit=limit, loop=self._loop),
+                    cookie_jar=aiohttp.DummyCookieJar(loop=self._loop),
+                )
+            return self._session
 
     def start(self) -> None:
-        """Open the database of sessions."""
+        """Open the database of sessions; to be called on the event loop."""
+        self._loop = asyncio.get_running_loop()
         self.database.open()
 
     async def recover(self) -> None:
