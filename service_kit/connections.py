@@ -167,7 +167,7 @@ class BoundedConnection(HttpToolsProtocol):
     def _answer(self, body: bytes) -> bool:
         """Answer the request at once; False if the app has to."""
         path, scope = self.url.decode(), cast(Scope, self.scope)
-        scope |= {"method": "POST", "path": path, "raw_path": self.url, "query_string": b""}
+        scope.update(method="POST", path=path, raw_path=self.url, query_string=b"")
         try:
             with Boundary(f"POST {path}", InternalError):
                 reply = self.posts[self.url](scope, body)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service_kit.gate import _says_json
-from shared_schemas.json_text import MAX_DEPTH, MAX_MEMBERS, read_json
+from shared_schemas.json_text import MAX_DEPTH, MAX_MEMBERS, encodable_json, read_json
 
 FINITE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
@@ -73,3 +73,17 @@ def test_a_content_type_is_read_without_the_blanks_that_fastapi_strips(value, is
     scope = {"headers": [(b"content-type", value), (b"content-type", b"text/plain")]}
     assert _says_json(scope) is is_json
     assert not _says_json({"headers": []})
+
+
+@given(FINITE)
+def test_encodable_data_is_an_equal_copy(value):
+    assert encodable_json({"value": value}) == {"value": value}
+
+
+@pytest.mark.parametrize(("text", "encodable"), [("\u00e4", "\u00e4"), ("a\ud800b", "a?b")])
+def test_encodable_data_shares_no_list_with_its_source_whether_a_text_is_changed_or_not(text, encodable):
+    inner = [1, 2.5, None]
+    copy = encodable_json({text: (True, inner)})
+    assert copy == {encodable: [True, [1, 2.5, None]]}
+    inner.append(0)
+    assert copy[encodable][1] == [1, 2.5, None]

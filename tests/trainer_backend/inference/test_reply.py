@@ -1,9 +1,13 @@
 """The parts of a chat completion's body, without an engine."""
 
+import json
+from typing import Any
+
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from trainer_backend.inference.actor import Generation, SampledToken
+from trainer_backend.inference.asgi import json_response
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.reply import (
     Choice,
@@ -57,3 +61,15 @@ def test_the_first_part_of_a_character_has_its_byte(tokenizer: PreTrainedTokeniz
     )
     assert part["bytes"] == [0xE2] and part["top_logprobs"][0]["token"] == renderer.decode([whole])
     assert bytes(word["bytes"]).decode() == word["token"] and word["top_logprobs"] == []
+
+
+@pytest.mark.parametrize("text", ["plain", "\u00e4\U0001f600", "half \ud83d"])
+async def test_a_reply_holds_any_text_that_a_model_may_write(text: str):
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await json_response(send, {"text": text, "logprobs": (-0.5, 1e-9)})
+    assert json.loads(sent[1]["body"]) == {"text": text, "logprobs": [-0.5, 1e-9]}
+    assert dict(sent[0]["headers"])[b"content-length"] == b"%d" % len(sent[1]["body"])
