@@ -96,7 +96,7 @@ async def measure_truth(
     rollouts = find_playable(source, record)
     with task_app_log() as log:
         async with job_parts.task_apps(job, log, data=data) as apps:
-            environment = await _environment(apps, job_parts.planner(job, "truth", _NOBODY, data))
+            environment = await _environment(apps, job_parts.planner(job, "truth", _UNSENT, data))
             setting = TruthSetting(
                 run_id=run.run_id,
                 iteration=source.iteration,
@@ -159,7 +159,7 @@ def _with_common_draws(planner: Planner) -> Planner:
 
 
 # For a plan whose requests are read and not sent.
-_NOBODY = Inference("http://127.0.0.1:1", "nobody", None)
+_UNSENT = Inference("http://127.0.0.1:1", "unused", None)
 
 
 def _refuse_options(training: TrainingTable, rollout: RolloutTable, options: TruthOptions) -> None:

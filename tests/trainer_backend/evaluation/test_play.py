@@ -194,9 +194,9 @@ def test_the_log_of_an_evaluation_that_failed_is_there_to_be_read(job_file, tmp_
     job = load_job(job_file, ["rollout.policy_config.max_attempts=1", "evaluation.instances=1"]).config
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, not listening: every connection is refused
-        nobody = Inference(f"http://127.0.0.1:{taken.getsockname()[1]}", "m", None)
+        closed = Inference(f"http://127.0.0.1:{taken.getsockname()[1]}", "m", None)
         with pytest.raises(NothingToLearnFrom, match=r"log \(.*task_app\.log\) says more") as caught:
-            asyncio.run(evaluate(job, nobody))
+            asyncio.run(evaluate(job, closed))
     (log,) = (tmp_path / "made").rglob("task_app.log")
     assert str(log) in str(caught.value) and log.stat().st_size > 0
 
