@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer_backend.core.loss_metrics import clip_metrics, merge_metrics
@@ -148,6 +148,7 @@ LOG_RATIOS = st.lists(st.floats(-6, 6), min_size=4, max_size=4)
 TAUS = st.floats(0.1, 8)
 
 
+@settings(max_examples=40)
 @given(LOG_RATIOS, TAUS, TAUS)
 def test_sapo_is_trls_formula_and_its_gradient_that_of_finite_differences(moves, tau_pos, tau_neg):
     old, advantages, weights = (column.double() for column in (OLD, ADVANTAGES, WEIGHTS))
