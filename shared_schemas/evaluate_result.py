@@ -15,7 +15,7 @@ StepIndex = Annotated[int, Field(strict=True)] | Annotated[str, Field(max_length
 
 
 class MetricResult(Body):
-    """A figure beside the score, only for people."""
+    """A further figure, only for people."""
 
     is_score_valid: bool = True
     score: Finite = Field(ge=0.0, le=1.0)

@@ -2,7 +2,7 @@
 
 Python's own reader accepts text that no record, reply or database can hold: lone surrogates ("\\ud83d"), NaN,
 1e999, hundreds of levels. Writing it would fail later, far from the sender, so it is refused on entry. Text
-of a model or an environment, which nobody could correct, is made encodable instead.
+of a model or an environment is made encodable instead, since no sender could correct it.
 """
 
 import json
@@ -34,11 +34,11 @@ _HALVES = ("hex escape", "surrogate", "unicode code point")
 
 
 def read_json(text: bytes | str, *, keeps_nul: bool = False) -> Any:
-    """The value of a JSON text; a byte order mark before it counts as nothing, as RFC 8259 allows.
+    """Parse a JSON text; a byte order mark before it is ignored, as RFC 8259 allows.
 
-    `keeps_nul` says whether U+0000 may stand in it. Raises ValueError, which says what and where, for no JSON
-    in UTF-8, a lone surrogate, U+0000, a number beyond a float's range, more than MAX_DEPTH levels, an object
-    of more than MAX_MEMBERS, or one that has a key twice (RepeatedKey).
+    `keeps_nul` allows U+0000. Raises ValueError with cause and place for anything but JSON in UTF-8, a lone
+    surrogate, U+0000, a number beyond a float's range, more than MAX_DEPTH levels, an object of more than
+    MAX_MEMBERS, or a repeated key (RepeatedKey).
     """
     value = _read(text, keeps_nul)
     _refuse_repeated(text if isinstance(text, str) else without_mark(text))
@@ -46,9 +46,9 @@ def read_json(text: bytes | str, *, keeps_nul: bool = False) -> Any:
 
 
 def read_typed(validate: Callable[[bytes], Value], text: bytes) -> Value:
-    """The value that pydantic's `validate_json` makes of a JSON text in which each key is given once.
+    """Parse a JSON text by pydantic's `validate_json`, and refuse repeated keys.
 
-    Raises what `validate` does; RepeatedKey; and another ValueError for what Python's reader does not take.
+    Raises what `validate` does; RepeatedKey; and another ValueError for what Python's reader refuses.
     """
     value = validate(text)
     _refuse_repeated(text)  # afterwards: pydantic says where a wrong text is wrong
@@ -94,16 +94,16 @@ _EACH_KEY_ONCE = json.JSONDecoder(object_pairs_hook=each_key_once)
 
 
 def _refuse_repeated(text: bytes | str) -> None:
-    """Refuse a JSON text in which an object has a key twice, of which pydantic takes the last in silence."""
+    """Refuse a JSON text with a repeated key, since pydantic would silently take the last one."""
     _EACH_KEY_ONCE.decode(text if isinstance(text, str) else text.decode())
 
 
 def read_quotation(text: bytes) -> Any:
-    """The value of a JSON text that may quote a model: U+0000 is kept, and `?` stands for a lone surrogate.
+    """Parse a JSON text that may quote a model: U+0000 is kept, and `?` replaces a lone surrogate.
 
-    An agent sends back what the model wrote, and results that repeat it; refusing that would lose just the
-    episodes in which the model errs. So the last value of a key that comes twice counts, too. Raises
-    ValueError as `read_json`, for everything else.
+    An agent sends back what the model wrote, and refusing that would lose the episodes in which the model
+    errs. For the same reason the last value of a repeated key counts. Raises ValueError as `read_json` for
+    everything else.
     """
     try:
         return _read(text, keeps_nul=True)
@@ -132,11 +132,10 @@ def _encodable(value: Any) -> Any:
 
 
 def plain_json(value: Any, place: str) -> Any:
-    """JSON-able data of a plug-in: the same object, or where it holds arrays or scalars of numpy, a copy with
-    lists and numbers.
+    """Return a plug-in's data if JSON can hold it; numpy's arrays and scalars become lists and numbers.
 
-    Raises TypeError where it holds what JSON cannot, and ValueError for NaN or infinity; the first says
-    where, below `place`.
+    Raises TypeError, with the path below `place`, for anything that JSON cannot hold, and ValueError for NaN
+    or infinity.
     """
     try:
         text = to_json(value, inf_nan_mode="constants")
@@ -154,10 +153,9 @@ def plain_json(value: Any, place: str) -> Any:
 
 
 def plain_number(value: Any, place: str) -> int | float:
-    """A plug-in's number, also a scalar of numpy or torch, as a finite number of Python.
+    """Return a plug-in's number, also a scalar of numpy or torch, as a finite number of Python.
 
-    Raises TypeError, which begins with `place`, where it is no number; ValueError where it is NaN or
-    infinite.
+    Raises TypeError, which begins with `place`, for anything else; ValueError for NaN or infinity.
     """
     number: Any = value
     if type(value) is not float and type(value) is not int:
@@ -174,7 +172,7 @@ def plain_number(value: Any, place: str) -> int | float:
 
 
 def _plain(value: Any) -> Any:
-    """The lists and numbers of a value that has numpy's `tolist`, or torch's."""
+    """Return a value of numpy or torch as lists and numbers."""
     if not hasattr(value, "tolist"):
         raise TypeError(shown(value))
     return value.tolist()
@@ -189,7 +187,7 @@ def _is_no_json(value: Any) -> bool:
 
 
 def _first(value: Any, test: Callable[[Any], bool]) -> str:
-    """Where the first part that passes the test is below this value, and what it is; empty without one."""
+    """Describe the first part of a value that passes the test, with its path; "" if none does."""
     parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
         parts = value.items()
@@ -210,7 +208,7 @@ def _is_suspect(raw: bytes) -> bool:
 
 
 def _place_of_number(raw: bytes) -> str:
-    """Where Python's JSON has NaN or infinity, which JSON has not; empty for text that is wrong otherwise."""
+    """Describe where a text has NaN or infinity, which Python reads and JSON lacks; "" for other errors."""
     try:
         place = _first(from_json(raw), lambda one: isinstance(one, float) and not math.isfinite(one))
     except ValueError:
@@ -228,7 +226,7 @@ def _reason(message: str) -> str:
 
 
 def _fault(value: Any, keeps_nul: bool) -> tuple[str, str] | None:
-    """The place of the first fault below this value, and what it is."""
+    """Return the path and the kind of the first fault in a value."""
     parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, str):
         return ("", NUL) if "\0" in value and not keeps_nul else None
@@ -250,7 +248,7 @@ def _fault(value: Any, keeps_nul: bool) -> tuple[str, str] | None:
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without the keys, at any depth, whose value is None."""
+    """Drop the keys, at any depth, whose value is None."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value

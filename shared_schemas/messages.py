@@ -77,7 +77,7 @@ def dialogue_opening(prompt: tuple[Message, ...] | str, system: str = "") -> tup
 def refuse_unanswerable(value: Any, name: str) -> None:
     """Check that an interaction can answer: the last message must be the assistant's.
 
-    The assistant's content may be empty, or None beside calls; it is scored all the same.
+    The assistant's content may be empty, or None if it has calls; it is scored anyway.
     """
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(f"{name} is {shown(value)}; it is a list of messages, and not empty")

@@ -59,7 +59,7 @@ class LinearPattern:
 
 
 def _most_repetitions(pattern: str) -> int:
-    """The product of all repetition counts, as if they were nested: {2} beside {3} counts as 6.
+    """The product of all repetition counts, as if they were nested: {2} and {3} count as 6.
 
     Raises ValueError where a count cannot be read for certain.
     """

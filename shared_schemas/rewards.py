@@ -98,19 +98,10 @@ def reward_vector(
     `off` never reads decision metadata, and the other two never read the outcome: an achievement
     would count twice. An environment without achievements has no deltas: there r[t] is parts_t.
 
-    Args:
-        steps: [T] decisions in order; steps[t].turn is t + 1.
-        outcome_reward: what the episode as a whole was worth, in reward units.
-        horizon: decisions that H counts; None: the T that the episode turned out to have (as published;
-            looks into the future).
-
-    Returns:
-        [T] rewards, in reward units.
-
-    Raises:
-        UndefinedReward: no decision; a turn outside 1..T or out of order; two records for one turn; a
-            missing record or reward in a mode that needs it; a value that is not finite; more
-            decisions than the horizon allows.
+    Without a horizon, H is the T that the episode turned out to have, as published; this looks into the
+    future. Raises UndefinedReward for no decision, turns other than 1..T in order, a record of another turn,
+    a missing record or reward in a mode that needs it, a value that is not finite, and more decisions than
+    the horizon.
 
     Source: 1-crafter-event-rewards.md, "Collector changes"; DESIGN.md 4.3.
     """

@@ -17,15 +17,14 @@ from pydantic import (
     model_validator,
 )
 
-from shared_schemas.base import Body, Count
-from shared_schemas.context_tools import PUBLISHED, ContextTools
+from shared_schemas.base import Body, Count, did_you_mean
 from shared_schemas.patterns import Pattern
 from shared_schemas.rewards import WIRE_NAMES, StepRewards
 from shared_schemas.trajectory import Trajectory
 
 Id = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:/-]+$")]
 Name = Annotated[str, Field(max_length=200)]
-# Of the process that answers; after a restart it is another.
+# Names the answering process; it changes with a restart.
 InstanceId = Annotated[str, Field(min_length=1, max_length=200)]
 # Strict, because `false`, "7" and 7.0 are mistakes that would start another world.
 Seed = Annotated[int, Field(ge=0, lt=2**31 - 1, strict=True)]
@@ -53,7 +52,7 @@ def _check_size(value: JsonValue) -> JsonValue:
 
 GroundTruth = Annotated[JsonValue, AfterValidator(_check_size)]
 
-# Arguments of start_interaction and generate_response beside the row's own.
+# Arguments that start_interaction and generate_response get in addition to the row's own.
 _RESERVED_ARGUMENTS = frozenset({"self", "instance_id", "messages", "name"})
 
 
@@ -168,6 +167,24 @@ class DecisionLimit(Body):
 # The fields of the last base come first: digests of tasks that runs have stored hold them in that order.
 class RolloutLimits(LimitKeys, DecisionLimit):
     """Limits of an episode."""
+
+
+# Tools with which a model edits its context; task_app/episode implements them. The published ones are the
+# default; the others are offered if they are named.
+PUBLISHED = ("deleteContext", "checkBudget")
+CONTEXT_TOOLS = (*PUBLISHED, "deletePart", "summarizeContext", "undoEdit", "redoEdit", "proposeDeletes")
+
+
+def _check_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        if name not in CONTEXT_TOOLS:
+            raise ValueError(f"unknown context tool {name[:80]!r}{did_you_mean(name[:80], CONTEXT_TOOLS)}")
+        if names.count(name) > 1:
+            raise ValueError(f"{name!r} is named more than once; each is offered once")
+    return names
+
+
+ContextTools = Annotated[tuple[str, ...], Field(max_length=16), AfterValidator(_check_names)]
 
 
 class ConversationKeys(Body):

@@ -177,10 +177,7 @@ class PolicyLogprobs(Body):
 
 
 def cover(starts: Sequence[int], count: int) -> bool:
-    """Whether spans that start at these tokens cover `count` tokens in order: 0 first, then rising, below it.
-
-    No token has one span, which starts at 0.
-    """
+    """Whether starts of spans begin at 0, rise, and stay below `count` tokens; without tokens, only [0]."""
     if starts == [0]:
         return True  # one version for all, as a rule
     return starts[:1] == [0] and all(a < b for a, b in pairwise([*starts, max(count, 1)]))

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema
 
-from shared_schemas.context_tools import CONTEXT_TOOLS as CONTEXT_TOOLS
-from shared_schemas.context_tools import PUBLISHED
 from shared_schemas.messages import ToolSpec
+from shared_schemas.rollouts import CONTEXT_TOOLS as CONTEXT_TOOLS
+from shared_schemas.rollouts import PUBLISHED
 from task_app.episode.history import Change, History
 from task_app.errors import clipped
 from task_app.protocols import ToolRequest

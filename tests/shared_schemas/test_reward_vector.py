@@ -110,19 +110,6 @@ def test_env_sparse_sums_the_env_steps_inside_each_decision():
     assert reward_vector(steps, 99.0, SPARSE) == [0.75, 0.0, 1.0]
 
 
-def test_lambda_is_paid_once_a_decision_and_only_for_a_first_unlock():
-    config = StepRewards(enabled=True, mode="decision_stepwise", kind="absolute", indicator_lambda=0.5)
-    # the second decision repeats an achievement: its delta counts, the indicator does not
-    assert reward_vector(episode((2, 2), (0, 1), (0, 0)), 0.0, config) == [2.5, 1.0, 0.0]
-
-
-def test_beta_weighs_an_unlock_by_the_decisions_left_counting_itself():
-    config = StepRewards(enabled=True, mode="decision_stepwise", step_beta=0.25)
-    # T = 4: factors 4, 3, 2, 1 at t = 0 .. 3
-    steps = episode((1, 1), (0, 0), (0, 1), (1, 1))
-    assert reward_vector(steps, 0.0, config) == [1 + 0.25 * 4, 0.0, 0.0, 1 + 0.25 * 1]
-
-
 def test_a_causal_horizon_pays_the_same_whatever_follows():
     keys = StepRewards(enabled=True, mode="decision_stepwise", step_beta=0.25)
 

@@ -71,7 +71,7 @@ GIGPO = {"advantage": "gigpo", "fnorm": "one", "gamma": 0.5, "omega": 0.5}
 
 def test_episode_scores_are_outcomes_where_the_job_says_so_and_step_returns_come_from_the_rewards():
     # Outcomes 1 and 1/2: A_E = 1/4, -1/4. Returns 1/2, 1 and 3/4, 1/2 (gamma 1/2), of which the first meet in
-    # one state: A_S = -1/8, 1/8, and 0 in states that nobody shares.
+    # one state: A_S = -1/8, 1/8, and 0 in states that are met once.
     first, second = credits(two_dialogues(), **GIGPO, episode_score="outcome")
     assert first.parts["episode_advantage"] == [0.25, 0.25]
     assert first.parts["step_advantage"] == [-0.125, 0.0]

@@ -1,4 +1,4 @@
-"""The schedule that goes by what earlier iterations told of the actor and of the fixed policies. Pure."""
+"""The schedule that adapts to the results of the actor and the fixed policies so far. Pure."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -10,25 +10,24 @@ from trainer_backend.core.keys import refuse_no_share
 from trainer_backend.core.mixture_history import COUNTED, OUTCOME, Past, mean_over
 from trainer_backend.core.policies import ACTOR
 
-MIN_ALPHA, MAX_ALPHA, WINDOW = 0.1, 1.0, 5  # what a job gets that does not say
+MIN_ALPHA, MAX_ALPHA, WINDOW = 0.1, 1.0, 5  # defaults of a job
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveSchedule(DrawnSchedule):
-    """As many fixed samples as can be learned from, and as are worth it:
+    """More fixed samples while they teach the actor something:
 
         alpha = clip(1 - (1 - min_alpha) * counted * gap_share, min_alpha, max_alpha)
         gap_share = clip(gap / largest gap so far, 0, 1);  0 where no gap was ever above 0
 
-    `counted` is what a fixed sample was worth in its update beside one of the actor's, a share in [0, 1]
-    (`core.behaviour.counted_share`): it falls as the actor moves away from what it is shown. `gap` is their
-    mean outcome less that of the actor's: it falls as the actor catches up. Both look back on the last
-    `window` iterations that have such samples, so a fixed policy that is no better than the actor is left
-    (alpha = max_alpha), and what was known of it stands: it comes back when the actor falls behind, or is
-    looked at again by chance where max_alpha is below 1. Before both have outcomes alpha is alpha_0; what no
-    update has told yet counts as 1.
+    `counted` is the worth of a fixed sample in its update, relative to one of the actor's, in [0, 1]
+    (`core.behaviour.counted_share`); it falls as the actor moves away from the fixed policies. `gap` is their
+    mean outcome minus the actor's; it falls as the actor catches up. Both are taken over the last `window`
+    iterations with such samples. A fixed policy that is no better than the actor is dropped
+    (alpha = max_alpha); its results stand, so it returns when the actor falls behind, or by chance if
+    max_alpha is below 1. Alpha is alpha_0 until both have outcomes; an unknown `counted` is 1.
 
-    A schedule of our own: source 4 has it in its list of extensions, without a formula.
+    The formula is our own: source 4 lists such a schedule among its extensions, without one.
     """
 
     alpha_0: float
@@ -36,7 +35,7 @@ class AdaptiveSchedule(DrawnSchedule):
     max_alpha: float = MAX_ALPHA
     window: int = WINDOW
     history: Sequence[Past] = ()
-    """Iterations that are over; only those before a step are looked at."""
+    """Finished iterations; a step reads only those before it."""
 
     def __post_init__(self) -> None:
         refuse_no_share(alpha_0=self.alpha_0, min_alpha=self.min_alpha, max_alpha=self.max_alpha)

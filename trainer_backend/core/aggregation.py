@@ -38,11 +38,10 @@ class AggregationPlug:
 
     weights: Aggregation
     over: WeighedOver = "step"
-    """Whose segments `weights` is given. A decision lies in one segment, and so in one step; an episode may
-    lie in several, so what counts it as a whole needs the iteration. Those weights are multiplied by the
-    number of steps that a pass is cut into, so that a step weighs about 1. Weights over the "plan" are
-    divided by what was planned, which nothing that is sampled changes; those of the steps of a pass add up to
-    those of the whole."""
+    """Whose segments `weights` takes. A decision lies in one step; an episode may lie in several, so its
+    weights need the whole "iteration", and are multiplied by the number of steps in a pass, so that a step
+    weighs about 1. Weights over the "plan" are divided by what was planned, which does not depend on samples;
+    those of a pass's steps add up to those of the whole."""
     keys: type[Table] = Table
     """What it reads of `[training]`; keys that [training] lacks stand in `[training.NAME]`."""
 
@@ -57,11 +56,11 @@ def token_mean(segments: Sequence[Segment]) -> list[NDArray[Any]]:
 
         w = 1 / (sampled tokens of the step)
 
-    A bias: the denominator is sampled with the tokens, so an answer counts less beside long ones, its own
-    length among them. It fades as a step holds more episodes (tests/trainer_backend/core/test_unbiased.py).
+    A bias: the denominator depends on the sampled lengths, so an answer counts less in a step with long ones.
+    It fades as a step holds more episodes (tests/trainer_backend/core/test_unbiased.py).
 
-    Takes all segments of one optimizer step, and gives for each, [N] the weight of each of its sampled
-    tokens; all together sum to 1. Raises BatchError where no token was sampled.
+    Takes all segments of one optimizer step and returns for each the [N] weights of its sampled tokens, which
+    sum to 1 over all segments. Raises BatchError where no token was sampled.
 
     Source: Yu et al., DAPO, arXiv:2503.14476, section 3.3 (token-level loss); DESIGN.md 4.8.
     """
@@ -73,8 +72,8 @@ def decision_mean(segments: Sequence[Segment]) -> list[NDArray[Any]]:
 
         w = 1 / (decisions of the step * sampled tokens of the decision)
 
-    A bias that no number of episodes lessens: a token counts less in a long answer than in a short one, so
-    right answers are preferred short, and wrong ones long.
+    A bias at any number of episodes: a token counts less in a long answer than in a short one, so right
+    answers are pulled short, and wrong ones long.
 
     Arguments, result and errors as in `token_mean`. Source: DESIGN.md 4.8.
     """
@@ -86,8 +85,8 @@ def episode_equal(segments: Sequence[Segment]) -> list[NDArray[Any]]:
 
         w = 1 / (episodes of the iteration * sampled tokens of the episode)
 
-    A bias as that of `decision_mean`, by the tokens of whole episodes. Takes all segments of the iteration:
-    given those of a step alone, an episode whose segments lie in S steps would count up to S times.
+    It has the bias of `decision_mean`, by the tokens of whole episodes. Takes all segments of the iteration:
+    given one step's, an episode whose segments lie in S steps would count up to S times.
 
     Result and errors as in `token_mean`. Source: DESIGN.md 4.8.
     """
@@ -99,9 +98,9 @@ def constant(segments: Sequence[Segment]) -> list[NDArray[Any]]:
 
         w = 1 / (episodes planned for the iteration * training.constant_tokens)
 
-    The denominator is the same whatever is sampled, so an unbiased advantage gives an unbiased gradient, up
-    to that scale. What is planned and not played (failed, or left out as flat) adds nothing, and divides all
-    the same. Arguments, result and errors as in `token_mean`.
+    The denominator does not depend on samples, so an unbiased advantage gives an unbiased gradient, up to
+    that scale. Planned episodes that failed or were skipped as flat still count in the denominator.
+    Arguments, result and errors as in `token_mean`.
 
     Source: Liu et al., Dr. GRPO, arXiv:2503.20783, section 3.2, whose constant is the budget of a generation;
     DESIGN.md 4.6.
@@ -133,10 +132,10 @@ def _weights(segments: Sequence[Segment], unit: Callable[[Segment, int], Hashabl
 
 
 def number_units(segments: Sequence[Segment], levels: Sequence[RatioLevel]) -> list[NDArray[Any]]:
-    """For each segment, [N] the number of each sampled token's unit, from 0 in order of appearance.
+    """Number the units of sampled tokens, from 0 in order of appearance: [N] for each segment.
 
-    `segments` are all of what units may lie in, each once, and `levels` that of each. A decision lies in one
-    segment; an episode may lie in several, all of one level.
+    `segments` must hold every unit whole, and `levels` has the level of each. A decision lies in one segment;
+    an episode may lie in several, all of one level.
     """
     numbers: dict[Hashable, int] = {}
     rows, count = [], 0

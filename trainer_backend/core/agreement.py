@@ -9,19 +9,17 @@ from shared_schemas.rounding import has_spread, largest
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The spread of one estimator's advantages over all decisions.
-
-    mean, std: in reward units; the std is the population's.
-    zero_frac: share of decisions without any advantage.
-    """
+    """The spread of one estimator's advantages over all decisions."""
 
     mean: float
     std: float
+    """Of the population, in the unit of the advantages."""
     zero_frac: float
+    """Share of decisions whose advantage is 0."""
 
 
 def measure_spread(advantages: Sequence[float]) -> Spread:
-    """Of at least one decision."""
+    """The spread of the advantages of at least one decision."""
     count = len(advantages)
     mean = math.fsum(advantages) / count
     std = math.hypot(*centred(advantages)) / math.sqrt(count)
@@ -29,7 +27,7 @@ def measure_spread(advantages: Sequence[float]) -> Spread:
 
 
 def correlation(left: Sequence[float], right: Sequence[float]) -> float | None:
-    """Pearson's, of the same decisions; None where one of the two is constant, up to rounding."""
+    """Pearson's correlation; None where one of the two is constant, up to rounding."""
     if not all(has_spread(values, size=largest(values)) for values in (left, right)):
         return None
     first, second = centred(left), centred(right)
@@ -38,12 +36,12 @@ def correlation(left: Sequence[float], right: Sequence[float]) -> float | None:
 
 
 def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float | None:
-    """Spearman's: Pearson's of the ranks, where equal values share the mean of theirs."""
+    """Spearman's correlation: Pearson's of the ranks, where equal values share their mean rank."""
     return correlation(_ranks(left), _ranks(right))
 
 
 def sign_agreement(left: Sequence[float], right: Sequence[float]) -> float | None:
-    """Share of decisions with the same sign, among those where neither is 0; None where there is none."""
+    """Share of equal signs among decisions where neither is 0; None without such a decision."""
     same = [(a > 0) == (b > 0) for a, b in zip(left, right, strict=True) if a and b]
     return sum(same) / len(same) if same else None
 

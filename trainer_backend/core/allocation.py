@@ -3,8 +3,8 @@
     alpha(step) = P(the actor samples),   step = the iteration, from 1
 
 A drawn choice compares alpha with a number of a counter-based generator, u = h(seed, step, unit) in [0, 1):
-the actor samples where u < alpha. Nothing is remembered between choices: a resumed run makes the same ones,
-and a higher alpha only ever turns samples of fixed policies into the actor's.
+the actor samples where u < alpha. Choices keep no state, so a resumed run makes the same ones, and a higher
+alpha only turns samples of fixed policies into the actor's.
 
 Source: 4-mixture-of-rollout-models.md, "Rollout Allocation Schedule"; DESIGN.md 4.10.
 """
@@ -30,11 +30,9 @@ from trainer_backend.core.policies import ACTOR, FIXED
 from trainer_backend.core.seeds import derived_seed
 from trainer_backend.errors import JobError
 
-# Who of several fixed policies samples: by weight (an ensemble), or by what each has shown so far. Pure.
-
 
 class Selection(ABC):
-    """Says how likely each fixed policy is, where the actor does not sample."""
+    """Chooses among several fixed policies, where the actor does not sample."""
 
     @abstractmethod
     def shares(self, step: int) -> Mapping[str, float]:
@@ -43,7 +41,7 @@ class Selection(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Weighted(Selection):
-    """Each as often as its weight says, in every step."""
+    """An ensemble: each policy samples in proportion to its weight, in every step."""
 
     weights: Mapping[str, float] = field(default_factory=lambda: {FIXED: 1.0})
     """By name, above 0; they need not sum to 1."""
@@ -61,7 +59,7 @@ class Weighted(Selection):
 
 @dataclass(frozen=True, slots=True)
 class ByReward(Selection):
-    """The one that promises most, by UCB1: first each once, then the largest
+    """A bandit, UCB1: each policy once, then the one with the largest
 
         mean_j + spread * sqrt(2 ln n / n_j)
 
@@ -75,7 +73,7 @@ class ByReward(Selection):
 
     names: Sequence[str]
     history: Sequence[Past] = ()
-    """Iterations that are over; only those before a step are looked at."""
+    """Finished iterations; a step reads only those before it."""
 
     def shares(self, step: int) -> Mapping[str, float]:
         pulls = {
@@ -225,9 +223,9 @@ class StepSchedule(DrawnSchedule):
 
 @dataclass(frozen=True, slots=True)
 class _Checked(DrawnSchedule):
-    """Draws by what a schedule answers, once that is checked: "fixed" is whichever `selection` draws.
+    """Checks a schedule's answers and draws by them; for "fixed", `selection` chooses the policy.
 
-    A schedule with a `get_policy_choice` of its own is asked for that, any other one for alpha.
+    A schedule with its own `get_policy_choice` is asked for a choice, any other one for alpha.
     """
 
     by: RolloutAllocationSchedule
@@ -291,7 +289,7 @@ class AllocationPlug:
 
     @property
     def takes(self) -> frozenset[str]:
-        """Keys that it may give beside them."""
+        """Further keys that a job may give."""
         return frozenset(self.arguments()) - _GIVEN - self.needs
 
     @property

@@ -1,4 +1,4 @@
-"""Behaviour weights: how much a token counts that another policy sampled than the one that is trained.
+"""Behaviour weights: how much a token counts that another policy sampled.
 
     log w_u = sum over the tokens of unit u of (logprob - behaviour logprob)
 
@@ -28,7 +28,7 @@ WeightMode = Literal["truncate", "mask"]
 
 
 class WeightKeys(Table):
-    """What becomes of weights that are far from 1: a bias that bounds their variance."""
+    """How weights far from 1 are truncated: a bias that bounds their variance."""
 
     behaviour_weight_cap: float = Field(default=2.0, ge=1)
     """truncation of proximal / behaviour"""
@@ -43,12 +43,11 @@ class WeightKeys(Table):
 def behaviour_weights(
     logprobs: Tensor, behaviour_logprobs: Tensor, units: Tensor | None, keys: WeightKeys
 ) -> Tensor:
-    """[N] how much likelier a policy finds each token's unit than its sampler did, in [0, cap]; no gradient.
+    """[N] importance weight of each token's unit, in [0, cap], without gradient.
 
     It multiplies the weights of a loss, whether the sampler is an older version of the policy or another
-    model. A token whose weight is 0 is padding to every loss. The log-probs (nats) are those of the policy
-    that the samples are to stand for, and of the policy that sampled them, as it sampled; `units` as in
-    `log_weights`; `keys` truncate.
+    model. To a loss, a token of weight 0 is padding. `logprobs` (nats) are those of the policy that the
+    samples stand for, `behaviour_logprobs` those of the sampler; `units` as in `log_weights`.
 
     Source: Ionides, Truncated Importance Sampling, 2008; mask: IcePop, as verl's threshold "lo_hi"; DESIGN.md
     4.9, 4.10.
@@ -57,11 +56,10 @@ def behaviour_weights(
 
 
 def log_weights(logprobs: Tensor, behaviour_logprobs: Tensor, units: Tensor | None) -> Tensor:
-    """[N] log w of each token's unit, before truncation, LOG_RATIO_LIMIT at most; no gradient.
+    """[N] log w of each token's unit before truncation, at most LOG_RATIO_LIMIT; no gradient.
 
-    Nothing holds it from below: units that are far away would all get the same small weight, and pass for
-    samples that count alike. `units` are equal for tokens of one unit, whose tokens have to be here all
-    together; None: each by itself.
+    There is no lower limit: it would give all distant units the same small weight, as if they counted alike.
+    `units` are equal for tokens of one unit, all of which must be here; None: each token is its own unit.
     """
     difference = (logprobs - behaviour_logprobs).detach()
     if units is not None:
@@ -86,8 +84,8 @@ def effective_share(weights: Sequence[float]) -> float:
 
         (sum w)^2 / (n * sum w^2)
 
-    1 where all weigh the same, however little; 1/n where one alone counts, 0 where none does. It tells how
-    unequal weights are, and `counted_share` how much they are. Weights are at least 0.
+    1 where all weights are equal, however small; 1/n where a single sample counts, 0 where none does. It
+    measures how unequal weights are, `counted_share` also how large. Weights are at least 0.
 
     Source: Kish, Survey Sampling, 1965.
     """
@@ -96,7 +94,7 @@ def effective_share(weights: Sequence[float]) -> float:
 
 
 def counted_share(weights: Sequence[float]) -> float:
-    """How many samples of weight 1, the actor's own, these are worth, as a share of their number.
+    """How many of the actor's own samples, of weight 1, these are worth, as a share of their number.
 
         min(effective_share, mean w) = (sum w)^2 / (n * max(sum w^2, sum w))
 

@@ -1,15 +1,15 @@
 """Segments to tensors: packed rows for the model, flat columns for the loss.
 
-Convention: what is about sampled tokens is flat, [N], one segment after the other, in the order of rows.
-`predict_row_N` and `predict_position_N` say where the model predicts a token: where the one before it in its
-segment lies. So the head runs on N hidden states, never on B * L of them:
+Convention: columns of sampled tokens are flat, [N], one segment after the other, in the order of rows.
+`predict_row_N` and `predict_position_N` are the place of the token before each sampled one, where the model
+predicts it. So the head runs on N hidden states, never on B * L of them:
 
     hidden_ND = hidden_BLD[packed.predict_row_N, packed.predict_position_N]
 
-A row holds whole segments one after the other, or *tries* of segments in depth-first order: what several
-begin with lies there once, and one place may predict tokens of several. The parent of a token at position p
-is the last token at p - 1 before it in its row, so the positions tell the whole trie (`subtree_ends`).
-A token is there once for those segments alone that name the same experts for it and for all before it.
+A row holds whole segments one after the other, or *tries* of segments in depth-first order: a shared prefix
+is stored once, and one place may predict tokens of several segments. The parent of a token at position p is
+the last token at p - 1 before it in its row, so positions determine the trie (`subtree_ends`). Segments share
+a token only if they name the same experts for it and for all tokens before it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Packed:
     experts_BLW: Tensor | None = None
 
     def to(self, device: torch.device) -> Packed:
-        """The same on a device, without waiting for the copies; itself where it is there already."""
+        """Copy to a device without waiting; itself where it is there already."""
         if self.target_N.device == device:
             return self
         columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -102,11 +102,11 @@ class Batch:
     none and gives them itself."""
 
     def to(self, device: torch.device) -> Batch:
-        """The same on a device; itself where it is there already."""
+        """Copy to a device; columns that are there already stay."""
         return self.each(self.packed.to(device), lambda column: column.to(device, non_blocking=True))
 
     def each(self, packed: Packed, of: Callable[[Tensor], Tensor]) -> Batch:
-        """These rows, with `of` every column."""
+        """Apply `of` to every column, and exchange the rows."""
         columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         changed = {name: of(column) for name, column in columns.items() if isinstance(column, Tensor)}
         critic = None if self.critic is None else self.critic.each(of)
@@ -163,7 +163,7 @@ def pack_segments(segments: Sequence[Segment], *, row_tokens: int, tries: Tries 
 
 
 def _experts(segments: Sequence[Segment], cells: _Cells) -> Tensor | None:
-    """[B, L, W] those of the tokens in their cells, -1 where they are not known; None: of no token."""
+    """[B, L, W] experts of the tokens in their cells, -1 where unknown; None: unknown for all."""
     experts = experts_by_token(segments)
     if experts is None:
         return None
@@ -173,7 +173,7 @@ def _experts(segments: Sequence[Segment], cells: _Cells) -> Tensor | None:
 
 
 def subtree_ends(position_L: Numbers) -> Numbers:
-    """[L] the place after the last token that sees each token of a row, by the row's positions alone."""
+    """[L] for each token of a row, the place after the last token that sees it; from positions alone."""
     ends_L = np.full(len(position_L), len(position_L))
     path: list[int] = []  # places of the tokens from position 0 to the present one
     for place_, position in enumerate(position_L.tolist()):
@@ -183,7 +183,7 @@ def subtree_ends(position_L: Numbers) -> Numbers:
 
 
 def _begin(spans: NDArray[Any], first_K: Numbers) -> NDArray[np.bool_]:
-    """[N] whether a token is the first of its decision: it begins a span that goes on with no other one."""
+    """[N] whether a token is the first of its decision: it begins a span that continues no other span."""
     start_K, end_K = (spans[name].astype(np.int64) + first_K for name in ("start", "end"))
     count_K = end_K - start_K
     first_N = np.zeros(count_K.sum(), dtype=np.bool_)
@@ -194,9 +194,9 @@ def _begin(spans: NDArray[Any], first_K: Numbers) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class _Cells:
-    """Where the P tokens of packed segments stand, in the order of the rows; what a row shares is there once.
+    """The cells of the P tokens of packed segments, in the order of the rows; shared tokens have one cell.
 
-    In numpy, whose loops over some thousand numbers begin at once: torch's wake threads up.
+    In numpy: torch would wake threads for a few thousand numbers.
 
     shared_S: of each segment, how many first tokens are those of the one before it.
     first_S: the number of each segment's first token that is its own.
@@ -236,14 +236,14 @@ class _Cells:
         )
 
     def places(self, segment_N: Numbers, position_N: Numbers) -> Numbers:
-        """[N] the token at a position of a segment: its own, or of the last one before it that has it."""
+        """[N] the cell of a segment's position: its own, or that of the earlier segment that it shares."""
         segment_N = segment_N.copy()
         while len(others := np.flatnonzero(position_N < self.shared_S[segment_N])):
             segment_N[others] -= 1
         return self.first_S[segment_N] + position_N - self.shared_S[segment_N]
 
     def filled(self, value_P: NDArray[Any]) -> Tensor:
-        """[B, L] of [P], or [B, L, W] of [P, W]; 0 in padding."""
+        """Spread [P] values over [B, L] cells, or [P, W] over [B, L, W]; 0 in padding."""
         cells_BL = np.zeros((*self.shape, *value_P.shape[1:]), dtype=value_P.dtype)
         cells_BL[self.row_P, self.column_P] = value_P
         return torch.from_numpy(cells_BL)
@@ -307,16 +307,13 @@ def collate(
 
 
 def by_segment(packed: Packed, values_N: Tensor) -> list[NDArray[Any]]:
-    """[N_segment] values of the sampled tokens of each segment that was packed, from [N] those of all.
-
-    `packed` is all of what `pack_segments` gave, not a cut of it.
-    """
+    """Split [N] values of all sampled tokens by segment; `packed` is whole, not a cut."""
     rows = split_by_number(packed, values_N)
     return [rows[index] for index in range(len(rows))]
 
 
 def split_by_number(packed: Packed, values_N: Tensor) -> dict[int, NDArray[Any]]:
-    """By the number of each segment that is there, in order, [N_segment] values of its sampled tokens."""
+    """[N_segment] values of the sampled tokens of each segment here, by its number, in order."""
     number_N = packed.segment_N.cpu().numpy()
     first_S = np.flatnonzero(np.diff(number_N, prepend=-1))
     rows = np.split(values_N.detach().cpu().numpy(), first_S[1:])

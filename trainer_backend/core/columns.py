@@ -1,4 +1,4 @@
-"""Arrays as fields of what one process sends another: bytes beside the JSON, never numbers in it."""
+"""Arrays as fields of messages between processes: their bytes follow the JSON."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,18 +12,18 @@ from pydantic_core import CoreSchema, core_schema
 
 from shared_schemas.json_text import read_typed
 
-# Numbers of the N sampled tokens of a segment, in order; plain sequences are for whoever has a few of them.
+# Numbers of the N sampled tokens of a segment, in order.
 Row = NDArray[Any] | Sequence[float]
 
-# Of the first byte of an array, for processors and for torch, which read whole numbers.
+# Arrays start at multiples of this, since processors and torch read whole numbers.
 _ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """How pydantic writes and reads a flat array: as [offset in bytes, count] in the bytes beside the JSON.
+    """Makes pydantic write a flat array as [offset in bytes, count] in the bytes that follow the JSON.
 
-    Arrays that were read are views of those bytes, and cannot be written to.
+    Arrays that were read are read-only views of those bytes.
     """
 
     dtype: np.dtype[Any]
@@ -66,7 +66,7 @@ class _Bytes:
 
 
 def encoded(adapter: TypeAdapter[Any], value: Any) -> bytes:
-    """The JSON of a value on a line, which spaces fill up, and after it the bytes of its arrays."""
+    """The JSON of a value as one line, padded with spaces, and then the bytes of its arrays."""
     arrays = _Bytes()
     head = adapter.dump_json(value, context=arrays)
     padding = b" " * (-(len(head) + 1) % _ALIGNMENT)
@@ -74,10 +74,7 @@ def encoded(adapter: TypeAdapter[Any], value: Any) -> bytes:
 
 
 def decoded(adapter: TypeAdapter[Any], body: bytes) -> Any:
-    """The value of what `encoded` wrote; its arrays are views of `body`.
-
-    Raises ValueError where it does not fit the type, or an object has a key twice.
-    """
+    """Read what `encoded` wrote; arrays are views of `body`. Raises ValueError as `read_typed`."""
     end = body.find(b"\n") + 1 or len(body)
     whole = memoryview(body)
     return read_typed(partial(adapter.validate_json, context=whole[end:]), bytes(whole[:end]))

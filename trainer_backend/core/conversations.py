@@ -19,24 +19,22 @@ _REFUSED = re.compile(r'^(error: |deleted nothing|summarized nothing)|; refused 
 
 
 def pick_conversations(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Those that kept a history."""
+    """The trajectories that kept a history."""
     return [item for item in trajectories if item.full_history]
 
 
 def scores(step: StepData) -> list[float]:
-    """What the interaction gave the decision; mostly one score or none."""
+    """The interaction's scores of a decision, usually one or none."""
     return [part.value for part in step.reward_parts if part.source == "interaction"]
 
 
 def interaction_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float | list[float]]:
-    """Return the metrics of answers' scores, over those of the episodes that are conversations; empty if no
-    answer was scored.
+    """Metrics of the scores of answers, over conversations; empty if no answer was scored.
 
-    They are interaction/score (mean of an answer), interaction/answers (that were scored, of an episode),
-    interaction/user_turns (what its user said after the opening), interaction/score_by_turn [T]: mean over
-    episodes of the last score up to each decision. An ended episode keeps its last, one without a score
-    counts 0, so the last entry is the mean of the last turn scores; where scores are 0 or 1, all of it is a
-    success rate by turn.
+    interaction/score (mean over answers), interaction/answers (scored ones per episode),
+    interaction/user_turns (the user's messages after the opening), interaction/score_by_turn [T]: mean over
+    episodes of the last score up to each decision. An ended episode keeps its last score, and one without a
+    score counts 0. If scores are 0 or 1, this is a success rate by turn.
     """
     played = pick_conversations(trajectories)
     given = [score for item in played for step in item.steps for score in scores(step)]
@@ -51,7 +49,7 @@ def interaction_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float |
 
 
 def user_turns(trajectory: Trajectory) -> int:
-    """How often the user spoke after the opening, which is what the first decision is shown."""
+    """How often the user spoke after the opening, the prompt of the first decision."""
     if not trajectory.steps:
         return 0
     opening = len(trajectory.steps[0].observation_data.messages)
@@ -59,12 +57,12 @@ def user_turns(trajectory: Trajectory) -> int:
 
 
 def context_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """How conversations kept within their context; empty without conversations.
+    """Metrics of context edits in conversations; empty without conversations.
 
-    Means of an episode: statelm/deletes (messages that its last view no longer showed), statelm/refused_edits
-    (calls that were refused, in whole or of an id), and statelm/peak_context (tokens of its longest prompt
-    and answer; absent where no server counts). Shares of episodes: statelm/edited (they edited their context)
-    and statelm/context_length_exceeded (it ended them).
+    Means per episode: statelm/deletes (messages that its last view no longer showed), statelm/refused_edits
+    (calls refused wholly or for an id), and statelm/peak_context (tokens of its longest prompt and answer;
+    absent where no server counts). Shares of episodes: statelm/edited (with an edited context) and
+    statelm/context_length_exceeded (ended by it).
     """
     played = pick_conversations(trajectories)
     if not played:
@@ -89,7 +87,7 @@ def context_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def refused_edits(trajectory: Trajectory) -> int:
-    """Calls that wanted to edit the context and were told, in their result, that some of it may not be."""
+    """Number of calls to edit the context whose result refuses some or all of it."""
     results = [
         message.content or ""
         for message in trajectory.full_history
@@ -99,9 +97,7 @@ def refused_edits(trajectory: Trajectory) -> int:
 
 
 def segment_metrics(segments: Sequence[Sequence[Segment]]) -> dict[str, float]:
-    """Means of an episode over conversations: statelm/segments, and statelm/masked_tokens, the context tokens
-    that stand in its segments and are not trained.
-    """
+    """Means over conversations: statelm/segments, and statelm/masked_tokens, their untrained tokens."""
     if not segments:
         return {}
     masked = sum(len(part) - len(part.logprobs) for found in segments for part in found)
@@ -112,7 +108,7 @@ def segment_metrics(segments: Sequence[Sequence[Segment]]) -> dict[str, float]:
 
 
 def failure_metrics(failures: Mapping[str, int]) -> dict[str, float]:
-    """Count interaction/timeouts and interaction/failures, which includes them, also of retried rollouts."""
+    """Count interaction/timeouts, and interaction/failures, which include them; retried rollouts too."""
     timeouts = failures.get(DEADLINE, 0)
     failed = timeouts + failures.get(FAILED, 0)
     return {"interaction/timeouts": float(timeouts), "interaction/failures": float(failed)}

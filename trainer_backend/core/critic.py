@@ -18,12 +18,12 @@ from trainer_backend.core.keys import Table
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import AdvantageError, BatchError, place
 
-# What an estimator reads a critic's values of.
+# Where an estimator reads a critic's values.
 ValueLevel = Literal["decision", "token"]
 
 
 class HeadKeys(Table):
-    """Of a critic that is a head of the policy."""
+    """Keys of a critic that is a head of the policy."""
 
     value_coef: float = Field(default=0.5, gt=0)
     """critic: weight of half the squared error of its values"""
@@ -32,7 +32,7 @@ class HeadKeys(Table):
 
 
 class OwnCriticKeys(Table):
-    """Of a critic with layers of its own."""
+    """Keys of a critic with layers of its own."""
 
     critic_learning_rate: float = Field(default=1e-3, gt=0)
     """own critic: constant learning rate of its layers' AdamW"""
@@ -45,7 +45,7 @@ class OwnCriticKeys(Table):
 
 
 class CriticKeys(HeadKeys, OwnCriticKeys):
-    """What a job with an estimator that reads values may set."""
+    """Keys of a job whose estimator reads values."""
 
     critic: Literal["head", "own"] = "head"
     """critic: head reads the policy's last hidden state by one linear layer; own is a second model, which
@@ -98,15 +98,12 @@ class CriticTargets:
 
 
 def firsts(numbers: OfEpisode) -> Sequence[float]:
-    """[T] of each decision, or of its first token: where V(s_t) is read."""
+    """[T] the number of each decision, or of its first token, where V(s_t) is read."""
     return numbers.firsts_T if isinstance(numbers, ByToken) else numbers
 
 
 def make_targets(values: OfEpisode, advantages: OfEpisode) -> CriticTargets:
-    """Returns of GAE: advantage plus value, each where it was given.
-
-    Raises ValueError where values and advantages are of other lengths, or of another level.
-    """
+    """Targets of GAE: advantage plus value. Raises ValueError for different lengths or levels."""
     if isinstance(values, ByToken) and isinstance(advantages, ByToken):
         rows = zip(values.rows_T, advantages.rows_T, strict=True)
         return CriticTargets(values, ByToken([_sums(*pair) for pair in rows]))
@@ -118,10 +115,9 @@ def make_targets(values: OfEpisode, advantages: OfEpisode) -> CriticTargets:
 def values_of_episode(segments: Sequence[Segment], values: Sequence[Row], *, level: ValueLevel) -> OfEpisode:
     """The values of an episode where its estimator reads them.
 
-    `values` are for each of all its segments [N] V where each sampled token is predicted, in reward units;
-    the level "decision" reads V(s_t) where the first sampled token of decision t is predicted. Raises
-    AdvantageError where a decision sampled no token, so that its state was never read, and for a value that
-    is not finite, by the name of its token.
+    `values` hold, for each of its segments, [N] V where each sampled token is predicted, in reward units. The
+    level "decision" reads V(s_t) where the first sampled token of decision t is predicted. Raises
+    AdvantageError where a decision sampled no token, and for a value that is not finite.
     """
     rows = by_decision(segments, values)
     for segment, column in zip(segments, values, strict=True):
@@ -201,10 +197,9 @@ def _refuse_other_counts(segment: Segment, counts_T: NDArray[Any], what: str) ->
 
 
 def explained_variance(values: Sequence[float], returns: Sequence[float]) -> float | None:
-    """1 - Var(G - V) / Var(G): 1 for a critic that knows the returns, 0 for one that says a constant.
+    """1 - Var(G - V) / Var(G): 1 for a perfect critic, 0 for a constant, below 0 for a worse one.
 
-    Below 0 it says less than a constant would. None where the returns are all equal, up to rounding, and
-    nothing is to be explained.
+    None where all returns are equal, up to rounding.
     """
     misses = [g - v for g, v in zip(returns, values, strict=True)]
     if not has_spread(returns, size=largest(returns)):

@@ -1,7 +1,7 @@
-"""What each answer was sampled from and where it stands: emission_views, assistant_turn_boundaries. Pure.
+"""The prompt and the place of each answer: emission_views, assistant_turn_boundaries. Pure.
 
-The names are those of source 3, which snapshots both while an episode runs. Here they are read off the
-segments (core.segments), which hold every sampled token on the exact view that it was sampled from.
+Source 3 has these names, and takes snapshots of both while an episode runs. Here they follow from
+core.segments, which hold every sampled token on the exact view that it was sampled from.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ def assistant_turn_boundaries(segment: Segment) -> Iterator[tuple[int, int, int]
     """
     answer: tuple[int, int, int] | None = None
     for start, end, decision, _, _ in segment.spans.tolist():
-        if answer is not None and answer[::2] == (decision, start):  # another version went on with it
+        if answer is not None and answer[::2] == (decision, start):  # another version continued it
             start = answer[1]
         elif answer is not None:
             yield answer

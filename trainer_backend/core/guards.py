@@ -1,4 +1,4 @@
-"""Checks of every credited episode before an update: a broken record stops the run, by its name."""
+"""Checks of every credited episode before an update: a broken record stops the run and is named."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from shared_schemas.rewards import StepRewardKeys, event_terms
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.errors import RewardError, place
 
-# Sums of a few hundred floats of reward.
+# Relative rounding error of sums of a few hundred rewards.
 _ROUNDING = 1e-9
 
 
@@ -28,16 +28,9 @@ def refuse_lost_reward(
         off                 sum of r_t = outcome_reward + penalties
         env_sparse          sum of r_t = env_rewards of all env steps + reward_parts
 
-    Where decisions pay for their KL to the reference, each sum of r_t includes that.
-
-    Args:
-        trajectory: as it was collected.
-        rewards_T: [T] of `shared_schemas.rewards.reward_vector`, with the same keys and horizon.
-        rollout_id: named in errors.
-        kl_T: [T] what of rewards_T is that KL (core.kl_reward); empty where there is none.
-
-    Raises:
-        RewardError: one of the sums differs, with both.
+    `rewards_T` are those of `shared_schemas.rewards.reward_vector` with the same keys and horizon, plus
+    `kl_T`, what decisions pay for their KL to the reference (core.kl_reward). Raises RewardError with both
+    sums where they differ.
 
     Source: DESIGN.md 4.1, 4.3.
     """

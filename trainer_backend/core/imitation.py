@@ -1,4 +1,4 @@
-"""What the warm-up imitates of a decision, and whether it does; exports mark the same. Pure."""
+"""Which decisions the warm-up imitates, and what of them; exports mark the same. Pure."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ LABEL = "label"
 
 
 def worth_imitating(step: StepData) -> bool:
-    """Whether to imitate a decision: not if refused, an end without words, or marked `exploratory`.
+    """Whether to imitate a decision: not if refused, without calls and words, or marked `exploratory`.
 
-    With a label its mark counts, and that of the action, which is not imitated, does not. What stands in a
-    label was never executed, so the environment did not refuse it.
+    With a label, the label's mark counts instead of the action's, which is not imitated. A label was never
+    executed, so the environment did not refuse it.
     """
     label = step.action_taken.get(LABEL)
     refused = step.step_info.invalid_reason is not None and label is None

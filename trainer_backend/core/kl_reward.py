@@ -1,4 +1,4 @@
-"""KL to the reference policy as a part of r_t: decisions pay for what they say unlike it. Pure, on floats."""
+"""KL to the reference policy as a part of r_t: decisions pay for their distance from it. Pure, on floats."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ KlKind = Literal["k1", "k2", "k3"]
 
 
 class KlRewardKeys(Table):
-    """Of a KL in r_t."""
+    """Keys of a KL in r_t."""
 
     kl_reward_coef: float = Field(default=0.0, ge=0)
     """reward units that a decision pays per nat of its KL to that model: in r_t, while kl_coef is in the
@@ -52,7 +52,7 @@ class ScoredTokens:
         return cls(by_decision(segments, policy), by_decision(segments, reference))
 
     def over(self, decisions: int) -> "ScoredTokens":
-        """With a row for each of so many: the last ones of an episode may have sampled nothing to score."""
+        """Pad to this many decisions: the last ones of an episode may have sampled no token."""
         rows: list[list[float]] = [[] for _ in range(decisions - len(self.policy_T))]
         return ScoredTokens([*self.policy_T, *rows], [*self.reference_T, *rows])
 
@@ -85,14 +85,11 @@ def kl_rewards(estimates: Sequence[Sequence[float]], coef: float) -> list[float]
 
     So k2 and k3, which as a *loss* descend a KL each (core.kl), hardly hold a policy as a reward.
 
-    Args:
-        estimates: of `kl_estimates`, nats.
-        coef: reward units a nat.
+    `estimates` are those of `kl_estimates`, in nats; `coef` is in reward units per nat.
 
-    Source: Ziegler et al., arXiv:1909.08593, eq. 2, and InstructGPT, arXiv:2203.02155, eq. 2 (k1). What
-    gradients they have, as losses and as rewards: Tang & Munos, arXiv:2506.09477; arXiv:2512.21852; the tests
-    enumerate them. Other code puts the part on each token (verl's `apply_kl_penalty`, trl's PPO); here it is
-    the decision's, like every reward, and gamma counts decisions. verl holds k3 within [-10, 10]; here d is
-    held within +-LOG_RATIO_LIMIT, for all three.
+    Source: Ziegler et al., arXiv:1909.08593, eq. 2, and InstructGPT, arXiv:2203.02155, eq. 2 (k1). Gradients
+    as losses and as rewards: Tang & Munos, arXiv:2506.09477; arXiv:2512.21852; the tests enumerate them.
+    Other code rewards each token (verl's `apply_kl_penalty`, trl's PPO); here the decision is rewarded, and
+    gamma counts decisions. verl clips k3 to [-10, 10]; here d is clipped to +-LOG_RATIO_LIMIT.
     """
     return [-coef * math.fsum(row) for row in estimates]

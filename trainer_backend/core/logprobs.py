@@ -236,12 +236,12 @@ def add_wide_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def multiplies_wide() -> bool:
-    """Whether tensor cores multiply low precision into float32 sums that nobody rounds (torch 2.8)."""
+    """Whether tensor cores can keep float32 sums of low-precision products (torch 2.8)."""
     return hasattr(torch.ops.aten.mm, "dtype")
 
 
 def adds_wide() -> bool:
-    """Whether such a product can be added to what is there (torch 2.10: before, that had to be low too)."""
+    """Whether such a product can be added to a float32 tensor (torch 2.10; before, only to a low one)."""
     major, minor = torch.__version__.split(".")[:2]
     return (int(major), int(minor)) >= (2, 10)
 

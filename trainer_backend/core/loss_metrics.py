@@ -45,9 +45,8 @@ def clip_metrics(
 def token_kl(logprobs: Tensor, proximal_logprobs: Tensor, weights: Tensor) -> Tensor:
     """[N] KL(proximal || policy) at each token in nats, by k3; 0 where the weight is 0.
 
-    Never below 0, by rounding either: a sum over some tokens is never more than over all. Of the tokens' own
-    log-probs, never of those at the level of a unit (`losses.level_ratios`): the ratio of a
-    unit is a mean, in which tokens that moved apart cancel.
+    Never below 0, not even by rounding, so a sum over some tokens never exceeds that over all. Takes the
+    tokens' own log-probs, not those of `losses.level_ratios`: in the mean of a unit, opposite moves cancel.
     """
     return k3(-log_ratio(logprobs, proximal_logprobs, weights).detach()).clamp(min=0.0)
 

@@ -45,7 +45,7 @@ class ClipKeys(RangeKeys):
 
 
 class SapoKeys(Table):
-    """Of `sapo_loss`, which has no range."""
+    """Keys of `sapo_loss`, which has no range."""
 
     tau_pos: float = Field(default=1.0, gt=0)
     """sapo: how fast a gradient fades as its ratio leaves 1, for positive advantages"""
@@ -66,11 +66,11 @@ class LossPlug:
     keys: type[Table] = Table
     """What it reads of `[training]`; keys that [training] lacks stand in `[algorithm.NAME]`."""
     values: Mapping[str, float | bool | str] = field(default_factory=dict)
-    """What its paper sets, by dotted key of the job: each stands where the job does not say otherwise."""
+    """Defaults from its paper, by dotted key of the job; the job's own values win."""
 
     @property
     def clips(self) -> bool:
-        """Whether it has a ratio, and holds it near 1: a loss with keys."""
+        """Whether it keeps a ratio near 1: only losses with keys do."""
         return bool(self.keys.model_fields)
 
 
@@ -130,7 +130,7 @@ def cispo_loss(
 def sapo_loss(
     logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, weights: Tensor, keys: SapoKeys
 ) -> Tensor:
-    """A soft gate in place of the clip, negated: the gradient fades as a ratio leaves 1, and never stops.
+    """A soft gate instead of the clip, negated: the gradient fades as a ratio leaves 1, but never stops.
 
         loss     = -sum(w * gate(ratio) * A)
         gate(r)  = 4 / tau * sigmoid(tau * (r - 1)),     tau = tau_pos where A > 0, else tau_neg
@@ -217,7 +217,7 @@ def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def entropy_loss(entropies: Tensor, weights: Tensor) -> Tensor:
-    """-sum(w * H): to be added times a coefficient, so that the policy stays spread out (nats).
+    """-sum(w * H) in nats: added with a coefficient, it keeps the policy spread out.
 
     Source: Mnih et al., A3C, arXiv:1602.01783, section 4.
     """

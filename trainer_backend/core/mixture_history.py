@@ -1,6 +1,6 @@
-"""The history of a mixture: the metrics of earlier iterations, on which alone a later choice may depend.
+"""The history of a mixture: metrics of earlier iterations. Later choices depend on nothing else. Pure.
 
-A resumed run has the rows of metrics, so it chooses as it would have without a stop. Pure.
+A resumed run still has these metrics, so it makes the same choices as without the interruption.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer_backend.core.policies import ACTOR
 
-# Rows of metrics have them by policy, as `mixture/{policy}/{name}`.
+# Names of metrics by policy, as in `mixture/{policy}/{name}`.
 EPISODES, OUTCOME, COUNTED = "episodes", "outcome_reward", "counted_share"
 
 
@@ -21,37 +21,39 @@ class Past:
     iteration: int
     """Its number, from 1."""
     episodes: Mapping[str, float]
-    """By policy, how many it sampled; only those that sampled any."""
+    """By policy, the number of episodes that it sampled; without policies that sampled none."""
     outcomes: Mapping[str, float]
-    """By policy, the mean outcome of these."""
+    """By policy, the mean outcome of these episodes."""
     counted: Mapping[str, float] = field(default_factory=dict)
     """By policy, how much its samples counted in the update (`behaviour.counted_share`)."""
 
 
 def metric_name(policy: str, name: str) -> str:
-    """The name of one policy's figure in a row of metrics."""
+    """The name of one policy's metric."""
     return f"mixture/{policy}/{name}"
 
 
 def read_past(rows: Iterable[Mapping[str, Any]], fixed: Sequence[str]) -> tuple[Past, ...]:
     """The iterations of a metrics file, in its order; `fixed` are the names of the fixed policies."""
-    return tuple(_past(row, (ACTOR, *fixed)) for row in rows if row.get("kind") == "iteration")
 
-
-def _past(row: Mapping[str, Any], policies: Sequence[str]) -> Past:
-    def of_each(name: str) -> dict[str, float]:
-        values = {policy: row.get(metric_name(policy, name)) for policy in policies}
+    def by_policy(row: Mapping[str, Any], name: str) -> dict[str, float]:
+        values = {policy: row.get(metric_name(policy, name)) for policy in (ACTOR, *fixed)}
         return {policy: value for policy, value in values.items() if value is not None}
 
-    episodes = {policy: count for policy, count in of_each(EPISODES).items() if count}
-    return Past(row["iteration"], episodes, of_each(OUTCOME), of_each(COUNTED))
+    return tuple(
+        Past(
+            row["iteration"],
+            {policy: count for policy, count in by_policy(row, EPISODES).items() if count},
+            by_policy(row, OUTCOME),
+            by_policy(row, COUNTED),
+        )
+        for row in rows
+        if row.get("kind") == "iteration"
+    )
 
 
 def mean_over(past: Iterable[Past], policies: Collection[str], *, of: str) -> float | None:
-    """Mean of OUTCOME or COUNTED over the samples of all these policies, an episode counting once.
-
-    None where none is known.
-    """
+    """Mean of OUTCOME or COUNTED over all episodes of these policies; None where none is known."""
     known = [
         (item.episodes[policy], values[policy])
         for item in past

@@ -6,9 +6,9 @@ With pi the policy in training, p the proximal one (the learner's before the ste
     single_ratio  the job's loss, its ratio pi/mu                                    as source 4 publishes it
     reinforce     -sum(w * truncated(pi/mu) * A * log pi)                            no clip
 
-The actor's own samples are `decoupled`: mu is then the version that sampled them, and its weight that of
-staleness. `single_ratio` ties the trust region to a model that never moves: as the actor leaves it, its
-tokens are held one by one. `reinforce` has no trust region beside truncation.
+The actor's own samples are `decoupled`: mu is the version that sampled them, and the weight corrects for
+staleness. `single_ratio` ties the trust region to a model that never moves, so more and more tokens are
+clipped as the actor leaves it. `reinforce` has no trust region; it only truncates.
 
 Tensor methods only: see `core.losses`.
 """
@@ -61,23 +61,19 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The objective that trains the samples of one behaviour policy.
-
-    kind: see the head of this file.
-    loss, clip: of the job.
-    ratio_level: whether a clipped ratio is that of a token, its decision or its episode.
-    weighting: truncates the weight towards the policy that sampled.
-    trains_head: whether a critic learns from them.
-    samples_truncated: whether their sampler never says some of the tokens.
-    """
+    """The objective that trains the samples of one behaviour policy."""
 
     kind: ObjectiveKind
     loss: PolicyLoss
     clip: ClipKeys
     ratio_level: RatioLevel
+    """Whether a clipped ratio is that of a token, its decision or its episode."""
     weighting: WeightKeys
+    """Truncates the weight of the policy that sampled."""
     trains_head: bool = True
+    """Whether a critic learns from the samples."""
     samples_truncated: bool = False
+    """Whether the sampler cannot sample some of the tokens."""
 
     @property
     def clips(self) -> bool:

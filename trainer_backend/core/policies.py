@@ -1,10 +1,10 @@
-"""Names of policies: the one that is trained, and the fixed ones that may sample beside it. Pure.
+"""Names of policies: the actor, which is trained, and fixed policies, which may sample too. Pure.
 
-A server knows a policy as `{job}/{policy}`, and so do requests, trajectories and what is stored of them.
+Servers, requests and trajectories call a policy `{job}/{policy}`.
 """
 
 ACTOR = "actor"
-# What a lone [rollout_only] is called that gives no name.
+# Name of a lone [rollout_only] without a name of its own.
 FIXED = "fixed"
 
 
@@ -14,13 +14,13 @@ def name_model(job_name: str, policy: str) -> str:
 
 
 def parse_policy(model: str | None) -> str:
-    """The policy that a trajectory's `model` names by its last part; the actor where it names none."""
+    """The policy in the last part of a trajectory's `model`; the actor where there is none."""
     _, slash, policy = (model or "").rpartition("/")
     return policy if slash and policy else ACTOR
 
 
 def name_player(model: str | None, policy_name: str) -> str:
-    """The player's name for a person: the last part of its model, or else the name of the policy."""
+    """A player's name for people: the last part of its model, or else the name of the policy."""
     return (model or "").rpartition("/")[2] or policy_name
 
 

@@ -11,11 +11,11 @@ class LongPrompt(NamedTuple):
     """Its index among the prompts that were measured."""
     tokens: int
     is_bound: bool = False
-    """It has so many tokens at least; a text far beyond the limit is not counted to its end."""
+    """Whether `tokens` is a lower bound: counting stops far beyond the limit."""
 
 
 class FindLong(Protocol):
-    """Finds the prompts that have more than `most` tokens, each given by its messages, without tools."""
+    """Finds the prompts of more than `most` tokens; a prompt is a list of messages, without tools."""
 
     def __call__(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], most: int

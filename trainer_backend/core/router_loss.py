@@ -33,7 +33,7 @@ class RouterKeys(Table):
 
 
 def balance_loss(probability_E: Tensor, sent_E: Tensor, routed: float) -> Tensor:
-    """The loss, or the part of it that some of the tokens have; the parts of all add up to it.
+    """The loss, or its part for some of the tokens; the parts add up.
 
     Args:
         probability_E: sums of the router's probabilities over these tokens and their layers.

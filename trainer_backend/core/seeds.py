@@ -1,4 +1,4 @@
-"""Every seed of a job, as a pure function of the job's seed and of what it is for.
+"""Every seed of a job, as a pure function of the job's seed and its purpose.
 
 Training worlds lie below HELD_OUT_FROM and evaluation worlds from there on, so the two never meet.
 """
@@ -28,10 +28,9 @@ def training_world(job_seed: int, purpose: str, iteration: int, group: int, held
 
 
 def cycled_worlds(job_seed: int, purpose: str, seeds: Sequence[World], numbers: range) -> list[World]:
-    """Worlds of a fixed set, in shuffled epochs: each comes once before any comes again.
+    """Worlds of a fixed set in shuffled epochs: each is played once before any repeats.
 
-    `seeds` is the set, or the ids of rows, in any order; `numbers` are places of the endless sequence, from
-    0.
+    `seeds` is the set, or the ids of rows, in any order; `numbers` are places of the endless sequence.
     """
     size = len(seeds)
     epochs = {number // size for number in numbers}
@@ -42,7 +41,7 @@ def cycled_worlds(job_seed: int, purpose: str, seeds: Sequence[World], numbers: 
 def other_worlds(
     job_seed: int, seeds: Sequence[World], *, iteration: int, played: Collection[World]
 ) -> list[World]:
-    """A fixed set in the order in which an iteration goes on with it: first what it has not played yet."""
+    """A fixed set in the order in which an iteration refills its batch: unplayed worlds first."""
     order = _shuffled(seeds, job_seed, "refill", iteration)
     return sorted(order, key=lambda world: world in played)
 
@@ -56,5 +55,5 @@ def evaluation_worlds(instances: int, explicit: Sequence[int] = ()) -> Sequence[
 
     They are the same for every job, so that jobs can be compared world by world.
     """
-    # A range: whoever only looks for a seed in it needs neither its memory nor a walk through it.
+    # A range, since a look-up in it takes no memory and no walk.
     return explicit or range(HELD_OUT_FROM, HELD_OUT_FROM + instances)

@@ -15,14 +15,14 @@ from trainer_backend.core.experts import ID as EXPERT
 from trainer_backend.core.experts import UNKNOWN, join_experts, read_experts
 from trainer_backend.errors import BatchError, SegmentError, TrainerError, place
 
-# The decision of a token that none sampled, and the version of a decision that no policy sampled.
+# Stands for the decision of a token that none sampled, and for the version where no policy sampled.
 CONTEXT = -1
 
 # Adjacent tokens that one version of the policy sampled in one decision:
 #   start, end: their positions, the end not included.
 #   decision: t of the decision, from 0.
 #   version: the policy version.
-#   temperature: of the softmax that the learner scores them by: that which they were drawn at, but for
+#   temperature: of the softmax by which the learner scores them: the sampling temperature, except for
 #     samples of another policy (`build_segments`).
 SPAN = np.dtype(
     [("start", "<i4"), ("end", "<i4"), ("decision", "<i4"), ("version", "<i4"), ("temperature", "<f8")]
@@ -39,8 +39,8 @@ class Segment:
     """One sequence of tokens, as the policy saw and wrote it.
 
     A token is *sampled* here if it belongs to a decision of this segment; every other one is context
-    (prompts, and what earlier segments already trained). What is known of sampled tokens is held for those N
-    alone. The arrays are not to be written to.
+    (prompts, and what earlier segments already trained). Facts about sampled tokens are stored for those N
+    only. Do not write to the arrays.
     """
 
     rollout_id: str
@@ -63,7 +63,7 @@ class Segment:
         spans: Sequence[Span],
         experts: NDArray[np.uint16] = NO_EXPERTS,
     ) -> "Segment":
-        """From numbers of Python's. Raises SegmentError for an id or a version that is no int32."""
+        """Build from Python numbers. Raises SegmentError for an id or version beyond 32 bits."""
         try:
             ids, spans_K = np.array(array("i", token_ids), _ID), np.array(spans, SPAN)
         except OverflowError as error:
@@ -129,9 +129,9 @@ def joined_spans(segments: Sequence[Segment]) -> NDArray[Any]:
 
 
 def experts_by_token(segments: Sequence[Segment]) -> list[NDArray[np.uint16]] | None:
-    """[L, W] of each segment, UNKNOWN where none is named; None: of no segment.
+    """[L, W] experts of each segment, UNKNOWN where a segment names none; None if none names any.
 
-    Raises BatchError where two segments name different numbers a token.
+    Raises BatchError where segments name different numbers of experts per token.
     """
     width = max((len(segment.experts) // len(segment) for segment in segments), default=0)
     if not width:
@@ -156,16 +156,14 @@ def build_segments(
     """The segments of one episode.
 
     The prompt of a decision is the first `prompt_ids_reused` ids of the previous prompt + response, then
-    its own `prompt_token_ids`. Where it reuses all of them, the decision continues the open segment;
-    where it reuses fewer (an edited context, a template that drops reasoning, a fresh prompt), a new
-    segment opens, and what it reuses is context there. So every sampled token is trained exactly once,
-    on the exact view that it was sampled from. A segment in which nothing was sampled is left out.
+    its own `prompt_token_ids`. If it reuses all of them, the decision continues the open segment. If it
+    reuses fewer (an edited context, a template that drops reasoning, a fresh prompt), a new segment
+    opens, whose context they are. So every sampled token is trained exactly once, on the exact view that
+    it was sampled from. Segments without a sampled token are left out.
 
     Args:
-        steps: [T] decisions in order, each with policy_logprobs and sampling.
-        rollout_id: named in the segments and in errors.
-        temperature: that of the softmax which is trained, where another policy sampled at its own; the
-            sampler's log-probs stay as they are. None: what they were sampled at.
+        temperature: of the softmax that is trained, where another policy sampled at its own; the
+            sampler's log-probs stay as they are. None: the temperature of sampling.
 
     Returns:
         Segments in order of their first decision.
@@ -238,7 +236,7 @@ class _Builder:
 
 
 def _checked_call(step: StepData, where: str, *, previous_length: int) -> PolicyLogprobs:
-    """The model call of a decision, once it is known to be one that can be trained on."""
+    """The model call of a decision, after checks that it can be trained on."""
     call = exact_tokens(step)
     if call is None:
         raise SegmentError(

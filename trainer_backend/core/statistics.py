@@ -72,7 +72,7 @@ def over_worlds(values: Sequence[float], worlds: Sequence[str]) -> Interval:
 def by_world(
     values: Sequence[float], worlds: Sequence[str], of: Callable[[Sequence[float]], float]
 ) -> list[float]:
-    """What `of` makes of the values of each world, in the order of their first episodes."""
+    """Apply `of` to the values of each world, in the order of their first episodes."""
     values_of: defaultdict[str, list[float]] = defaultdict(list)
     for world, value in zip(worlds, values, strict=True):
         values_of[world].append(value)
@@ -80,7 +80,7 @@ def by_world(
 
 
 def bounded(interval: Interval, low: float, high: float) -> Interval:
-    """An interval without the part that its quantity cannot have, which costs no coverage."""
+    """Cut an interval to the possible range of its quantity, which costs no coverage."""
     if interval.low is None or interval.high is None:
         return interval
     return Interval(interval.mean, max(interval.low, low), min(interval.high, high), interval.count)
@@ -112,7 +112,7 @@ def t_quantile_975(freedom: int) -> float:
 
 
 def step_deltas(step: StepData) -> DecisionRewards:
-    """What a decision achieved, from its counters, whatever the reward mode left in its metadata."""
+    """What a decision achieved, from its counters; its metadata depends on the reward mode."""
     after = step.next_observation or step.observation_data
     before = step.observation_data.achievements_counts
     return decision_rewards(before, after.achievements_counts, turn=step.turn)
@@ -134,7 +134,7 @@ def have_achievements(trajectories: Sequence[Trajectory]) -> bool:
 
 
 def outcome_definition(trajectories: Sequence[Trajectory]) -> str:
-    """The name of an episode's outcome, by the environment or by whatever judged in its place."""
+    """The name of an episode's outcome, as its environment or its judge defines it."""
     return "; or ".join(dict.fromkeys(item.outcome_definition for item in trajectories))
 
 
@@ -218,10 +218,9 @@ def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
-    """How many versions those that sampled the tokens lay behind the policy of this version, before it
-    learns.
+    """How many versions the samplers of the tokens lag behind the policy, before it learns.
 
-    Gives policy/staleness_max and policy/staleness_mean (a token); nothing where no versions are known.
+    Gives policy/staleness_max and policy/staleness_mean (over tokens); empty where no versions are known.
     """
     behind: Counter[int] = Counter()
     for step in (step for item in trajectories for step in item.steps):
@@ -238,10 +237,10 @@ def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[
 
 
 def user_reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """What a reward function replaced and added, a mean over its episodes; empty where none judged.
+    """Means over the episodes that a reward function judged; empty where none was.
 
-    user_reward/score, user_reward/base_sum (of an episode's base_reward), user_reward/warnings (sum over the
-    batch, of what did not fit), and episode/environment_outcome_reward.
+    user_reward/score, user_reward/base_sum (of an episode's base_reward), user_reward/warnings (a sum over
+    the batch), and episode/environment_outcome_reward, which the score replaced.
     """
     judged = [(item, item.user_reward) for item in trajectories if item.user_reward is not None]
     if not judged:

@@ -1,4 +1,4 @@
-"""Which segments share a row, and which of their first tokens stand there once."""
+"""Chooses which segments share a row, and which of their prefixes are stored once."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from trainer_backend.errors import BatchError
 
 Numbers = NDArray[np.int64]
 
-# A part of a trie that is cut fills its row up to this share at least.
+# A part that is cut off a trie fills at least this share of its row.
 _NEARLY = 7 / 8
 
 
 @dataclass(slots=True)
 class Beginnings:
-    """The segments of a row in order, and how many first tokens of each it has of those before it."""
+    """The segments of a row in order, and how many first tokens each shares with those before it."""
 
     members: list[int]
     shared: list[int] = field(default_factory=list)
-    """None of any, where this is empty."""
+    """Empty: no token is shared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tries:
-    """Segments in an order in which those that begin alike meet: that of their ids, where none names experts.
-
-    order_S: which segment; length_S, sampled_S: its tokens, and those of them that are sampled.
-    shared_S: how many first tokens it has of the one before it; 0: a trie begins.
-    """
+    """Segments sorted by their tokens, so that those with a common prefix are adjacent."""
 
     order_S: Sequence[int]
+    """The index of each segment."""
     length_S: Numbers
+    """Its number of tokens."""
     sampled_S: Numbers
+    """Its number of sampled tokens."""
     shared_S: Numbers
+    """How many first tokens it shares with the one before it; 0: a trie begins."""
 
     @classmethod
     def of(cls, segments: Sequence[Segment], share_from: int) -> Tries:
-        """Of beginnings of at least `share_from` tokens, with equal experts where segments name some."""
+        """Build the tries; prefixes below `share_from` tokens, or with different experts, are not shared."""
         rows = _compared(segments)
         # Bytes in this order compare as the numbers do.
         keys = [row.astype(">u4").tobytes() for row in rows]
@@ -59,11 +59,11 @@ class Tries:
 
     @property
     def distinct(self) -> int:
-        """The tokens of one row of all: the least that has to be computed of them."""
+        """Number of tokens without repetition: the least that has to be computed."""
         return int((self.length_S - self.shared_S).sum())
 
     def rows(self, row_tokens: int) -> list[Beginnings]:
-        """Whole tries, or parts of those longer than a row, in rows that they fill best."""
+        """Pack whole tries, or parts of those longer than a row, into rows."""
         starts = self._parts(row_tokens)
         first_S = np.array(starts[:-1])
         own_S = self.length_S - self.shared_S
@@ -78,10 +78,10 @@ class Tries:
         return rows
 
     def _parts(self, row_tokens: int) -> list[int]:
-        """Where parts that fit a row begin, then the end.
+        """The starts of parts that fit a row, then the end.
 
-        A longer trie is cut where the least is computed twice, by a part that is nearly full: so siblings
-        stay together, and there are hardly more rows.
+        A longer trie is cut so that parts are nearly full, and where the fewest tokens are computed twice.
+        This keeps siblings together and adds hardly any rows.
         """
         shared_S, nearly = self.shared_S.tolist(), row_tokens * _NEARLY
         own_S, sampled_S = (
@@ -113,8 +113,8 @@ def pack(lengths: Sequence[int], row_tokens: int, sampled: Sequence[int] = ()) -
     keep their order, so the result is deterministic: for each row, the indices of its sequences in order of
     placement. Raises BatchError for a sequence that is empty or longer than a row.
 
-    `sampled` tokens of a sequence may be more than its tokens where these are several segments'; a row has at
-    most `row_tokens` of them too.
+    `sampled` are the sampled tokens of each sequence, which exceed its tokens if several segments share them;
+    a row has at most `row_tokens` of these too.
 
     Source: Johnson et al., Worst-case performance bounds for simple one-dimensional packing algorithms, 1974.
     """
@@ -143,12 +143,12 @@ def pack(lengths: Sequence[int], row_tokens: int, sampled: Sequence[int] = ()) -
 
 
 def _branches(alike: Sequence[int], least: int) -> list[int]:
-    """How many first ids each of some sorted rows shares with the one before it, of all that it could.
+    """How many of the `alike` first ids each sorted row shares with the one before it.
 
-    They branch after `alike` ids. A branch costs attention a call of its own, so one less than `least` ids
-    behind the one above it is left out: what is below it begins at that one, and holds those ids once more.
+    Each branch of a trie costs attention another call. So a branch less than `least` ids below the one above
+    it is dropped: its rows branch at that one, and repeat those ids.
     """
-    above: list[int | None] = [None] * len(alike)  # the branch above each: the deepest that is less deep
+    above: list[int | None] = [None] * len(alike)  # the branch above each: the deepest shallower one
     for places in (range(len(alike)), range(len(alike) - 1, -1, -1)):
         path: list[int] = []
         for here in places:
@@ -167,10 +167,10 @@ def _branches(alike: Sequence[int], least: int) -> list[int]:
 
 
 def _compared(segments: Sequence[Segment]) -> list[NDArray[np.int32]]:
-    """[L] of each segment: its ids, or numbers that are equal where ids and experts are.
+    """[L] ids of each segment, or numbers that are equal where both ids and experts are.
 
-    One place of a row goes to one choice of experts, and another version of the policy, or another batch in
-    bfloat16, may have chosen others for the same text.
+    A cell has one choice of experts, but another version of the policy, or another batch in bfloat16, may
+    have chosen different ones for the same text.
     """
     experts = experts_by_token(segments)
     if experts is None:
@@ -189,7 +189,7 @@ def _compared(segments: Sequence[Segment]) -> list[NDArray[np.int32]]:
 
 
 def _alike(rows: Sequence[NDArray[Any]]) -> list[int]:
-    """How many first ids each row has in common with the one before it; 0 of the first."""
+    """How many first ids each row has in common with the one before it; 0 for the first row."""
     shortest_S = np.array([0, *map(min, pairwise(map(len, rows)))])
     first_S = shortest_S.cumsum() - shortest_S
     ones, others = (
@@ -198,7 +198,7 @@ def _alike(rows: Sequence[NDArray[Any]]) -> list[int]:
         )
         for side in (rows[1:], rows[:-1])
     )
-    # The first place of each row, from its own on, where they differ; behind all of them the next row's.
+    # The first difference in each row; beyond its end where there is none.
     apart = np.append(np.flatnonzero(ones != others), len(ones))
     found_S = apart[np.searchsorted(apart, first_S)] - first_S
     alike: list[int] = np.minimum(found_S, shortest_S).tolist()

@@ -1,4 +1,4 @@
-"""The true advantage of stored decisions, and how near estimators come to it. Pure.
+"""The true advantage of stored decisions, and the scores of estimators against it. Pure.
 
 The truth of a decision is measured by pairs of continuations, which `evaluation.truth_player` plays: in pair
 k the policy plays on from after the decision, and once more from before it, with the same random numbers.
@@ -15,16 +15,16 @@ from shared_schemas.rounding import clear_rounding, is_rounding, largest
 from trainer_backend.core.agreement import correlation, measure_spread, rank_correlation, sign_agreement
 from trainer_backend.core.statistics import sample_variance, t_quantile_975
 
-# Choices that the policy samples before a decision, for each pair. One costs a decision, a pair some twenty.
+# Sampled choices before a decision, per pair. A choice costs one decision, a pair about twenty.
 CHOICES = 4
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Departures:
-    """How often the policy chose what changes the return, and how much that changes it.
+    """How often the policy's choices change the return, and by how much.
 
-    Another choice than the stored one that comes to the same return to the last digit changes nothing.
+    A choice other than the stored one changes nothing if it gives exactly the same return.
     """
 
     sampled: int
@@ -43,11 +43,11 @@ class TrueAdvantage:
 
         advantage = E_k[d_k],   d_k = r + gamma * G_k(s') - (r_k + gamma * G_k(s'_k)),   K pairs
 
-    s' is the stored next state. In pair k the policy chose again before the decision, earned r_k and came to
-    s'_k. G_k(s) is the discounted return of the policy from s on; both of a pair draw the same random
-    numbers, and so do the env steps of the decision itself. Where the policy chose as stored, d_k is 0
-    without playing on. How often the policy chooses what is counted in more choices than K
-    (`choice_strata`). So E[advantage] = Q(s, a) - V(s), for the draws that the decision met.
+    s' is the stored next state. In pair k the policy chose again before the decision, earned r_k and reached
+    s'_k. G_k(s) is the discounted return of the policy from s on; both sides of a pair draw the same random
+    numbers, also in the env steps of the decision itself. If the policy chose as stored, d_k is 0 and nothing
+    is played. The frequencies of choices come from more than K samples (`choice_strata`). So E[advantage] =
+    Q(s, a) - V(s), given the random numbers of the stored decision.
 
     Source: Q - V from Monte Carlo continuations: Kazemnejad et al., VinePPO, arXiv:2410.01679, section 4;
     common random numbers: Glasserman and Yao, Management Science 38 (1992).
@@ -59,24 +59,24 @@ class TrueAdvantage:
     """Its r_t."""
     advantage: float
     error: float
-    """Standard error of `advantage` by the decision's own pairs (`mean_difference`). `pooled_errors` replaces
+    """Standard error of `advantage` by the decision's own pairs (`mean_difference`); `pooled_errors` replaces
     it where these are too few."""
     action_value: float | None
-    """Q: mean of r + gamma * G_k(s') over the pairs that were played on; None without any."""
+    """Q: mean of r + gamma * G_k(s') over the pairs that were played; None without any."""
     pairs: int
-    """K: pairs of which both sides were played."""
+    """K: complete pairs."""
     failed: int
-    """Pairs that infrastructure failed; they are in no mean."""
+    """Pairs lost to infrastructure failures; they are in no mean."""
     others: int
-    """Pairs in which the policy chose otherwise than stored."""
+    """Pairs in which the policy chose differently from the stored decision."""
     decisions: int
-    """What it cost, in decisions that were played."""
+    """Cost: the number of decisions played."""
     departures: Departures | None = None
     """None in files from before they were stored."""
 
     @property
     def known_departures(self) -> Departures:
-        """`departures`, or what the pairs tell of them: they share the sampled choices out in proportion."""
+        """`departures`, or an estimate from the pairs, scaled up to the sampled choices."""
         if self.departures is not None:
             return self.departures
         sampled = CHOICES * (self.pairs + self.failed)
@@ -92,10 +92,9 @@ class TrueAdvantage:
 
     @property
     def is_known(self) -> bool:
-        """Whether 0 is outside of the advantage's 95 % interval, by Student's t.
+        """Whether the advantage's 95 % interval by Student's t excludes 0.
 
-        Its degrees of freedom are `others` - 1: the zeros of pairs that chose as stored say nothing about how
-        the others vary.
+        It has `others` - 1 degrees of freedom: pairs that chose as stored do not show how the others vary.
         """
         size = largest([self.reward, self.action_value or 0.0])
         is_too_few = self.others < 2 or self.known_departures.pairs < 2
@@ -114,11 +113,11 @@ class Stratum(NamedTuple):
 
 
 def choice_strata(choices_N: Sequence[Hashable], pairs: int, seed: int) -> list[Stratum]:
-    """Which of N sampled choices to play on from, in `pairs` pairs; in N where that is less.
+    """Choose from N sampled choices those to play on from, for `pairs` pairs, or N if that is less.
 
-    A frequent choice has two pairs or more, its share of them rounded down. What is left goes to the other
-    choices together, of which random ones, by `seed`, are taken. What is more than those goes to the frequent
-    ones that rounding took most from.
+    A frequent choice gets its share of the pairs, rounded down, if that is two or more. The remaining pairs
+    go to random ones, by `seed`, of all other choices; if these are too few, to the frequent choices that
+    lost most by rounding.
     """
     total = len(choices_N)
     pairs = min(pairs, total)
@@ -147,10 +146,9 @@ def mean_difference(strata: Sequence[tuple[float, Sequence[float]]], sampled: in
 
         mean = sum_h w_h * mean(d_h),   error^2 = sum_h w_h^2 * s_h^2 / n_h + B / N
 
-    s_h^2 is the sample variance of a stratum's n_h differences, w_h its share, B the variance between strata.
-    So what lies between the choices is measured by all N of them, and not by the pairs alone. `strata` are
-    (share, differences) of each, the shares scaled to a sum of 1, and `sampled` is N. Raises ValueError:
-    fewer than two pairs have no standard error.
+    s_h^2 is the sample variance of a stratum's n_h differences, w_h its share, B the variance between strata,
+    which all N choices measure, and not only the pairs. `strata` are (share, differences) of each; shares are
+    scaled to a sum of 1. `sampled` is N. Raises ValueError for fewer than two pairs.
 
     Source: double sampling for stratification, Cochran, Sampling Techniques, 3rd ed. 1977, section 12.2.
     """
@@ -171,7 +169,7 @@ def mean_difference(strata: Sequence[tuple[float, Sequence[float]]], sampled: in
 
 
 def departures(strata: Sequence[tuple[float, Sequence[float]]], sampled: int) -> Departures:
-    """What the pairs of a decision tell of the choices that change its return.
+    """Estimate from the pairs of a decision how its choices change the return.
 
     The arguments are those of `mean_difference`.
     """
@@ -184,20 +182,19 @@ def departures(strata: Sequence[tuple[float, Sequence[float]]], sampled: int) ->
 
 
 def pooled_errors(truths: Sequence[TrueAdvantage]) -> list[TrueAdvantage]:
-    """The truths, with errors of near-certain decisions by what all decisions tell together.
+    """Replace the errors of near-certain decisions by estimates from all decisions.
 
-    With fewer than two pairs that change the return, a decision does not tell how much these vary. If none
-    of the N choices did, its own error is even 0, although the policy may choose what does.
+    A decision with fewer than two pairs that change the return does not show how much these vary. If none of
+    its N choices changed it, its own error is even 0, although the policy may make such a choice.
 
         A = w * mean(d),   w = x / N,   q ~ Beta(c * m, c * (1 - m)) given x of N
         error^2 = M * E[(q - w)^2] + S * w^2 / n,   and (M + S) * E[q^2] where n is 0
 
-    q is the chance to choose what changes the return, and x, N, n are those of `Departures`. m and c
-    are those of all decisions (`_prior_chance`), as are M, the mean square of what such a choice changes, and
-    S, the variance of a single difference around that (`_other_choices`). So decisions that are nearly
-    certain are taken to be like the others in what another choice changes. Where two pairs or more all
-    differ by the same, M is their own square and S is 0.
-    An error stays 0 only where no pair of any decision changed anything.
+    q is the probability of a choice that changes the return; x, N, n are those of `Departures`. All decisions
+    together give m and c (`_prior_chance`), M, the mean square of such a change, and S, the variance of a
+    single difference around it (`_other_choices`). So in near-certain decisions another choice is assumed to
+    change as much as in the others. If two pairs or more all differ by the same, M is their own square and S
+    is 0. An error stays 0 only if no pair of any decision changed anything.
 
     Source: empirical Bayes for a proportion, Kleinman, Journal of the American Statistical Association 68
     (1973); variances pooled over many small samples, Smyth, Statistical Applications in Genetics and
@@ -222,11 +219,11 @@ def pooled_errors(truths: Sequence[TrueAdvantage]) -> list[TrueAdvantage]:
 
 
 def _prior_chance(seen: Sequence[Departures]) -> tuple[float, float]:
-    """Mean m over decisions of the chance to change the return, and the weight c of its Beta in choices.
+    """Mean m over decisions of the probability q, and the weight c of its Beta distribution, in choices.
 
         c = m (1 - m) / Var(q) - 1,   Var(x / N) = Var(q) + (m (1 - m) - Var(q)) / N
 
-    It is at least 1, and at most all sampled choices, of which m is known.
+    c is at least 1, and at most the number of sampled choices.
     """
     shares = [item.count / item.sampled for item in seen]
     mean = math.fsum(shares) / len(shares)
@@ -241,7 +238,7 @@ def _prior_chance(seen: Sequence[Departures]) -> tuple[float, float]:
 def _other_choices(truths: Sequence[TrueAdvantage]) -> tuple[float, float]:
     """M and S of `pooled_errors`, in squared reward units: M + S is the mean of d_k^2 over decisions.
 
-    Decisions with two pairs or more tell M and S apart. Fewer than two such decisions do not: half each.
+    Decisions with two pairs or more separate M from S; with fewer than two such decisions, each is half.
     """
     seen = [(item.advantage, item.known_departures) for item in truths if item.known_departures.pairs]
     if not seen:
@@ -262,11 +259,10 @@ def _other_choices(truths: Sequence[TrueAdvantage]) -> tuple[float, float]:
 
 
 def even_order(count: int, seed: int) -> Iterator[int]:
-    """All indices below `count`; those at the beginning are spread evenly over the whole range.
+    """Yield all indices below `count` so that any first n are spread evenly over the range.
 
-    Any first n of a sorted list are then nearly a stratified sample of it: each stratum has its share of
-    them, up to about one. A longer sample begins with a shorter one, so that a measurement can be continued.
-    `seed` decides where the order begins.
+    In a sorted list, the first n are nearly a stratified sample: each stratum has its share, up to about one.
+    A longer sample begins with a shorter one, so a measurement can be continued. `seed` sets the first index.
 
     Source: the additive recurrence of the golden ratio; Kuipers and Niederreiter, Uniform Distribution of
     Sequences, 1974, chapter 2.3.
@@ -283,32 +279,28 @@ def even_order(count: int, seed: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """How well a truth is known."""
+    """How precisely the truth is known."""
 
     decisions: int
-    """How many were measured."""
+    """Measured decisions."""
     spread: float
-    """Std of the true advantages over decisions, in reward units: that of the measured ones, less what their
-    noise adds."""
+    """Std of the true advantages over decisions, in reward units, without the noise of measurement."""
     error: float
     """Root mean square of their standard errors (`pooled_errors`)."""
     known: float
-    """Share of the decisions whose sign is beyond the noise."""
+    """Share of the decisions whose sign is known."""
     failed: int
-    """Pairs that were lost."""
+    """Lost pairs."""
     played: int
-    """Decisions that the measurement took."""
+    """Decisions that the measurement played."""
 
     @property
     def ratio(self) -> float | None:
-        """The standard error against the spread; None where nothing but noise was seen."""
+        """The standard error divided by the spread; None without spread."""
         return self.error / self.spread if self.spread > 0.0 else None
 
     def pairs_for(self, ratio: float, pairs: int) -> int | None:
-        """About how many pairs would bring the standard error to `ratio` of the spread.
-
-        The error was measured with `pairs`, and falls with their root.
-        """
+        """About how many pairs, instead of `pairs`, reduce the standard error to `ratio` of the spread."""
         return None if self.ratio is None else math.ceil(pairs * (self.ratio / ratio) ** 2)
 
 
@@ -318,7 +310,7 @@ def _noise_square(truths: Sequence[TrueAdvantage]) -> float:
 
 
 def measure_noise(truths: Sequence[TrueAdvantage]) -> Noise:
-    """Of at least one decision, with `pooled_errors`."""
+    """The noise of at least one measured decision, with `pooled_errors`."""
     truths = pooled_errors(truths)
     noise = _noise_square(truths)
     variance = measure_spread([item.advantage for item in truths]).std ** 2
@@ -333,15 +325,14 @@ def measure_noise(truths: Sequence[TrueAdvantage]) -> Noise:
 
 
 def unbiased_correlation(std: float, noise: Noise) -> float | None:
-    """What an unbiased estimator whose advantages have this std would score against the measured truth.
+    """The correlation with the measured truth of an unbiased estimator whose advantages have this std.
 
         A = T + e,  E[e | T] = 0:   corr(A, T + m) = std(T) / std(A) * sqrt(Var(T) / (Var(T) + Var(m)))
 
-    T is the true advantage, m the error of its measurement. So it is a perfect estimator but for its noise,
-    e, and a correlation that reaches it tells of no bias. An estimator's own std says how noisy it is only
-    where its advantages are in reward units and once those of a decision. `std` and `noise` are of the same
-    measured decisions. None where the truth is nothing but noise, or A varies less than T, which no unbiased
-    estimator does.
+    T is the true advantage, m the error of its measurement, e the noise of the estimator. An estimator that
+    reaches this correlation shows no bias. Its std measures its noise only if its advantages are in reward
+    units. `std` and `noise` are of the same measured decisions. None where the truth is all noise, or where A
+    varies less than T, as no unbiased estimator does.
 
     Source: Spearman, American Journal of Psychology 15 (1904), p. 72.
     """
@@ -371,39 +362,36 @@ class TruthScore:
 
     decisions: int
     correlation: float | None
-    """Pearson's of A and T; None where one of them is constant. The bounds are those of its 95 % interval
-    over groups: siblings share a world, and most baselines."""
+    """Pearson's of A and T; None where one of them is constant. `low` and `high` are its 95 % interval over
+    groups, since siblings share a world and most baselines."""
     low: float | None
     high: float | None
     noiseless: float | None
-    """What the correlation would be without the noise of T: divided by sqrt(1 - noise / variance of T); None
-    where T is nothing but noise."""
+    """The correlation without the noise of T: divided by sqrt(1 - noise / variance of T); None where T is
+    all noise."""
     rank: float | None
     """Spearman's correlation."""
     sign_agreement: float | None
-    """Share with the sign of T, among decisions whose sign is known and whose A is not 0."""
+    """Share of equal signs among decisions whose sign is known and whose A is not 0."""
     scale: float
     """The c >= 0 that brings c * A nearest to T: a learning rate makes up for an estimator's unit."""
     error: float
     """Mean squared error of scale * A, less the noise of T, in squared reward units."""
     explained: float | None
-    """1 - error / mean square of the true advantages: 1 is the truth, 0 is no signal at all."""
+    """1 - error / mean square of the true advantages: 1 is the truth, 0 is no signal."""
     variance: float
     """Variance of scale * A."""
     std: float
     """Std of A, in its own unit."""
     zero_share: float
-    """Share of decisions without a signal."""
+    """Share of decisions with A = 0."""
     biases: tuple[Bias, ...]
 
 
 def truth_score(
     advantages: Sequence[float], truths: Sequence[TrueAdvantage], groups: Sequence[str]
 ) -> TruthScore:
-    """Score one estimator, against truths with `pooled_errors`.
-
-    [N] are the measured decisions, one at least; `groups` are those of their rollouts.
-    """
+    """Score one estimator over at least one measured decision; `groups` are those of their rollouts."""
     truths = pooled_errors(truths)
     true = [item.advantage for item in truths]
     noise = _noise_square(truths)
@@ -482,7 +470,7 @@ def _fisher_z(left: Sequence[float], right: Sequence[float]) -> float | None:
 
 
 def _biases(apart: Sequence[float], truths: Sequence[TrueAdvantage]) -> tuple[Bias, ...]:
-    """By thirds of the turns, and by whether the decision earned something."""
+    """Biases by thirds of the turns, and by whether the decision was rewarded."""
     turns = sorted(item.turn for item in truths)
     first, second = turns[len(turns) // 3], turns[2 * len(turns) // 3]
     kinds: Mapping[str, Callable[[TrueAdvantage], bool]] = {

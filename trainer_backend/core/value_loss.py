@@ -1,4 +1,4 @@
-"""What a critic learns by, and where in a packed batch: columns over sampled tokens, and their loss."""
+"""The loss of a critic, and its columns over the sampled tokens of a packed batch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class CriticColumns:
     value_N: Tensor
     """float32, V as scored before the update."""
     return_N: Tensor
-    """float32, what it is to become."""
+    """float32, its target."""
     weight_N: Tensor
     """float32; 0 where no value is read; sums to 1 over the optimizer step."""
 
     def each(self, of: Callable[[Tensor], Tensor]) -> CriticColumns:
-        """`of` every column."""
+        """Apply `of` to every column."""
         return CriticColumns(of(self.value_N), of(self.return_N), of(self.weight_N))
 
 
@@ -39,7 +39,7 @@ def critic_columns(
 
         w = 1 / (decisions of the step), or where values are by token 1 / (sampled tokens of the step)
 
-    Targets are by rollout id; `order` is that in which the segments were packed. Raises BatchError as
+    Targets are by rollout id; `order` is the packing order of the segments. Raises BatchError as
     `read_column`.
     """
     values = {name: item.values for name, item in targets.items()}
@@ -63,15 +63,8 @@ def value_loss(values: Tensor, columns: CriticColumns, *, clip: float | None) ->
         loss = sum(w * 1/2 * (V - R)^2)
 
     With clip = c: R is compared with both V and V_old + clamp(V - V_old, -c, c), and the larger error counts,
-    so that a value that has moved by more than c towards R is not pushed on.
-
-    Args:
-        values: [N] of the critic in training, in reward units. Where the weight is 0 they may be anything.
-        columns: of the same tokens.
-        clip: in reward units, above 0.
-
-    Returns:
-        Scalar, in squared reward units; losses of the cuts of a step add up.
+    so a value that moved by more than c towards R has no gradient. `values` are [N] of the critic in
+    training; where the weight is 0 they are not read. The losses of a step's cuts add up.
 
     Source: the clip: Dhariwal et al., OpenAI Baselines, ppo2 (2017); not in the paper of PPO.
     """

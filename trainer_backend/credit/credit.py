@@ -38,9 +38,9 @@ class Measured:
     values: Mapping[str, OfEpisode] = field(default_factory=dict)
     """V of a critic; they are stored with the credit."""
     after: Mapping[str, float] | None = None
-    """V of the state after the last decision of episodes that a limit cut short; None: none was read."""
+    """V of the state after the last decision of episodes that a limit cut short; None: not read."""
     branches: Mapping[str, Branches] | None = None
-    """Rollouts that were played on from an episode's decisions; None: there are none."""
+    """Rollouts that branched off an episode; None: there are none."""
     scored: Mapping[str, ScoredTokens] = field(default_factory=dict)
     """Log-probs of its tokens and of its branches' tokens, under policy and reference."""
 
@@ -50,22 +50,22 @@ NOTHING = Measured()
 
 @dataclass(frozen=True, slots=True)
 class Credited:
-    """Stops 7, 9 and 10 for a batch of episodes: what the update needs, and what the logs say."""
+    """Stops 7, 9 and 10 for a batch of episodes: input of the update, and metrics."""
 
     episodes: list[CreditedEpisode]
-    """Those to be trained: all of them, or without `flat` where the job skips it."""
+    """Those to train: all, or all but the `flat` groups where the job skips these."""
     credits: list[Credit]
     """One for every episode, in the order given."""
     metrics: dict[str, float]
     flat: list[str]
-    """Ids of the groups of whole episodes whose advantages are all 0 (core.flat_groups), without the cost of
-    KL: it differs a little between any two episodes, which is no spread to learn from."""
+    """Ids of the groups of whole episodes whose advantages are all 0 (`spread.flat_groups`), without the cost
+    of KL, which differs a little between any two episodes."""
     fork_credits: Mapping[str, Credit] = field(default_factory=dict)
     """Of trained continuations, by rollout id."""
 
 
 def _flat(estimate: "_Estimate") -> list[str]:
-    """Flat groups, by the groups that were played, whichever of their episodes were compared."""
+    """Flat groups as they were played, even if only parts of a group were compared."""
     advantages = [item.flat if isinstance(item, ByToken) else item for item in estimate.trained]
     played = zip(estimate.episodes, estimate.rollouts, strict=True)
     return flat_groups([replace(item, group_id=rollout.group_id) for item, rollout in played], advantages)
@@ -139,10 +139,10 @@ class CreditAssignment:
         return estimator(self.algorithm.advantage)
 
     def credit(self, rollouts: Sequence[Rollout], measured: Measured = NOTHING) -> Credited:
-        """Segments, r_t and advantages of finished rollouts. Pure: a stored file gives the same anywhere.
+        """Compute segments, r_t and advantages of finished rollouts.
 
-        `measured` is what the job's estimator needs beside them. Raises CreditError, by the name of its
-        rollout, for what an episode lacks, or has broken.
+        `measured` holds what the job's estimator needs in addition. Raises CreditError with the name of the
+        rollout where an episode lacks something or is broken.
         """
         estimate, forks = estimates = self._estimates(rollouts, measured)
         without_kl = estimates
@@ -166,18 +166,18 @@ class CreditAssignment:
         )
 
     def credits(self, rollouts: Sequence[Rollout], measured: Measured = NOTHING) -> list[Credit]:
-        """The credits of `credit` alone, without what only an update and its logs need; else the same."""
+        """The credits of `credit`, without the input of the update and its metrics."""
         return self._estimate(rollouts, measured).credits(self.algorithm)
 
     def continuations(self, measured: Measured) -> list[Rollout]:
-        """Those that are trained, fork by fork."""
+        """The continuations that are trained, fork by fork."""
         if not self.algorithm.train_branches:
             return []
         forks = (fork for by_turn in (measured.branches or {}).values() for fork in by_turn.values())
         return list(chain.from_iterable(forks))
 
     def fork_credits(self, rollouts: Sequence[Rollout], measured: Measured) -> list[Credit]:
-        """The credits of `continuations`, whose parents are all among these rollouts."""
+        """The credits of `continuations`; `rollouts` hold all their parents."""
         _, forks = self._estimates(rollouts, measured)
         return forks.credits(self.algorithm)
 
@@ -194,9 +194,9 @@ class CreditAssignment:
     def find_rejected(
         self, rollouts: Sequence[Rollout], measured: Measured = NOTHING
     ) -> dict[str, CreditError]:
-        """The error of each finished rollout that cannot be credited, whatever the others are, by its id.
+        """Find the error of each finished rollout that cannot be credited by itself, by rollout id.
 
-        Of one that was not measured, because the measurement of another failed, only the segments are tried.
+        Where a rollout was not measured, since measuring another one failed, only its segments are checked.
         """
         rejected: dict[str, CreditError] = {}
         for rollout in rollouts:
@@ -224,20 +224,17 @@ class CreditAssignment:
         }
 
     def final_views(self, rollouts: Sequence[Rollout]) -> dict[str, Segment]:
-        """The state in which a limit left an episode, for each that was cut short and asked for it.
-
-        Raises SegmentError as `segments_by`.
-        """
+        """The state in which a limit left an episode, where it was requested. Raises as `segments_by`."""
         views = {item.rollout_id: self.policies.final_view_by(item) for item in rollouts}
         return {name: view for name, view in views.items() if view is not None}
 
     def _earned(self, rollout: Rollout, measured: Measured) -> Earned:
-        """What its decisions earned; those before the snapshot where it began are off its horizon."""
+        """What its decisions earned; decisions before the snapshot where it began shorten its horizon."""
         done = None if rollout.trajectory is None else rollout.trajectory.parent_turn
         return self.rewards.earned_by(rollout, measured.scored, decisions_done=done or 0)
 
     def _credited(self, estimate: _Estimate, skipped: Container[str]) -> list[CreditedEpisode]:
-        """What an update needs of those whose group is not skipped."""
+        """The input of an update, without skipped groups."""
         columns = zip(estimate.rollouts, estimate.policies, estimate.trained, estimate.targets, strict=True)
         return [
             CreditedEpisode(
@@ -252,7 +249,7 @@ class CreditAssignment:
         ]
 
     def _estimates(self, rollouts: Sequence[Rollout], measured: Measured) -> tuple[_Estimate, _Estimate]:
-        """Of whole episodes, and of the continuations that are trained; those are groups of their own."""
+        """Estimates of whole episodes, and of trained continuations, which are groups of their own."""
         estimate = self._estimate(rollouts, measured)
         continuations = self.continuations(measured)
         forks = self._estimate_forks(continuations, estimate, measured) if continuations else _NO_FORKS
@@ -261,10 +258,10 @@ class CreditAssignment:
     def _estimate_forks(
         self, continuations: Sequence[Rollout], parents: _Estimate, measured: Measured
     ) -> _Estimate:
-        """Continuations by the job's estimator, their first decisions by leave-one-out.
+        """Estimate continuations by the job's estimator, and their first decisions by leave-one-out.
 
-        Where the rule that chose the fork read nothing that was sampled, the parent's rest is one more
-        sibling, which is trained with the parent alone.
+        If the fork's rule did not read samples, the rest of the parent is one more sibling; it is trained
+        only with the parent.
         """
         is_blind = not fork_rule(self.algorithm.fork_rule).reads_samples
         rests = [
@@ -282,7 +279,7 @@ class CreditAssignment:
         trained: Sequence[CreditedEpisode],
         after_forks: Sequence[CreditedEpisode],
     ) -> dict[str, float]:
-        """How much of the update comes after forks, and what continuations earned more than their parents."""
+        """The share of the update after forks, and how much more continuations earned than their parents."""
         parents, forks = estimates
         gamma = self.algorithm.gamma
         returns = {
@@ -305,7 +302,7 @@ class CreditAssignment:
     def _estimate(
         self, rollouts: Sequence[Rollout], measured: Measured, rests: Sequence[EpisodeRewards] = ()
     ) -> _Estimate:
-        """The job's estimator over these rollouts, and over `rests` that are only compared with."""
+        """Run the job's estimator over these rollouts, and over `rests`, which are only compared with."""
         trajectories = finished_trajectories(rollouts, "credit")
         policies = [self.policies.policy_by(rollout) for rollout in rollouts]
         earned = [self._earned(rollout, measured) for rollout in rollouts]
@@ -354,12 +351,12 @@ class CreditAssignment:
         )
 
     def _value_after(self, rollout: Rollout, trajectory: Trajectory, measured: Measured) -> float | None:
-        """V of the state that a limit left the episode in, where the job's estimator goes on with it.
+        """V of the state in which a limit left the episode, where the job's estimator bootstraps from it.
 
-        Raises AdvantageError where it was never looked at.
+        Raises AdvantageError where it was never read.
         """
-        goes_on = "bootstrap_truncated" in self.estimator.keys.model_fields
-        if not (self.algorithm.bootstrap_truncated and goes_on and trajectory.cut_short):
+        reads_key = "bootstrap_truncated" in self.estimator.keys.model_fields
+        if not (self.algorithm.bootstrap_truncated and reads_key and trajectory.cut_short):
             return None
         if measured.after is None:
             raise AdvantageError(

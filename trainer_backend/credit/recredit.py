@@ -97,13 +97,13 @@ def stored_measured(run: RunDirectory, iterations: Sequence[int]) -> list[Measur
 
 def _measured(path: Path) -> Measured:
     """The measurements of one iteration; its file of branches may be empty."""
-    beside = path.with_name(path.name.replace("iteration_", "branches_"))
-    if not beside.exists():
+    other = path.with_name(path.name.replace("iteration_", "branches_"))
+    if not other.exists():
         return Measured(read_values(path), read_values_after(path), None, read_token_scores(path))
-    branches = by_parent(with_records(item) for item in read_rollouts(beside))
-    scored = {**read_token_scores(path), **read_token_scores(beside)}
-    values = {**read_values(path), **read_values(beside)}
-    after = {**(read_values_after(path) or {}), **(read_values_after(beside) or {})}
+    branches = by_parent(with_records(item) for item in read_rollouts(other))
+    scored = {**read_token_scores(path), **read_token_scores(other)}
+    values = {**read_values(path), **read_values(other)}
+    after = {**(read_values_after(path) or {}), **(read_values_after(other) or {})}
     return Measured(values, after or None, branches, scored)
 
 
@@ -113,19 +113,19 @@ def recredited(
     names: Sequence[str],
     measured: Sequence[Measured] = (),
 ) -> Recredited:
-    """Every iteration through every estimator, with the rewards and the keys of [algorithm] that the job has.
+    """Credit every iteration by every estimator, with the job's rewards and keys of [algorithm].
 
     Groups are those of their iteration. An estimator whose inputs were not stored is refused by name.
-    `measured` is that of `stored_measured`; empty: nothing was.
+    `measured` is that of `stored_measured`; empty: nothing was measured.
     """
-    beside = measured or [NOTHING] * len(iterations)
+    measured = measured or [NOTHING] * len(iterations)
     iterations = [[with_records(rollout) for rollout in rollouts] for rollouts in iterations]
-    for rollouts, of_them in zip(iterations, beside, strict=True):
-        for rollout in rollouts:
-            credit.rewards.earned_by(rollout, of_them.scored)  # what fails here fails for every estimator
-    batches = list(zip(iterations, beside, strict=True))
+    batches = list(zip(iterations, measured, strict=True))
+    for rollouts, measurements in batches:
+        for rollout in rollouts:  # what fails here fails for every estimator
+            credit.rewards.earned_by(rollout, measurements.scored)
     credits: dict[str, list[Credit]] = {}
-    after_forks = chain.from_iterable(map(credit.continuations, beside))
+    after_forks = chain.from_iterable(map(credit.continuations, measured))
     refused: dict[str, str] = {}
     for name in names:
         try:
@@ -158,7 +158,7 @@ def _compared(name: str) -> str:
     return "state" if plug.needs_state_keys else "text" if plug.needs_texts else ""
 
 
-# Keys of [algorithm] with which a decision is compared with those of an equal state, or text, and no other.
+# Keys of [algorithm] that compare a decision only with those of an equal state, or of an equal text.
 _EQUAL: Mapping[str, Mapping[str, object]] = {
     "state": {"advantage": "gigpo", "context_depth": 0},
     "text": {"advantage": "gigpo_soft", "similarity_temperature": 0.0},
@@ -292,7 +292,7 @@ def truth_page(scores: TruthScores) -> bytes:
 
 
 def _of_score(score: TruthScore, unbiased: float | None) -> str:
-    """The figures of an estimator that belong beside its picture."""
+    """A sentence of figures for an estimator's chart."""
     if score.correlation is None:
         return "No correlation: all its advantages, or all true ones, are the same."
     correlation = interval(Interval(score.correlation, score.low, score.high, score.decisions), "+")
@@ -357,9 +357,9 @@ def recredit_run(
     truth: Path | None = None,
     reporter: Reporter,
 ) -> tuple[Group, Path]:
-    """Tables, and the folder that was written.
+    """Return the tables, and the folder that was written.
 
-    The estimators are held against `truth`, the file of `turnwise truth`. `reporter` hears of the processes
+    `truth` is a file of `turnwise truth` to compare the estimators with. `reporter` hears of the processes
     that compute gradients at the checkpoint.
     """
     run = open_run(path)
@@ -380,7 +380,7 @@ def recredit_run(
     credited = recredited(credit, stored, names or list(ESTIMATORS), stored_measured(run, iterations))
     if not credited.credits:
         told = "; ".join(f"{name}: {why}" for name, why in credited.refused.items())
-        raise AdvantageError(f"{path}: no estimator can be computed anew. {told}")
+        raise AdvantageError(f"{path}: no estimator can be computed. {told}")
     cosines = None
     if checkpoint is not None:
         advantages = _of_measured(credited, file)
@@ -436,9 +436,9 @@ def _refuse_other_policy(file: TruthFile, run: RunDirectory, checkpoint: Path) -
 
 
 def _of_measured(credited: Recredited, file: TruthFile | None) -> dict[str, list[OfEpisode]]:
-    """By estimator, advantages in the order of the rollouts, of tokens where it has those.
+    """By estimator, advantages in the order of the rollouts; those of tokens if it has them.
 
-    With a truth, of the measured decisions alone, the truth's too; all others have none.
+    With a truth, its own advantages too, and all of unmeasured decisions are 0.
     """
     if file is None:
         return {

@@ -20,11 +20,11 @@ class Earned:
     """What the decisions of an episode earned."""
 
     paid_T: Sequence[float]
-    """[T] what the reward mode gives."""
+    """[T] rewards of the reward mode."""
     kl_T: Sequence[float] = ()
-    """[T] what they pay for their KL to the reference; empty where the job does not ask for it."""
+    """[T] costs of the KL to the reference; empty unless the job asks for it, as is `kl_nats`."""
     kl_nats: Sequence[Sequence[float]] = ()
-    """For each decision, the estimate of that KL at each of its tokens; empty likewise."""
+    """For each decision, the estimate of that KL at each of its tokens."""
 
     @property
     def rewards_T(self) -> Sequence[float]:
@@ -54,12 +54,11 @@ class Rewards:
     def earned_by(
         self, rollout: Rollout, scored: Mapping[str, ScoredTokens], *, decisions_done: int = 0
     ) -> Earned:
-        """r_t of a finished rollout.
+        """Compute r_t of a finished rollout.
 
-        `scored` is by rollout id what policy and reference say of its tokens; read where the job has
-        `training.kl_reward_coef`. The horizon is less by `decisions_done`, those that the episode had before
-        it was played on from there. Raises RewardError as `reward_vector` and `refuse_lost_reward`, or where
-        log-probs that it needs are not there.
+        `scored` has, by rollout id, the log-probs that `training.kl_reward_coef` needs. `decisions_done`, the
+        decisions before the snapshot where the episode began, shorten the horizon. Raises RewardError as
+        `reward_vector` and `refuse_lost_reward`, or for missing log-probs.
         """
         episode, name, horizon = rollout.trajectory, rollout.rollout_id, None
         assert episode is not None, "only finished rollouts earned anything"
@@ -120,10 +119,10 @@ class Policies:
         return {table.name: table for table in self.fixed}[name]
 
     def policy_by(self, rollout: Rollout) -> str:
-        """ACTOR, or the name of the fixed policy that sampled the rollout, by its trajectory's model.
+        """The policy that sampled the rollout, ACTOR or a fixed one, by its trajectory's model.
 
-        Raises SegmentError where the job has no such policy: taken for the actor's own, its samples would be
-        trained on without weights, unnoticed.
+        Raises SegmentError if the job has no such policy: taken for the actor's, its samples would silently
+        be trained without weights.
         """
         model = None if rollout.trajectory is None else rollout.trajectory.model
         policy = policy_in(self.job_name, model)
@@ -137,11 +136,11 @@ class Policies:
         return policy
 
     def segments_by(self, rollout: Rollout) -> list[Segment]:
-        """Stop 7 of the route: the segments of a finished rollout; empty for another rollout.
+        """Stop 7 of the route: the segments of a rollout; empty if it is not finished.
 
-        Samples of a fixed policy are scored at the actor's temperature: the policy that is trained is
-        softmax(logits / rollout.temperature), at whichever temperature a rollout was sampled (DESIGN.md 4.9).
-        Raises SegmentError as `policy_by` and `build_segments`.
+        Samples of a fixed policy are scored at the actor's temperature, since the policy that is trained is
+        softmax(logits / rollout.temperature) (DESIGN.md 4.9). Raises SegmentError as `policy_by` and
+        `build_segments`.
         """
         if rollout.trajectory is None:
             return []
@@ -149,10 +148,10 @@ class Policies:
         return build_segments(rollout.trajectory.steps, rollout_id=rollout.rollout_id, temperature=own)
 
     def final_view_by(self, rollout: Rollout) -> Segment | None:
-        """The prompt after the last decision of an episode that a limit cut short, where there is one.
+        """The prompt after the last decision of an episode that a limit cut short, if it was requested.
 
-        One more token stands after it, which belongs to no decision and is never trained: a critic reads the
-        value of a state where the next token is predicted. Raises SegmentError as `segments_by`.
+        One token follows it, which belongs to no decision and is never trained: a critic reads the value of
+        a state where the next token is predicted. Raises SegmentError as `segments_by`.
         """
         episode = rollout.trajectory
         if episode is None or episode.final_view is None:
@@ -170,5 +169,5 @@ class Policies:
         )
 
     def by_actor(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Return the rollouts that the policy in training sampled, for its own curves."""
+        """The rollouts that the policy in training sampled."""
         return [rollout for rollout in rollouts if self.policy_by(rollout) == ACTOR]

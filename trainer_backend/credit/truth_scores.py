@@ -20,22 +20,21 @@ from trainer_backend.plugins import estimator
 from trainer_backend.rundir.truth_file import TruthFile, TruthSetting
 
 TRUTH = "truth"
-# A standard error of so much of the spread leaves a correlation 96 % of what it would be without noise.
+# A standard error of this share of the spread keeps 96 % of the correlation without noise.
 _GOAL = 0.3
-# Of a bound pair or a bias with its error.
+# Width of a pair of bounds, or of a bias with its error.
 _WIDEST = 12
 _TITLES = ("correlation", "95 %", "unbiased", "noiseless", "rank", "sign", "explained", "of 0")
 
 
 class TruthScores:
-    """Estimators and the truth, over the measured decisions, of which `file` has at least one.
+    """Estimators against the truth, over the measured decisions; `file` has at least one.
 
-    `advantages` are by estimator, given of each rollout, and kept of the measured decisions, as `true` is;
-    `groups` are those of the rollouts. `unbiased` is, by estimator, what an unbiased one with the same std
-    would score. None for one with a bias of its own (`EstimatorPlug.bias`): it divides by a std, or counts a
-    decision more or less than once, so that its std is no noise in reward units. `cosines` are, by estimator,
-    of its gradient and the truth's, both of the measured decisions alone; empty where no checkpoint was
-    given.
+    `advantages` are by estimator and rollout; only those of measured decisions are kept, in the order of
+    `true`. `groups` are those of the rollouts. `unbiased` is the correlation, by estimator, that an unbiased
+    one with the same std would have; None for one with a bias, whose std is no noise in reward units.
+    `cosines`, by estimator, compare its gradient over the measured decisions with that of the truth; empty
+    without a checkpoint.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class TruthScores:
         }
 
     def tables(self) -> Group:
-        """A row an estimator, the nearest first; then where each lies beside the truth."""
+        """Tables of scores, one row per estimator, the best first, and of biases."""
         return Group(noise_lines(self.setting, self.noise), "", self._scores(), "", _biases(self.scores))
 
     def _scores(self) -> Table:

@@ -32,8 +32,8 @@ class Split:
     rows: tuple[Row, ...]
     """Rows with unique ids."""
     keys: tuple[str, ...]
-    """What decides on which side of a `held_out_share` each row is: its own id, or without one the digest of
-    what the policy is asked. Rows that ask the same are on one side, whatever their truths."""
+    """The key of each row by which `held_out_share` chooses its side: its own id, or else the digest of its
+    question. Rows with the same question are on one side, whatever their truths."""
     used: Mapping[str, str]
     """The columns that were read, by the part of a row they became."""
     unread: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Split:
 
 
 class RowIdentity(NamedTuple):
-    """What tells whether a row is still the one that a run began with."""
+    """Identifies a row, to tell whether it changed since the run began."""
 
     side: Side
     id: str
@@ -68,7 +68,7 @@ class DataSet:
     by_position: bool = False
     """Whether ids are positions, see `read_split`; false where all rows have ids of their own."""
     by_id: Mapping[str, Row] = field(init=False, repr=False)
-    """The training rows; held-out ones may have equal ids, as many sets count anew in each split."""
+    """The training rows by id. Held-out rows may reuse these ids: many sets count from 0 in each split."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "by_id", {row.id: row for row in self.training})
@@ -121,9 +121,9 @@ def _identities(side: Side, rows: Sequence[Row]) -> Iterator[RowIdentity]:
 def read_split(path: Path, split: str, *, by_position: bool = False) -> Split:
     """Read the rows of one split.
 
-    A row without an id gets the digest of its content, whatever the format and its place in the file. Further
-    rows with equal content get a number too: `3f9c2a7be0d14585-2`. With `by_position` such rows get their
-    split and number instead, `train/17`, as all did before 2026-11-28.
+    A row without an id gets the digest of its content, in any format and place. Further rows with equal
+    content get a number too: `3f9c2a7be0d14585-2`. With `by_position` such rows get their split and number
+    instead, `train/17`, as before 2026-11-28.
     """
     parsed_rows: list[ParsedRow] = []
     keys: list[str] = []

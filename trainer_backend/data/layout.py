@@ -1,4 +1,4 @@
-"""The files of each split, for a lone file and for folders in the layouts of `datasets` and the hub.
+"""The files of each split: a single file, or a folder in a layout of `datasets` or the hub.
 
 file.jsonl, file.parquet                  all rows belong to the split that the job names
 dataset_dict.json, train/, test/          DatasetDict.save_to_disk: one folder per split
@@ -73,7 +73,7 @@ def _dataset_files(folder: Path) -> Sequence[Path]:
         raise DataError("is missing; the folder is not as `save_to_disk` left it", where=str(state))
     document = _json(state)
     if document.get("_indices_data_files") or document.get("_indices_files"):
-        raise DataError("picks rows by an index of its own; save it anew with datasets>=2", where=str(state))
+        raise DataError("picks rows by an index of its own; save it again with datasets>=2", where=str(state))
     try:
         names = [entry["filename"] for entry in document["_data_files"]]
     except (KeyError, TypeError) as error:

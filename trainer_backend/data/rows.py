@@ -45,8 +45,8 @@ class Row:
     """One task of a data set, shared by the siblings of a group."""
 
     id: str
-    """Its name in messages, and its key in every order. A row of a file without a column `id` has the digest
-    of its content, and equal rows a number after it."""
+    """Its name in messages, and its key in every order. Without a column `id` it is the digest of the row's
+    content, with a number for equal rows."""
     prompt: str | tuple[Mapping[str, str], ...]
     """The user's text, or the opening messages, `{role, content}` each; the last is the user's."""
     document: str | None = None
@@ -211,7 +211,7 @@ def _one_question(reader: _Columns, row: Row) -> str:
     """Return the one question about a document, which the policy reads with tools."""
     if not isinstance(row.prompt, str) and len(row.prompt) > 1:
         raise reader.error(
-            f"{reader.used['prompt']} begins with a message of {row.prompt[0]['role']!r}; beside "
+            f"{reader.used['prompt']} begins with a message of {row.prompt[0]['role']!r}; with "
             "document_content it is one question: a text, or one message of the user"
         )
     return _within(reader, reader.used["prompt"], row.question, MAX_QUESTION_CHARS)

@@ -1,4 +1,4 @@
-"""Rows whose answers could only be scored as wrong are refused where the data is read."""
+"""Refuses rows, when the data is read, whose ground truth no answer could equal."""
 
 from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
@@ -26,11 +26,10 @@ _MOST_PLACES = 10
 
 
 def number_interactions(file: Path | None) -> frozenset[str | None]:
-    """The interactions that are known to need a number as ground truth before a task app runs.
+    """The interactions that need a number as ground truth, as far as known before a task app runs.
 
-    The name None stands for rows that leave the choice to the task app. Which other classes need a number,
-    and under which names, a task app says later (`collect/trial.py`). `file` is
-    multi_turn.interaction_config_path.
+    None stands for rows without a name, where the task app chooses. The task app later reports further
+    classes that need a number (`collect/trial.py`). `file` is multi_turn.interaction_config_path.
     """
     if file is None:
         return frozenset({GSM8K})
@@ -42,9 +41,8 @@ def number_interactions(file: Path | None) -> frozenset[str | None]:
 def refuse_unmatchable(table: DataTable, rows: Iterable[Row], numbers: Collection[str | None]) -> None:
     """Refuse rows of a table, by their places, whose ground truth no answer can equal.
 
-    An interaction may need a number: `numbers` names those that do, None that of rows that name none. About a
-    document every accepted answer needs a word or a number, as the task app refuses the row for one that has
-    neither.
+    `numbers` are those of `number_interactions`. Every accepted answer about
+    a document needs a word or a number; the task app would refuse the row otherwise.
     """
     needs = ((row, _unmet_need(row, table, numbers)) for row in rows)
     unmet = [(row, need) for row, need in needs if need is not None]
@@ -107,6 +105,6 @@ def _has_interaction(row: Row, table: DataTable) -> bool:
 
 
 def _truth(row: Row) -> JsonValue:
-    """The ground truth as start_interaction gets it: the row's arguments come before other columns."""
+    """The ground truth that start_interaction gets: the row's arguments precede other columns."""
     kwargs = {} if row.interaction is None else row.interaction.kwargs
     return kwargs.get("ground_truth", row.ground_truth)

@@ -1,4 +1,4 @@
-"""Evaluations compared world by world: their difference, and which checkpoint is the best."""
+"""Compares evaluations world by world: their difference, and the best checkpoint."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -33,8 +33,7 @@ def paired_difference(
 ) -> Interval | None:
     """The mean of (other - first) in outcomes over the worlds that both played; None without any.
 
-    Args:
-        without: worlds that the two cannot be compared by, such as rows with one id and different content.
+    `without` are worlds to ignore, such as rows with one id and different content.
     """
     before, after = read_outcomes(first), read_outcomes(other)
     shared = [world for world in before if world in after and world not in without]
@@ -46,10 +45,10 @@ def paired_difference(
 
 
 def find_comparable(evaluations: Sequence[Row]) -> list[Row]:
-    """Find the evaluations that set the same tasks as the last one, which is among them.
+    """Find the evaluations with the same tasks as the last one, which is among them.
 
-    Rows of a data set may have changed between two of them, or settings of the environment. An evaluation
-    from before 2026-11-28 has no digest of its tasks, and gets that of the next one that has.
+    Rows of a data set or settings of the environment may change between evaluations. One from before
+    2026-11-28 has no digest of its tasks, and gets that of the next evaluation with one.
     """
     found, digest = [], None
     wanted = evaluations[-1].get(TASKS_DIGEST) if evaluations else None

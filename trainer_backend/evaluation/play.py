@@ -247,7 +247,7 @@ def _name(player: Player) -> str:
 
 
 def _setting(players: Players, player: Player, data: DataTable | None) -> dict[str, Any]:
-    """The settings that the figures depend on, beside the policy."""
+    """The settings that the figures depend on, apart from the policy."""
     rollout = players.rollout
     setting: dict[str, Any] = {
         "environment": f"{rollout.env_name} {rollout.env_config or ''}".strip(),

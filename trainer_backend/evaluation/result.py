@@ -40,81 +40,72 @@ _MOST_SPANS = 12
 
 @dataclass(frozen=True, slots=True)
 class TurnSpan:
-    """Decisions `first` to `last` of all episodes; an episode that ended earlier counts 0.
-
-    Attributes:
-        playing: episodes that reached decision `first`.
-        unique, ach: sum of unique_delta, and of ach_delta, over the span; mean over episodes.
-        rewarded: share of the span's decisions that unlocked something.
-    """
+    """Decisions `first` to `last` of all episodes; an episode that ended earlier counts 0."""
 
     first: int
     last: int
     playing: int
+    """Episodes that reached decision `first`."""
     unique: Interval
+    """Sum of unique_delta over the span, a mean over episodes; `ach` is the same of ach_delta."""
     ach: Interval
     rewarded: float
+    """Share of the span's decisions that unlocked something."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """The figures of the episodes that a policy played.
-
-    Attributes:
-        policy: its folder or its name, or a model and its server.
-        models: the model's names at its server; empty without a model.
-        setting: environment, limits and sampling.
-        outcome, decisions, env_steps: means over episodes; intervals of all figures are over worlds or rows.
-        repeats: the most episodes of a world.
-        solved_in_any: share of worlds with a success in any repeat; None for one repeat, or where outcomes
-            are no successes (0 or 1, and no number of achievements).
-        outcome_definition: the environment's definition of an outcome.
-        unique: mean number of unlocked achievements; None without achievements, and then `rates`,
-            `unique_by_turn`, `ach_by_turn` and `spans` are empty.
-        conversation: interaction/* and statelm/* (docs/metrics.md); empty without a history.
-        env_reward: the environment's own reward, summed over an episode.
-        progress: share of all achievements, in percent; None without achievements.
-        rates: share of episodes that unlocked each achievement.
-        unique_by_turn, ach_by_turn: [T] mean deltas of each decision turn; an ended episode counts 0.
-        spans: the same by spans of turns, with intervals.
-        crafter_score: in percent; None outside Crafter.
-        invalid_frac: share of refused decisions.
-        endings: episodes by stop reason.
-        rows: outcome of each held-out row by its id; empty without a data set.
-        row_places: file and line of each held-out row by its id.
-        lost: worlds without an episode, which no figure includes.
-        lost_because: the causes of that; empty without losses.
-        failures: counts of failure codes; a rollout that failed once was repeated.
-        prompt_tokens, sampled_tokens: over all episodes; None if no server counts them.
-    """
+    """The figures of the episodes that a policy played; intervals are over worlds or rows."""
 
     policy: str
+    """Its folder or its name, or a model and its server."""
     models: tuple[str, ...]
+    """The model's names at its server; empty without a model."""
     setting: Mapping[str, Any]
+    """Environment, limits and sampling."""
     outcome: Interval
+    """Mean over episodes, like `decisions`, `env_steps` and `env_reward`."""
     episodes: int
     repeats: int
+    """The most episodes of a world."""
     solved_in_any: Interval | None
+    """Share of worlds with a success in any repeat; None for one repeat, or if outcomes are no successes (0
+    or 1, and no number of achievements)."""
     outcome_definition: str
     unique: Interval | None
+    """Mean number of unlocked achievements; None without achievements, and then `rates`, `unique_by_turn`,
+    `ach_by_turn` and `spans` are empty."""
     conversation: Mapping[str, Any]
+    """interaction/* and statelm/* (docs/metrics.md); empty without a history."""
     decisions: Interval
     env_steps: Interval
     env_reward: Interval
+    """The environment's own reward, summed over an episode."""
     progress: Interval | None
+    """Share of all achievements, in percent; None without achievements."""
     rates: Mapping[str, Interval]
+    """Share of episodes that unlocked each achievement."""
     unique_by_turn: tuple[float, ...]
+    """[T] mean unique_delta of each decision turn; an ended episode counts 0."""
     ach_by_turn: tuple[float, ...]
     spans: tuple[TurnSpan, ...]
     crafter_score: Interval | None
+    """In percent; None outside Crafter."""
     invalid_frac: float
+    """Share of refused decisions."""
     endings: Mapping[str, int]
+    """Episodes by stop reason."""
     rows: Mapping[str, float]
+    """Outcome of each held-out row by its id; empty without a data set."""
     row_places: Mapping[str, str]
+    """File and line of each held-out row by its id."""
     lost: int
+    """Worlds without an episode, which no figure includes."""
     lost_because: str
     failures: Mapping[str, int]
+    """Counts of failure codes; a rollout that failed once was repeated."""
     prompt_tokens: int | None
+    """Over all episodes, like `sampled_tokens`; None if no server counts them."""
     sampled_tokens: int | None
 
 

@@ -1,4 +1,4 @@
-"""`turnwise truth`: what stored decisions were truly worth, by playing on from before and after them.
+"""`turnwise truth`: measures the true advantage of stored decisions by playing on before and after them.
 
 The definition of the measured advantage is in `core.truth`.
 """
@@ -48,10 +48,9 @@ class TruthOptions:
     continuations: int
     """Pairs of continuations for each."""
     horizon: int | None
-    """The most decisions of a continuation; 0: to the end of the episode; None: as many as gamma gives weight
-    (`find_horizon`)."""
+    """The most decisions of a continuation; 0: to the end of the episode; None: by gamma (`find_horizon`)."""
     budget: int | None
-    """Stop once so many decisions were played; None: never."""
+    """Stop after this many played decisions; None: no limit."""
     iteration: int | None
     """Whose rollouts; None: the newest whose policy is still stored."""
     checkpoint: Path | None
@@ -59,7 +58,7 @@ class TruthOptions:
     out: Path
     """The file to write, or to continue."""
     seed: int = 0
-    """The choice of decisions and all draws follow from it."""
+    """Determines the choice of decisions and all random numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +67,17 @@ class Measurement:
 
     file: TruthFile
     lost: int
-    """Decisions of which infrastructure left fewer than two pairs; a repeated command tries again."""
+    """Decisions left with fewer than two pairs by infrastructure failures; repeating the command retries."""
     is_over_budget: bool
-    """Whether it ended before all decisions that were asked for."""
+    """Whether the budget ended it early."""
     left_out: int = 0
-    """Rollouts of rows of the data set that are gone or changed since."""
+    """Rollouts whose rows of the data set are gone or changed."""
 
 
 async def measure_truth(
     run: RunDirectory, job: JobConfig, options: TruthOptions, tell: Tell | None = None
 ) -> Measurement:
-    """Measure decisions of stored rollouts, or go on with a measurement that was begun.
+    """Measure decisions of stored rollouts, or continue an earlier measurement.
 
     Args:
         tell: receives the number of measured decisions, and the total.
@@ -96,7 +95,7 @@ async def measure_truth(
     rollouts = find_playable(source, record)
     with task_app_log() as log:
         async with job_parts.task_apps(job, log, data=data) as apps:
-            environment = await _environment(apps, job_parts.planner(job, "truth", _NOBODY, data))
+            environment = await _environment(apps, job_parts.planner(job, "truth", _UNSENT, data))
             setting = TruthSetting(
                 run_id=run.run_id,
                 iteration=source.iteration,
@@ -133,21 +132,21 @@ def _name(checkpoint: Path, run: RunDirectory) -> str:
     return checkpoint.name if checkpoint.parent == run.checkpoints else str(checkpoint.resolve())
 
 
-# A reward at the horizon counts by so much, where the user names no other horizon.
+# The default horizon is where a reward's discount falls to this weight.
 _LEAST_WEIGHT = 0.05
 
 
 def find_horizon(training: TrainingTable, gamma: float) -> int | None:
-    """Decisions until a reward counts by less than 5 %; None where that is never, or the end pays."""
+    """Decisions until a reward's discount is below 5 %; None if it never is, or if the end pays."""
     if gamma == 1.0 or _why_to_the_end(training) is not None:
         return None
     return 1 if gamma <= _LEAST_WEIGHT else math.ceil(math.log(_LEAST_WEIGHT) / math.log(gamma))
 
 
 def _with_common_draws(planner: Planner) -> Planner:
-    """The planner, whose policy draws the same random numbers in both episodes of a pair.
+    """Make the policy draw the same random numbers in both episodes of a pair.
 
-    Without it, equal seeds draw alike only as long as the prompts are equal.
+    Without this, equal seeds draw equal numbers only while the prompts are equal.
     """
     rollout = planner.players.rollout
     if rollout.policy_name != "openai":
@@ -158,12 +157,12 @@ def _with_common_draws(planner: Planner) -> Planner:
     return replace(planner, players=replace(planner.players, rollout=rollout))
 
 
-# For a plan whose requests are read and not sent.
-_NOBODY = Inference("http://127.0.0.1:1", "nobody", None)
+# For a plan whose requests are not sent.
+_UNSENT = Inference("http://127.0.0.1:1", "unused", None)
 
 
 def _refuse_options(training: TrainingTable, rollout: RolloutTable, options: TruthOptions) -> None:
-    """Refuse a budget for nothing, and rewards that a part of an episode does not tell."""
+    """Refuse a budget too small for one decision, and rewards that need whole episodes."""
     least = (CHOICES + 1) * options.continuations
     if options.budget is not None and options.budget < least:
         raise JobError(
@@ -184,7 +183,7 @@ def _refuse_options(training: TrainingTable, rollout: RolloutTable, options: Tru
 
 
 def _why_to_the_end(table: TrainingTable) -> str | None:
-    """Why continuations have to be played to the end of their episodes, if they have to."""
+    """The reason why continuations must be played to the end of their episodes; None if they need not."""
     if table.reward_mode == "off":
         return "pays at the end of an episode"
     looks_ahead = table.step_rewards_beta > 0 and table.step_rewards_horizon == "realised"
@@ -201,7 +200,7 @@ class Source:
 
 
 def find_source(run: RunDirectory, policies: Policies, options: TruthOptions) -> Source:
-    """What is asked for, or the newest iteration that a single policy sampled, of which a checkpoint is left.
+    """The requested iteration, or the newest one that a single policy with a stored checkpoint sampled.
 
     Raises:
         RunDirectoryError: nothing is stored; no checkpoint has the version of all tokens.
@@ -229,11 +228,7 @@ def find_source(run: RunDirectory, policies: Policies, options: TruthOptions) ->
 
 
 def find_playable(source: Source, record: DataRecord | None) -> list[Rollout]:
-    """The rollouts whose rows were not replaced since by others of their id, or taken out.
-
-    Raises:
-        RunDirectoryError: none is left.
-    """
+    """The rollouts whose rows were not replaced or removed since. Raises RunDirectoryError without any."""
     replaced = record.find_replaced(source.iteration) if record is not None else frozenset()
     rollouts = [item for item in source.rollouts if row_of(item.group_id) not in replaced]
     if source.rollouts and not rollouts:
@@ -251,7 +246,7 @@ def _by_actor(run: RunDirectory, policies: Policies, number: int) -> list[Rollou
 
 
 def _read_first(run: RunDirectory, policies: Policies, number: int) -> list[Rollout]:
-    """The first finished episode by the actor, or none: read in a fraction of the time."""
+    """The first finished episode by the actor, if any, without reading the others."""
     path = run.rollouts_file(f"iteration_{number}")
     rollouts = (read_rollout(path, rollout_id) for rollout_id in rollout_ids(path))
     finished = (item for item in rollouts if item.trajectory is not None and policies.by_actor([item]))
@@ -259,13 +254,13 @@ def _read_first(run: RunDirectory, policies: Policies, number: int) -> list[Roll
 
 
 def _versions(rollouts: Sequence[Rollout]) -> set[int]:
-    """Of the policies that sampled the tokens; empty where the tokens are not stored."""
+    """Versions of the policies that sampled the tokens; empty where tokens are not stored."""
     steps = (step for item in rollouts if item.trajectory is not None for step in item.trajectory.steps)
     return {sampler for step in steps if (call := exact_tokens(step)) for _, sampler in call.versions}
 
 
 def _sampler(rollouts: Sequence[Rollout], iteration: int, checkpoints: Mapping[int, Path]) -> Path | None:
-    """The newest checkpoint from before the iteration that has the version of all tokens; None: none has.
+    """The newest checkpoint before the iteration whose version sampled all tokens; None without one.
 
     Tokens without a version were sampled by the checkpoint just before.
     """
@@ -307,11 +302,7 @@ def _refuse_longer(rollouts: Sequence[Rollout], most: int) -> None:
 
 
 async def _environment(apps: TaskApps, planner: Planner) -> InstanceInfo:
-    """What the task app says of the job's environment.
-
-    Raises:
-        JobError: it has no snapshots.
-    """
+    """The task app's description of the job's environment. Raises JobError if it has no snapshots."""
     client, info = await describe_environment(planner, apps)
     if info.conversation or not info.restorable:
         why = "has no snapshots"
@@ -328,9 +319,9 @@ async def _environment(apps: TaskApps, planner: Planner) -> InstanceInfo:
 
 
 def _chosen(rollouts: Sequence[Rollout], seed: int) -> Iterator[StoredDecision]:
-    """All decisions; any first ones of them are spread evenly over rewards, turns and states.
+    """All decisions, ordered so that any first ones are spread evenly over rewards, turns and states.
 
-    The last decision of an episode that ran out of time is left out: it did not end the episode.
+    The last decision of an episode that ran out of time is left out, since it did not end the episode.
     """
     decisions = []
     for rollout in map(with_records, rollouts):
@@ -353,7 +344,7 @@ def _state(step: StepData) -> str:
 
 
 class _Measurer:
-    """The measurement of several decisions side by side."""
+    """Measures several decisions concurrently."""
 
     def __init__(
         self, player: ContinuationPlayer, file: TruthFile, options: TruthOptions, tell: Tell | None
@@ -393,7 +384,7 @@ class _Measurer:
 
     @property
     def _is_spent(self) -> bool:
-        """Whether what is open will use up the budget, where each costs as much as those before it."""
+        """Whether open decisions will use up the budget, at the mean cost so far."""
         if self._options.budget is None:
             return False
         tried, played = len(self._file.truths) + self._lost, self._played + self._player.lost_decisions

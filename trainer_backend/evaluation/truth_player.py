@@ -1,4 +1,4 @@
-"""Pairs of continuations of a stored decision, which measure what it was truly worth (`core.truth`)."""
+"""Plays pairs of continuations of a stored decision, which measure its true advantage (`core.truth`)."""
 
 import math
 from collections.abc import Container, Mapping, Sequence
@@ -26,14 +26,14 @@ from trainer_backend.core.truth import (
 from trainer_backend.credit.rewards import Rewards
 from trainer_backend.rundir.truth_file import TruthSetting
 
-# Two decisions that chose alike have equal ones: calls, words, the reason for neither, how they end.
+# Calls, words, the reason for neither, and the end of a decision. Equal choices are equal tuples.
 Choice = tuple[tuple[tuple[str, str], ...], str | None, str | None, StopReason | None]
 _ENDS = (StopReason.TERMINATE_ACTION, StopReason.TERMINATION_REGEX)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredDecision:
-    """A stored decision to measure; its rollout carries decision rewards, also if it was played without."""
+    """A stored decision to measure; its rollout carries decision rewards, even if it was played without."""
 
     rollout: Rollout
     step: StepData
@@ -60,17 +60,17 @@ class StoredDecision:
 
 
 class _Side(NamedTuple):
-    """One side of a pair: what was done at the decision, and where that led."""
+    """One side of a pair: the decision taken, and where it led."""
 
     step: StepData
     episode: Trajectory
-    """The episode of the decision; it ended with it where there is no moment after it."""
+    """The decision's episode; without a moment after the decision, it ended there."""
     moment: str | None
-    """The snapshot after it."""
+    """The snapshot after the decision."""
 
     @property
     def choice(self) -> Choice:
-        """What the policy chose: its calls or words, or the reason why there are none."""
+        """The policy's calls or words, or the reason why there are none."""
         calls = tuple((call.function.name, call.function.arguments) for call in self.step.tool_calls)
         step = self.step
         end = step.stop_reason if step.stop_reason in _ENDS else None
@@ -81,9 +81,9 @@ class _Played(NamedTuple):
     """Continuations by sibling."""
 
     episodes: dict[int, Trajectory]
-    """Episodes that were played to their end."""
+    """Finished episodes."""
     too_long: set[int]
-    """Siblings whose first prompt does not fit the model, so that nothing can follow."""
+    """Siblings whose first prompt does not fit the model."""
 
 
 @dataclass(slots=True)
@@ -96,16 +96,13 @@ class ContinuationPlayer:
     rewards: Rewards
     setting: TruthSetting
     lost_decisions: int = 0
-    """Decisions that were played and whose truth is not known for all that; of what was lost on the way, one
-    each."""
+    """Decisions played without a result; each lost continuation counts as one."""
 
     async def truth(self, item: StoredDecision) -> TrueAdvantage | None:
-        """The measured truth of a decision; None where too few of its pairs were played.
-
-        Those are fewer than two, or none of a choice: what it is worth is then not known.
+        """Measure the truth of a decision; None with fewer than two pairs, or with none for some choice.
 
         Raises:
-            TaskAppError: its episode goes otherwise when it is replayed, or shows another prompt.
+            TaskAppError: a replay of its episode differs, or shows another prompt.
         """
         moments = await self._moments(item)
         if moments is None:
@@ -146,11 +143,11 @@ class ContinuationPlayer:
         )
 
     async def _choices(self, item: StoredDecision, before: str) -> list[_Side]:
-        """What the policy chooses before the decision, and where each choice leads."""
+        """Sample the policy's choices before the decision, and where each leads."""
         count = CHOICES * self.setting.continuations
         firsts = (await self._collect([self._first(item, before, n) for n in range(count)])).episodes
         for episode in firsts.values():
-            # By another text of the same state, the policy would choose by what it never saw.
+            # With another text of the same state, the policy would not choose as in the stored episode.
             if episode.steps[0].observation_data.messages != item.step.observation_data.messages:
                 told = f"the prompt of decision {item.step.turn} is another one"
                 raise played_elsewhere(item.rollout.rollout_id, told)
@@ -159,12 +156,12 @@ class ContinuationPlayer:
     async def _played_on(
         self, item: StoredDecision, own: Mapping[int, _Side], other: Mapping[int, _Side]
     ) -> tuple[dict[int, Trajectory], dict[int, Trajectory]]:
-        """The episodes of both sides from the decision on, where they could be played; all at once."""
+        """Play both sides of all pairs from the decision on, at once; lost ones are missing."""
         sides = {2 * n + place: both[n] for place, both in enumerate((own, other)) for n in both}
         rests, too_long = await self._collect(
             [self._rest(item, number, side) for number, side in sides.items() if side.moment is not None]
         )
-        # What the stored episode would have come to there is not known, since it went on.
+        # The stored episode continued, so its return after such an end is unknown.
         ended = {n: side for n, side in sides.items() if n in too_long and side.episode is not item.episode}
         episodes = {
             number: _joined(
@@ -183,9 +180,9 @@ class ContinuationPlayer:
         return first, second
 
     async def _moments(self, item: StoredDecision) -> tuple[str, str | None] | None:
-        """Snapshots before the decision, and after it if the episode went on, by a replay of the episode.
+        """Replay the episode for snapshots before the decision, and after it if the episode continued.
 
-        None where no task app of two can be reached for it.
+        None where two task apps in turn could not be reached.
         """
         turn = item.step.turn
         turns = (turn - 1, turn) if item.goes_on else (turn - 1,)
@@ -193,7 +190,7 @@ class ContinuationPlayer:
         return None if snapshots is None else (snapshots[turn - 1], snapshots.get(turn))
 
     def _first(self, item: StoredDecision, before: str, number: int) -> RolloutRequest:
-        """A new choice of the policy before the decision: one decision, and the moment after it."""
+        """Request a new choice of the policy: one decision, and the moment after it."""
         done = item.step.turn - 1
         start = Start(snapshot=before, parent_rollout_id=item.rollout.rollout_id, parent_turn=done)
         is_last = item.step.turn >= self.planner.players.max_decisions
@@ -205,7 +202,7 @@ class ContinuationPlayer:
         )  # fmt: skip
 
     def _rest(self, item: StoredDecision, number: int, side: _Side) -> RolloutRequest:
-        """What comes after a side of pair k, whose numbers are 2k and 2k + 1: both draw the same."""
+        """Request the continuation of a side of pair k. Its sides, 2k and 2k + 1, draw the same numbers."""
         k = number // 2
         draws = derived_seed("truth draws", *self._seed_parts(item, k))
         start = Start(
@@ -227,7 +224,7 @@ class ContinuationPlayer:
         return discounted_returns(earned.rewards_T, self.setting.gamma)[0]
 
     async def _collect(self, requests: Sequence[RolloutRequest]) -> _Played:
-        """What ran out of time has lost what would have come."""
+        """Play requests; episodes that ran out of time are dropped, since their returns are incomplete."""
         batch = await self.dispatcher.collect(requests)
         if requests:
             await self.dispatcher.ack(self.planner.run_id, batch.all)
@@ -252,10 +249,10 @@ class ContinuationPlayer:
 def _without_lost(
     stratum: Stratum, others: Container[int], differences: Mapping[int, float]
 ) -> list[tuple[float, list[float]]]:
-    """The share and the differences of a stratum, in parts where some of its pairs were lost.
+    """The share and the differences of a stratum, split in two parts if some of its pairs were lost.
 
-    Only pairs in `others` are played, and can be lost. The rest of them keep their whole share, or the zeros
-    of pairs that chose as stored would stand for what was lost.
+    Only pairs in `others` are played and can be lost. The remaining ones keep the share of all `others`;
+    otherwise the zeros of pairs that chose as stored would replace the lost ones.
     """
     share, members = stratum
     kept = [differences[n] for n in members if n in differences]
@@ -271,7 +268,7 @@ def _without_lost(
 
 
 def _joined(step: StepData, rest: Sequence[StepData], ending: Trajectory) -> Trajectory:
-    """The episode that begins with a decision, goes on with others, and ends like `ending`."""
+    """The episode of a decision and the ones after it, which ends like `ending`."""
     steps = tuple(_at_turn(one, turn) for turn, one in enumerate((step, *rest), start=1))
     return ending.model_copy(update={"steps": steps})
 

@@ -262,7 +262,7 @@ def test_nothing_to_pack_and_cuts_of_no_rows_are_refused():
 
 
 def test_each_sequence_goes_longest_first_to_the_fullest_row_with_room():
-    # 6 and 5 open rows of 8; 3 fits beside 5 alone; 2 beside 6; 1 opens a row
+    # 6 and 5 open rows of 8; 3 fits only with 5; 2 with 6; 1 opens a row
     assert pack([3, 6, 1, 5, 2], row_tokens=8) == [[1, 4], [3, 0], [2]]
 
 

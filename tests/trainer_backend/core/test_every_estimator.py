@@ -24,6 +24,7 @@ from trainer_backend.plugins import ESTIMATORS
 CONFIG = AlgorithmTable(gamma=0.75, gae_lambda=0.5, gae_token_lambda=0.25, omega=0.25)
 CRITICS = {"gae", "gae_token"}
 EACH = pytest.mark.parametrize("name", ESTIMATORS)
+HALF_AS_MANY = settings(max_examples=50)  # where an example runs every estimator
 # reward in eighths, state, values of its one to three tokens, returns of branches from before it
 DECISION = st.tuples(
     st.integers(-8, 8).map(lambda eighths: eighths / 8),
@@ -66,6 +67,7 @@ def exact_root(square: Fraction) -> Decimal:
         return (Decimal(square.numerator) / Decimal(square.denominator)).sqrt()
 
 
+@HALF_AS_MANY
 @given(drawn=BATCH)
 def test_every_decision_has_one_finite_advantage(drawn):
     episodes = make_batch(drawn)
@@ -76,6 +78,7 @@ def test_every_decision_has_one_finite_advantage(drawn):
         assert all(math.isfinite(value) for value in found.diagnostics.values()), name
 
 
+@HALF_AS_MANY
 @given(
     drawn=BATCH,
     after=st.integers(-8, 8),
@@ -149,6 +152,7 @@ def test_it_says_whether_it_compares_siblings(name):
     assert (together.per_episode != apart.per_episode) == ESTIMATORS[name].compares_siblings
 
 
+@HALF_AS_MANY
 @given(drawn=BATCH, seed=st.integers(0, 99))
 def test_the_order_of_the_episodes_changes_no_bit(drawn, seed):
     episodes = make_batch(drawn)
@@ -161,6 +165,7 @@ def test_the_order_of_the_episodes_changes_no_bit(drawn, seed):
             assert row_T == expected[i], name
 
 
+@HALF_AS_MANY
 @given(drawn=BATCH)
 def test_names_of_rollouts_groups_and_states_change_no_bit(drawn):
     episodes = make_batch(drawn)
@@ -244,6 +249,7 @@ def test_a_true_difference_counts_in_full_however_small_it_is(score, unit, fnorm
             assert own_T == pytest.approx(other_T, rel=1e-6) and any(own_T), name
 
 
+@HALF_AS_MANY
 @given(scores=SCORES, constant=st.integers(-100, 100))
 def test_a_constant_added_to_every_score_changes_nothing(scores, constant):
     for name in set(ESTIMATORS) - CRITICS:  # a critic would have to learn of it first

@@ -122,12 +122,6 @@ def test_with_a_critic_the_return_to_go_is_advantage_plus_value():
     assert done[0].return_to_go == pytest.approx(0.5**0.5 + 0.25)
 
 
-def test_the_steps_given_are_left_as_they_were():
-    given = [rollout("a", [1.0]), rollout("b", [0.0])]
-    applied(given, [1.0, 0.0])
-    assert columns(given, "advantage") == [[None], [None]]
-
-
 @dataclass(frozen=True)
 class Frozen:
     observation_data: object
@@ -137,7 +131,7 @@ class Frozen:
 
 
 def published(state, reward=None):
-    """As somebody makes one who has the source alone; Message is theirs."""
+    """As a user makes one who only has the source, with a Message class of their own."""
     return StepData(
         system_step_index=0,
         observation_data=[SimpleNamespace(role="user", content=state)],
@@ -193,14 +187,6 @@ def test_a_published_step_tells_its_states_as_of_a_fresh_view():
     assert opened.states == ("PENDING", "GENERATING")
 
 
-def test_groups_of_one_batch_are_compared_each_for_itself():
-    low, high = [rollout("a", [1.0]), rollout("a", [0.0])], [rollout("a", [9.0]), rollout("a", [8.0])]
-    keys = [1, {"world": 2}] * 2
-    both = applied([low[0], high[0], low[1], high[1]], [1.0, 9.0, 0.0, 8.0], group_keys=keys)
-    assert columns([both[0], both[2]], "advantage") == columns(applied(low, [1.0, 0.0]), "advantage")
-    assert columns([both[1], both[3]], "advantage") == columns(applied(high, [9.0, 8.0]), "advantage")
-
-
 def test_what_comes_out_is_plain_floats_whatever_goes_in():
     scores = numpy.array([1, 0], dtype=numpy.float32)
     given = [[SimpleNamespace(observation_data="a", base_reward=numpy.float32(score))] for score in scores]
@@ -209,27 +195,23 @@ def test_what_comes_out_is_plain_floats_whatever_goes_in():
 
 
 @pytest.mark.parametrize(
-    ("steps", "key", "keys", "told"),
+    ("steps", "score", "keys", "told"),
     [
-        ([object()], str, {}, "rollout number 0, turn 1: a object has no observation_data"),
-        ([Bare("a")], str, {}, "rollout number 0, turn 1: a Bare takes no attribute"),
-        ([Frozen("a")], lambda seen: [Unhashable()], {}, "a list cannot be compared as a key: unhashable"),
-        ([Frozen("a")], str, {"group_keys": [1, 2]}, "2 group keys for 1 rollouts"),
+        ([object()], 1.0, {}, "rollout number 0, turn 1: a object has no observation_data"),
+        ([Bare("a")], 1.0, {}, "rollout number 0, turn 1: a Bare takes no attribute"),
+        (
+            [Frozen("a")],
+            1.0,
+            {"key": lambda seen: [Unhashable()]},
+            "a list cannot be compared as a key: unhashable",
+        ),
+        ([Frozen("a")], 1.0, {"group_keys": [1, 2]}, "2 group keys for 1 rollouts"),
+        ([Frozen("a")], float("nan"), {}, "rollout number 0, turn 1: the reward is nan"),
+        ([], 1.0, {}, "rollout number 0: no decision"),
     ],
 )
-def test_what_cannot_be_read_keyed_or_populated_is_told(steps, key, keys, told):
+def test_what_cannot_be_read_keyed_credited_or_populated_is_refused(steps, score, keys, told):
     with pytest.raises(AdvantageError, match=told):
-        applied([steps], [1.0], key=key, **keys)
-
-
-@pytest.mark.parametrize(
-    ("rollouts", "scores", "message"),
-    [
-        ([rollout("a")], [], "0 final scores for 1 rollouts"),
-        ([rollout("a"), []], [1.0, 0.0], "rollout number 1: no decision"),
-        ([rollout("a"), rollout("b")], [1.0, float("nan")], "rollout number 1"),
-    ],
-)
-def test_what_cannot_be_credited_is_refused_by_the_number_of_its_rollout(rollouts, scores, message):
-    with pytest.raises(AdvantageError, match=message):
-        applied(rollouts, scores)
+        applied([steps], [score], **{"key": str} | keys)
+    with pytest.raises(AdvantageError, match="0 final scores for 1 rollouts"):
+        applied([[Frozen("a")]], [])

@@ -1,4 +1,4 @@
-"""`g2po`, `gagpo`, `graphgpo` and `gigpo_soft`: by hand, by identity and against exact arithmetic."""
+"""Estimators that compare decisions by their states: by hand, by identity and against exact arithmetic."""
 
 import math
 from dataclasses import replace
@@ -8,20 +8,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.trainer_backend.core.exact_graphs import (
+from tests.trainer_backend.core.exact_estimators import (
     exact_g2po,
     exact_gagpo,
+    exact_gigpo,
     exact_gigpo_soft,
     exact_graphgpo,
 )
 from trainer_backend.core.advantages.episodes import EpisodeRewards
 from trainer_backend.core.advantages.g2po import g2po
 from trainer_backend.core.advantages.gagpo import gagpo
-from trainer_backend.core.advantages.gigpo import gigpo_additive
+from trainer_backend.core.advantages.gigpo import gigpo, gigpo_additive
 from trainer_backend.core.advantages.gigpo_soft import gigpo_soft
 from trainer_backend.core.advantages.graphgpo import graphgpo
 from trainer_backend.job.training_table import AlgorithmTable
 
+ONE = AlgorithmTable(gamma=0.95, fnorm="one")
 HALF = AlgorithmTable(gamma=0.5, gae_lambda=0.5, fnorm="one", distance_discount=0.5)
 ON_GRAPHS = [g2po, gagpo, graphgpo]
 ALL = [*ON_GRAPHS, gigpo_soft]
@@ -34,6 +36,7 @@ CONFIG = st.builds(
     AlgorithmTable,
     gamma=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
     gae_lambda=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
+    omega=st.sampled_from([0.0, 0.25, 0.5, 1.0]),
     fnorm=st.sampled_from(["std", "one"]),
     episode_baseline=st.sampled_from(["trajectory", "step"]),
     step_advantage_w=st.sampled_from([0.0, 0.5, 1.0]),
@@ -60,6 +63,70 @@ def exact_batch(episodes, texts=False):
         (e.group_id, [Fraction(r) for r in e.rewards_T], e.texts_T if texts else e.state_keys_T)
         for e in episodes
     ]
+
+
+def step_parts(episodes, config=ONE):
+    return gigpo(episodes, config).parts["step_advantage"]
+
+
+def test_a_decision_is_compared_with_others_made_in_the_same_state():
+    # The paper's figure 3: the goal is reached from "results" by the first item, later by the second, and
+    # missed by the next page. G there: 0.95^3 = 0.857375, 0.95 and 0; their mean: 0.602458...
+    won = episode("won", [0, 0, 0, 1.0], ["results", "item2", "results", "item1"])
+    lost = episode("lost", [0, 0.0], ["results", "page2"])
+    of_won, of_lost = step_parts([won, lost])
+    assert of_won == pytest.approx([0.254917, 0.0, 0.347542, 0.0], abs=1e-6)
+    assert of_lost == pytest.approx([-0.602458, 0.0], abs=1e-6)
+
+
+def test_a_state_that_is_met_again_in_one_episode_is_an_anchor_too():
+    # G: 0.857375, 0.9025, 0.95 at a, their mean 0.903292
+    (of_steps,) = step_parts([episode("r", [0, 0, 0, 1.0], "aaab")])
+    assert of_steps == pytest.approx([-0.045917, -0.000792, 0.046708, 0.0], abs=1e-6)
+
+
+def test_scores_are_averaged_over_trajectories_or_over_steps():
+    # a success of one step and a failure of nine
+    short, long = episode("short", [1.0], "a"), episode("long", [0.0] * 9, "bcdefghij")
+    of_trajectories = gigpo([short, long], ONE).parts["episode_advantage"]
+    assert (of_trajectories[0][0], of_trajectories[1][0]) == (0.5, -0.5)
+    of_steps = gigpo([short, long], ONE.model_copy(update=dict(episode_baseline="step"))).parts[
+        "episode_advantage"
+    ]
+    assert (of_steps[0], of_steps[1][0]) == (pytest.approx([0.9]), pytest.approx(-0.1))
+
+
+def test_contexts_weigh_more_the_longer_they_are_and_separate_what_the_state_alone_mixes():
+    episodes = [
+        episode("r-0", [0.0, 6.0], "xa"),
+        episode("r-1", [0.0, 2.0], "xa"),
+        episode("r-2", [0.0, 1.0], "ya"),
+    ]
+    config = AlgorithmTable(gamma=1.0, fnorm="one", context_depth=1)
+    # a: k = 0 has mean 3: 3, -1, -2; k = 1: 2, -2 and none. (3 + 2*2) / 3, (-1 - 2*2) / 3, -2.
+    # The two x begin an episode and have no context, so k = 0 alone counts there.
+    expected = [[2.0, 7 / 3], [-2.0, -5 / 3], [0.0, -2.0]]
+    assert step_parts(episodes, config) == [pytest.approx(row_T) for row_T in expected]
+
+
+def test_what_the_anchors_were_is_counted():
+    episodes = [episode("r-0", [1.0, 0.0], "ab"), episode("r-1", [0.0, 0.0], "ac")]
+    found = gigpo(episodes, ONE).diagnostics
+    assert found["anchors/groups"] == 3.0 and found["anchors/singleton_frac"] == 0.5
+    assert found["anchors/mean_size"] == pytest.approx(4 / 3) and found["anchors/max_size"] == 2.0
+    assert found["anchors/sign_agreement"] == 1.0
+    assert found["anchors/met_after_start_frac"] == 0.0
+
+
+@given(BATCH, st.sampled_from([0.25, 0.5, 0.8]))
+def test_the_convex_sum_is_omega_times_the_papers(drawn, omega):
+    episodes = make_batch(drawn)
+    convex = gigpo(episodes, AlgorithmTable(gamma=0.95, omega=omega)).per_episode
+    additive = gigpo_additive(
+        episodes, AlgorithmTable(gamma=0.95, step_advantage_w=(1 - omega) / omega)
+    ).per_episode
+    for left, right in zip(convex, additive, strict=True):
+        assert left == pytest.approx([omega * value for value in right], abs=1e-12)
 
 
 def won_and_lost():
@@ -226,6 +293,10 @@ def exactly(estimator, episodes, config):
     batch = exact_batch(episodes, texts=estimator is gigpo_soft)
     if estimator is g2po:
         return exact_g2po(batch, gamma=gamma, fnorm=config.fnorm, **levels)
+    if estimator is gigpo:
+        omega = Fraction(config.omega)
+        parts = exact_gigpo(batch, gamma=gamma, fnorm=config.fnorm, baseline=config.episode_baseline)
+        return [[omega * own + (1 - omega) * step for step in of_steps] for own, of_steps in parts]
     if estimator is gagpo:
         return exact_gagpo(batch, gamma=gamma, share=Fraction(config.gae_lambda), fnorm=config.fnorm)
     if estimator is gigpo_soft:
@@ -238,7 +309,7 @@ def exactly(estimator, episodes, config):
     return exact_graphgpo(batch, cut, discount=discount, goal_score=goal, fnorm=config.fnorm, **levels)
 
 
-@pytest.mark.parametrize("estimator", ALL)
+@pytest.mark.parametrize("estimator", [*ALL, gigpo])
 @FEW
 @given(drawn=BATCH, config=CONFIG)
 def test_they_equal_exact_arithmetic(estimator, drawn, config):

@@ -109,8 +109,8 @@ def test_rows_that_go_or_are_equal_move_no_other_row_between_training_and_held_o
 
 
 def test_a_known_column_that_another_one_made_needless_is_told_too(tmp_path):
-    beside = {"interaction_kwargs": {"query": "?"}, "extra_info": {"index": 3}, "ground_truth": "4"}
-    data = shared(jsonl(tmp_path / "a.jsonl", questions(20, **beside)))
+    more = {"interaction_kwargs": {"query": "?"}, "extra_info": {"index": 3}, "ground_truth": "4"}
+    data = shared(jsonl(tmp_path / "a.jsonl", questions(20, **more)))
     assert data.notes[1].endswith("; not read: answer, extra_info")
 
 

@@ -106,7 +106,7 @@ def test_a_document_goes_with_a_question_and_the_answers_that_count():
     assert (found.id, found.document, found.ground_truth) == ("7", "Ada did.", ["Ada", "Ada Byron"])
 
 
-def test_beside_a_document_a_message_of_the_user_is_the_question_and_numbers_become_texts():
+def test_with_a_document_a_message_of_the_user_is_the_question_and_numbers_become_texts():
     prompt = [{"role": "user", "content": "How many?"}]
     found = row(raw_prompt=prompt, document_content="42 are here.", ground_truth=42)
     assert (found.prompt, found.ground_truth) == ("How many?", "42")
@@ -182,7 +182,7 @@ def test_two_columns_that_name_the_same_must_agree():
                 "document_content": "d",
                 "ground_truth": "a",
             },
-            "prompt begins with a message of 'system'; beside document_content it is one question",
+            "prompt begins with a message of 'system'; with document_content it is one question",
         ),
     ],
 )  # fmt: skip

@@ -33,6 +33,12 @@ from trainer_backend.terminal.evaluation_tables import tables
 from trainer_backend.terminal.templates import job_to_play
 
 
+def printed(result, width: int = 120) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width).print(tables(result))
+    return out.getvalue()
+
+
 @pytest.fixture
 def job_file(tmp_path):
     path = tmp_path / "job.toml"
@@ -68,9 +74,7 @@ def test_turns_are_told_in_at_most_twelve_spans(turns, width):
 
 
 def test_the_result_comes_last_and_begins_with_the_figures_that_papers_compare():
-    out = io.StringIO()
-    Console(file=out, width=120).print(tables(evaluation_result("p", Batch(LAST))))
-    told = out.getvalue().splitlines()
+    told = printed(evaluation_result("p", Batch(LAST))).splitlines()
     names = [line.split("  ")[0] for line in told]
     result = names[names.index("Crafter score") :]
     assert result[:4] == ["Crafter score", "environment's reward", "progress", "unique achievements"]
@@ -82,20 +86,13 @@ def test_the_result_comes_last_and_begins_with_the_figures_that_papers_compare()
 def test_worlds_that_were_lost_are_told():
     failure = RolloutFailure(code="critical_error", detail="environment.step raised KeyError (plug.py:14)")
     lost = LAST[1].model_copy(update={"status": "failed", "trajectory": None, "failure": failure})
-    found = evaluation_result("p", Batch(LAST[:1], (lost,), Counter({"deadline_exceeded": 2})))
+    failures = Counter({"deadline_exceeded": 2, "[odd]": 1})
+    found = evaluation_result("runs/[/x]/[best]", Batch(LAST[:1], (lost,), failures))
     assert found.lost == 1
-    out = io.StringIO()
-    Console(file=out, width=120).print(tables(found))
-    assert "1, 1 more lost: in no figure" in out.getvalue()
-    assert "environment.step raised KeyError (plug.py:14)" in out.getvalue()
-
-
-def test_a_name_in_brackets_is_printed_as_it_is():
-    out = io.StringIO()
-    found = evaluation_result("runs/[/x]/[best]", Batch(LAST, failures=Counter({"[odd]": 1})))
-    Console(file=out, width=100).print(tables(found))
-    assert "runs/[/x]/[best]" in out.getvalue()
-    assert "[odd] 1" in out.getvalue()
+    told = printed(found)
+    assert "1, 1 more lost: in no figure" in told
+    assert "environment.step raised KeyError (plug.py:14)" in told
+    assert "runs/[/x]/[best]" in told and "[odd] 1" in told, "names in brackets are printed as they are"
 
 
 def test_one_episode_has_no_interval_and_none_is_an_error():
@@ -160,10 +157,9 @@ def test_a_folder_called_like_an_environment_does_not_take_its_place_in_silence(
 def test_what_cannot_be_evaluated_is_a_sentence(tmp_path, job_file):
     with pytest.raises(JobError, match="give a run or model folder, or --policy"):
         what_to_evaluate(None, job_file, None)
-    with pytest.raises(JobError, match="give --job"):
-        what_to_evaluate(tmp_path, None, None)
-    with pytest.raises(JobError, match="give --job"):
-        what_to_evaluate(None, None, TaskAppPolicy("random"))
+    for folder, player in ((tmp_path, None), (None, TaskAppPolicy("random"))):
+        with pytest.raises(JobError, match="give --job"):
+            what_to_evaluate(folder, None, player)
     with pytest.raises(RunDirectoryError, match="no checkpoint yet"):
         what_to_evaluate(create_run(tiny_job(), tmp_path / "run").path, None, None)
 
@@ -194,9 +190,9 @@ def test_the_log_of_an_evaluation_that_failed_is_there_to_be_read(job_file, tmp_
     job = load_job(job_file, ["rollout.policy_config.max_attempts=1", "evaluation.instances=1"]).config
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, not listening: every connection is refused
-        nobody = Inference(f"http://127.0.0.1:{taken.getsockname()[1]}", "m", None)
+        closed = Inference(f"http://127.0.0.1:{taken.getsockname()[1]}", "m", None)
         with pytest.raises(NothingToLearnFrom, match=r"log \(.*task_app\.log\) says more") as caught:
-            asyncio.run(evaluate(job, nobody))
+            asyncio.run(evaluate(job, closed))
     (log,) = (tmp_path / "made").rglob("task_app.log")
     assert str(log) in str(caught.value) and log.stat().st_size > 0
 

@@ -1,4 +1,4 @@
-"""Branch: a decision's return minus the value of its state, which branches from that state measure."""
+"""Branch: a decision's return minus the value of its state, measured by playing branches from that state."""
 
 import math
 import random
@@ -22,7 +22,7 @@ from trainer_backend.errors import AdvantageError, place
 
 
 class BranchKeys(EstimatorKeys):
-    """How many branches are played; the estimator reads their returns."""
+    """How many branches are played."""
 
     branches_per_episode: int = Field(default=2, ge=1, le=64)
     """branch, train_branches: decisions per episode from which others play on"""
@@ -31,18 +31,17 @@ class BranchKeys(EstimatorKeys):
 
 
 def branch(episodes: Sequence[EpisodeRewards], keys: BranchKeys) -> Advantages:
-    """Where branches were played from the state before a decision, their mean return is the baseline.
+    """The baseline of a decision is the mean return of the branches from the state before it.
 
         A_t = G_t - 1/K * sum_k G^(k)_t        decisions with K >= 1 branches
         A_t = that of `stepwise`               all others
 
-    G^(k)_t is the discounted return of the k-th branch: the same policy and the world of s_t. The policy's
-    draws are fresh. The world's are not: a snapshot restores its generator too, so branch and episode share
-    them until their actions differ. A baseline may know those draws, as it does not look at a_t: given s_t
-    and them a_t is as likely as ever. As which decisions have branches is settled before they are made
-    (`branch_turns`), the policy gradient is unbiased (gamma 1, fixed denominators). The
-    variance of A_t would be that of G_t given s_t, times 1 + 1/K, if the world drew anew; what both share
-    lowers it as a rule. Branches themselves are trained only with `train_branches` (`credit.forks`).
+    G^(k)_t is the discounted return of the k-th branch: the same policy in the world of s_t. The policy draws
+    new random numbers. The world does not: a snapshot restores its generator, so branch and episode share its
+    draws until their actions differ, which usually lowers the variance. The baseline may depend on those
+    draws, because a_t does not. Which decisions have branches is settled before they are made
+    (`branch_turns`), so the policy gradient is unbiased (gamma 1, fixed denominators). Branches are trained
+    only with `train_branches` (`core.forks`).
 
     Source: Monte Carlo values from intermediate states: Kazemnejad et al., VinePPO, arXiv:2410.01679, which
     takes r_t + V(s_{t+1}) - V(s_t) where this takes G_t - V(s_t), as most decisions have no branches.
@@ -70,7 +69,7 @@ def branch(episodes: Sequence[EpisodeRewards], keys: BranchKeys) -> Advantages:
 def _of_episode(
     episode: EpisodeRewards, others_T: Sequence[float], baselines_T: Sequence[float | None], gamma: float
 ) -> tuple[list[float], list[float | None]]:
-    """[T] advantages and [T] baselines, where those of `stepwise` are given."""
+    """[T] advantages and [T] baselines of an episode; those of `stepwise` where it has no branches."""
     if len(episode.branch_returns_T) != len(others_T):
         raise AdvantageError(
             "no branches were played from its decisions, which algorithm.advantage = 'branch' needs",
@@ -94,7 +93,7 @@ def _of_episode(
 def _parts(
     episodes: Sequence[EpisodeRewards], others: Advantages, baselines: list[list[float | None]]
 ) -> Parts:
-    """Those of `stepwise` with these baselines; what a baseline is the mean of is counted in its own part."""
+    """The parts of `stepwise`, with these baselines and the number of branches behind each."""
     compared = [
         [
             None if branches else others
@@ -110,18 +109,15 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else 0.0
 
 
-# Branches measure the value of a state. Source: Kazemnejad et al., VinePPO, arXiv:2410.01679.
-
-# Of one episode: by turn of the decision, the rollouts that began just before it.
+# The rollouts that began just before a decision of one episode, by the decision's turn.
 Branches = Mapping[int, Sequence[Rollout]]
 
 
 def branch_turns(seed: int, *, count: int, max_decisions: int, first: int = 1) -> tuple[int, ...]:
-    """At most `count` turns of an episode of `max_decisions` at most, in order, each as likely as any other.
+    """Draw the turns of an episode that get branches: at most `count`, sorted, all equally likely.
 
-    They get branches, and are chosen by `seed`, from the turn `first` on, before the episode is played. So
-    nothing that happens in the episode decides it, neither an action nor what came of one: a choice that
-    looks ahead would bias the gradient. A turn that the episode does not reach costs nothing.
+    `seed` chooses them, from turn `first` on, before the episode is played: a choice that depended on the
+    episode would bias the gradient. A turn that the episode does not reach costs nothing.
     """
     turns = range(first, max_decisions + 1)
     return tuple(sorted(random.Random(seed).sample(turns, min(count, len(turns)))))
@@ -133,7 +129,7 @@ def branch_group(rollout_id: str, turn: int) -> str:
 
 
 def by_parent(branches: Iterable[Rollout]) -> dict[str, dict[int, list[Rollout]]]:
-    """Finished branches by the rollout that they left and the turn that they left it before."""
+    """Finished branches, by the rollout and the turn before which they left it."""
     found: dict[str, dict[int, list[Rollout]]] = {}
     for rollout in sorted(branches, key=lambda item: item.sibling):
         episode = rollout.trajectory

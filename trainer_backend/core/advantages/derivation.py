@@ -1,10 +1,10 @@
-"""How an advantage follows from its parts: in equations for a check, in a line of words for people."""
+"""How an advantage follows from its parts: equations for checks, and words for people."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-# Every part that an estimator may report, and its meaning. Names of parts in equations are these alone.
+# Every part that an estimator may report, and its meaning. Equations use no other names.
 PARTS: dict[str, str] = {
     "return": "discounted sum of rewards from here on, as the estimator compares it",
     "score": "score of the whole episode",
@@ -13,13 +13,13 @@ PARTS: dict[str, str] = {
     "branches": "number of branches that the baseline is the mean of",
     "continuations": "number of others that play on from the same moment and the baseline is the mean of",
     "scale": "divisor; 1 where what is compared has no spread",
-    "batch_baseline": "mean over the batch, subtracted beside the baseline",
+    "batch_baseline": "mean over the batch, subtracted in addition to the baseline",
     "value": "V of the state before the decision",
     "state_value": "V of the state before the decision, as the mean return of the group's decisions in it",
     "next_value": "V of the state after it",
     "discount": "weight of next_value",
     "graph_baseline": "mean over the decisions of the group, subtracted",
-    "graph_scale": "divisor beside graph_baseline; 1 where the group has no spread",
+    "graph_scale": "divisor after graph_baseline; 1 where the group has no spread",
     "distance": "decisions from the state to the goal, on the graph of the group",
     "next_distance": "decisions to the goal from where the decision led",
     "closeness": "distance_discount to the power of next_distance",
@@ -32,7 +32,7 @@ PARTS: dict[str, str] = {
     "step_advantage": "the part of this decision alone, A_S",
     "step_weight": "weight of step_advantage",
 }
-# What several estimators say of their parts and of their bias.
+# Words that several estimators share.
 SPREAD = "their sample standard deviation, or 1 where it is 0"
 OF_GROUP = ("baseline", "mean of {compared} sibling[s] and itself")
 AT_TURN = ("baseline", "mean of {compared} sibling[s] at this turn (0 for one that has ended)")
@@ -56,19 +56,19 @@ class Derivation:
     """An estimator's way from the parts of a decision to its advantage."""
 
     equations: tuple[str, ...] = ()
-    """Such as "advantage = return - baseline". On the right stand names of PARTS, `reward` (r_t), + - * / and
-    parentheses; the last equation gives the advantage."""
+    """Such as "advantage = return - baseline". The right side holds names of PARTS, `reward` (r_t), + - * /
+    and parentheses; the last equation gives the advantage."""
     words: tuple[tuple[str, str], ...] = ()
-    """Pairs such as ("baseline", "mean of {compared} sibling[s]"): a name, and what its number is. A part
-    stands for its name in braces, and [s] is left out where it is 1. Words with a part that the decision does
-    not have are not said."""
+    """Pairs of a name and the meaning of its number, such as ("baseline", "mean of {compared} sibling[s]").
+    The part named in braces replaces the braces; [s] is dropped where it is 1. Words are dropped where the
+    decision lacks that part."""
 
     def lines(self, numbers: Numbers, show: Callable[[float], str]) -> list[tuple[str, str]]:
-        """Each equation whose numbers are all known, with its numbers; and words about them.
+        """Return each equation whose numbers are all known, with its numbers, and words about them.
 
         ("advantage 0.42 = return 3.31 - baseline 2.89", "baseline: mean of 3 siblings at this turn")
 
-        `numbers` are of one decision, by name: its parts, `reward` and `advantage`. `show` makes one a text.
+        `numbers` are those of one decision, by name: its parts, `reward` and `advantage`. `show` formats one.
         """
         known = {name: value for name, value in numbers.items() if value is not None}
         phrases = [(name, _phrase(words, known)) for name, words in self.words]
@@ -82,7 +82,7 @@ class Derivation:
         ]
 
 
-# Of the first decision after a fork, whichever estimator credits those that follow (core/forks.py).
+# For the first decision after a fork, whichever estimator credits the later ones (core/forks.py).
 AT_FORK = Derivation(
     ("advantage = return - baseline",),
     (("baseline", "mean of {continuations} other[s] from the same moment"),),
@@ -90,19 +90,19 @@ AT_FORK = Derivation(
 
 
 def two_levels(steps: Sequence[str], *words: tuple[str, str]) -> Derivation:
-    """Of `levels.summed_levels`: the equations `steps` end with that of step_advantage."""
+    """Return the derivation of `levels.summed_levels`; the equations `steps` end with step_advantage."""
     of_episode = "episode_advantage = (score - score_baseline) / score_scale"
     summed = "advantage = episode_weight * episode_advantage + step_weight * step_advantage"
     return Derivation((of_episode, *steps, summed), (("score_baseline", "mean of the group"), *words))
 
 
 def substitution(equation: str, number: Callable[[str], str]) -> str:
-    """The equation with a text for each name."""
+    """Return the equation with a text in place of each name."""
     return _NAME.sub(lambda match: number(match[0]), equation)
 
 
 def _phrase(words: str, known: Mapping[str, float]) -> str:
-    """The words with their counts; empty where one is not known."""
+    """Return the words with their counts; "" where a count is unknown."""
     counts = {name: known.get(name) for name in re.findall(r"{(\w+)}", words)}
     if None in counts.values():
         return ""

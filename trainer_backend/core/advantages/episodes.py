@@ -29,24 +29,22 @@ class EpisodeRewards:
     rewards_T: Sequence[float]
     """[T] reward of each decision, from `shared_schemas.rewards.reward_vector`; T >= 1."""
     state_keys_T: Sequence[str] = ()
-    """[T] name of the state that each decision was made in; equal where states count as equal. Empty where
-    the estimator asks for none."""
+    """[T] name of the state before each decision; equal names are equal states. This and the columns below
+    are empty, or None, unless the estimator needs them."""
     texts_T: Sequence[str] = ()
-    """[T] text of the observation before each decision; empty where the estimator asks for none."""
+    """[T] text of the observation before each decision."""
     values_T: Sequence[float] = ()
-    """[T] V(s_t) of a critic, in reward units; empty where the estimator asks for none."""
+    """[T] V(s_t) of a critic, in reward units."""
     token_values: ByToken | None = None
-    """V of the same critic where each sampled token is predicted; None where it was not trained to say so, or
-    the estimator does not ask."""
+    """V of a critic that was trained by token, where each sampled token is predicted."""
     branch_returns_T: Sequence[Sequence[float]] = ()
-    """[T] discounted returns of the branches from before each decision, of most none; empty where the
-    estimator asks for none, or none were played."""
+    """[T] discounted returns of the branches from before each decision; most decisions have none."""
     final_score: float | None = None
     """Score of the whole episode, where it is not the sum of its rewards."""
     truncated: bool = False
-    """Whether a limit cut it short, while its policy could have gone on."""
+    """Whether a limit cut it short while its policy could have continued."""
     value_after: float | None = None
-    """V of the state after its last decision, where a limit cut it short; None: it is unknown."""
+    """V of the state after its last decision, if a limit cut it short; None: unknown."""
 
     @property
     def score(self) -> float:
@@ -60,7 +58,7 @@ class EpisodeRewards:
 
 
 class EstimatorKeys(Table):
-    """The key of `[algorithm]` that every estimator may read; classes of further keys derive from it."""
+    """The key of `[algorithm]` that every estimator may read; classes of more keys derive from it."""
 
     gamma: float = Field(default=0.97, ge=0, le=1)
     """discount per decision"""
@@ -86,13 +84,12 @@ class Advantages:
     diagnostics: dict[str, float] = field(default_factory=dict)
     """Counts by metric name (`advantages/...`)."""
     parts: Parts = field(default_factory=dict)
-    """What the advantages were made of, by the names of `derivation.PARTS`, each in the shape of per_episode;
-    None where a decision has no such part. With them and the rewards, the equations of the plug's derivation
-    give the advantages, to 1e-12 of the largest number. They are stored with the rollouts and shown next to
-    the advantage."""
+    """The numbers behind the advantages, by the names of `derivation.PARTS`, each in the shape of
+    per_episode; None where a decision lacks the part. From them and the rewards, the plug's derivation gives
+    the advantages, to 1e-12 of the largest number. They are stored with the rollouts and shown."""
     per_token: list[ByToken] | None = None
-    """In the same order the advantages of sampled tokens, from an estimator that tells them apart: these are
-    then trained, and per_episode has the mean of each decision's."""
+    """Advantages of sampled tokens in the same order, from an estimator that distinguishes them. These are
+    then trained, and per_episode holds the mean of each decision."""
 
 
 Keys = TypeVar("Keys", bound=EstimatorKeys)
@@ -101,7 +98,7 @@ Estimator = Callable[[Sequence[EpisodeRewards], Keys], Advantages]
 
 @dataclass(frozen=True, slots=True)
 class EstimatorPlug(Generic[Keys]):
-    """An estimator on the plug board; the files of this folder have them in `PLUGS`, by name."""
+    """An estimator on the plug board; each file of this folder lists its own in `PLUGS`, by name."""
 
     compute: Estimator[Keys]
     keys: type[Keys]
@@ -117,18 +114,18 @@ class EstimatorPlug(Generic[Keys]):
     needs_branches: bool = False
     """Whether rollouts must be played on from before some of the decisions."""
     divides_by_std: bool = False
-    """Whether it measures what it compares in standard deviations; always, or with that `fnorm`."""
+    """Whether it divides by a standard deviation, always or with `fnorm = "std"`."""
     compares_siblings: bool = True
-    """Whether it reads which episodes are of one group."""
+    """Whether its advantages depend on the groups of the episodes."""
     bias: str = ""
-    """Why its advantages do not give the policy gradient, with whatever keys and denominators; empty where
-    they do at gamma 1 and fixed denominators (DESIGN.md 4.6)."""
+    """Why its advantages never give the policy gradient; empty where they do at gamma 1 and with fixed
+    denominators (DESIGN.md 4.6)."""
     values: Mapping[str, float | str] = field(default_factory=dict)
-    """What its paper sets, by dotted key of the job: each stands where the job does not say otherwise."""
+    """Defaults from its paper, by dotted key of the job; the job's own values win."""
 
 
 def siblings(episodes: Sequence[EpisodeRewards]) -> Mapping[str, list[int]]:
-    """Indices of the episodes of every group, groups in order of first appearance.
+    """Return the indices of the episodes of each group, groups in order of first appearance.
 
     Raises AdvantageError for an episode without a decision, or with a reward or score that is not finite.
     """
@@ -152,9 +149,9 @@ def refuse_incomplete(
     why: str,
     hint: str | None = None,
 ) -> None:
-    """Refuse an episode whose column has not one entry for each decision.
+    """Refuse an episode whose column lacks an entry for some decision, or has too many.
 
-    `columns` are of the episodes; errors call the entries `what`, and `why` names the estimator and its need.
+    `columns` holds one column per episode; errors call the entries `what`, and `why` says who needs them.
     """
     for episode, column_T in zip(episodes, columns, strict=True):
         given, decisions = len(column_T), len(episode.rewards_T)
@@ -165,11 +162,9 @@ def refuse_incomplete(
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Scores beside each other: advantage = (score - baseline) / scale.
+    """Scores compared with each other: advantage = (score - baseline) / scale.
 
-    advantages, baselines: [G] of each score. Where the scores have no spread, and so for one score, each is
-        its own baseline.
-    scale: 1 where the scores have no spread.
+    Without spread, and so for a single score, each score is its own baseline, and the scale is 1.
     """
 
     advantages: Sequence[float]
@@ -178,16 +173,13 @@ class Comparison:
 
 
 class Compare(Protocol):
-    """Compares the [G] scores of a group; `size` is that of the largest number that went into them."""
+    """Compares the [G] scores of a group; `size` is that of the largest number in their sums."""
 
     def __call__(self, scores: Sequence[float], /, *, size: float) -> Comparison: ...
 
 
 def against_siblings(episodes: Sequence[EpisodeRewards], compare: Compare) -> Advantages:
-    """[T] equal advantages for each episode, with their parts: `compare` of the scores of its group.
-
-    Raises AdvantageError as `siblings`.
-    """
+    """Compare the scores of each group; all decisions of an episode get its advantage."""
     names = ("score", "baseline", "compared", "scale")
     advantages: list[list[float]] = [[] for _ in episodes]
     parts: dict[str, list[list[float]]] = {name: [[] for _ in episodes] for name in names}
@@ -208,9 +200,9 @@ def against_siblings(episodes: Sequence[EpisodeRewards], compare: Compare) -> Ad
 def group_counts(
     groups: Mapping[str, Sequence[int]], advantages: Sequence[Sequence[float]]
 ) -> dict[str, float]:
-    """What every estimator counts of its `siblings`; two or more are without spread if all have 0.
+    """Count groups, groups of two or more whose advantages are all 0, and lone episodes.
 
-    `advantages` are of each episode; empty from an estimator that compares no siblings.
+    `advantages` has a row per episode; it is empty from an estimator that compares no siblings.
     """
     flat = [
         members

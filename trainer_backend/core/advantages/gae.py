@@ -49,11 +49,10 @@ def gae(episodes: Sequence[EpisodeRewards], keys: GaeKeys) -> Advantages:
         A_t     = delta_t + gamma * lambda * A_{t+1},          A_T = 0
         delta_t = r_t + gamma * V(s_{t+1}) - V(s_t),           V(s_T) = 0
 
-    Nothing is worth anything after the last decision, also where a limit ended the episode: the limit is a
-    rule of the task, and the critic learns what it costs. With bootstrap_truncated a limit that cut it short
-    is none: V(s_T) is then `value_after`, the critic's value of the state that it was left in. Where nobody
-    knows that value, no decision could have followed, or none in time, and it stays 0. Advantages are not
-    standardised, and groups play no part.
+    The value after the last decision is 0, even if a limit ended the episode: the limit is a rule of the
+    task, and the critic learns what it costs. With bootstrap_truncated, V(s_T) of an episode that a limit cut
+    short is `value_after`, the critic's value of its last state; it stays 0 where that value is unknown,
+    since no decision could have followed in time. Advantages are not standardised, and groups are not read.
 
     Source: Schulman et al., GAE, arXiv:1506.02438, eq. 16; over turns: Turn-PPO, arXiv:2512.17008; limits:
     Pardo et al., Time Limits in RL, arXiv:1712.00378, section 4. verl standardises the advantages over the
@@ -77,7 +76,7 @@ def gae(episodes: Sequence[EpisodeRewards], keys: GaeKeys) -> Advantages:
 
 
 def _parts(episode: EpisodeRewards, advantages_T: Sequence[float], keys: GaeKeys) -> dict[str, list[float]]:
-    """[T] by name."""
+    """[T] parts of one episode, by name."""
     gamma, carried = keys.gamma, keys.gamma * keys.gae_lambda
     next_T = [*episode.values_T[1:], _value_after(episode, keys)]
     columns = zip(episode.rewards_T, next_T, episode.values_T, strict=True)
@@ -91,9 +90,9 @@ def _parts(episode: EpisodeRewards, advantages_T: Sequence[float], keys: GaeKeys
 
 
 def gae_token(episodes: Sequence[EpisodeRewards], keys: GaeTokenKeys) -> Advantages:
-    """`gae` over sampled tokens, on two clocks: gamma and lambda count decisions, never the tokens of one.
+    """`gae` over sampled tokens: gamma and lambda discount per decision, never per token.
 
-    With token j of n in decision t, `next` being the token sampled after it, in whichever decision:
+    For token j of n in decision t, `next` is the token sampled after it, in this decision or a later one:
 
         A_{t,j}     = delta_{t,j} + c * A_next,                 after the last token of the episode 0
         delta_{t,j} = r + g * V_next - V_{t,j}
@@ -101,13 +100,12 @@ def gae_token(episodes: Sequence[EpisodeRewards], keys: GaeTokenKeys) -> Advanta
         at its last token (j = n - 1)     r = r_t   g = gamma     c = gamma * gae_lambda
         after the last of all             V_next as V(s_T) of `gae`
 
-    What stands between decisions is no entry, however long: no prompt or observation changes an advantage.
-    gae_token_lambda = 1 makes A_{t,j} the return that `gae` would look for less V_{t,j}, so that long answers
-    are not credited less than short ones; below 1, tokens inside a decision are told apart by what they do to
-    V. One discount for both clocks would make the worth of a reward depend on the length of texts.
+    Only sampled tokens are entries, so the length of a prompt or observation changes no advantage. At
+    gae_token_lambda = 1, A_{t,j} is the return of `gae` minus V_{t,j}: long answers get as much credit as
+    short ones. Below 1, tokens of a decision differ by what they do to V. One discount for both levels would
+    make the worth of a reward depend on the length of texts.
 
-    Every sampled token has an advantage, and a decision the mean of its own. The parts are those of the
-    means, but `value` is that of the first token.
+    The advantage of a decision, and its parts, are means over its tokens; `value` is that of the first token.
 
     Source: as `gae`; two discounts: Verlog; two levels: VAGEN, arXiv:2510.16907, whose token level begins
     from the turn's advantage where this one begins from the next decision's first token.
@@ -122,7 +120,10 @@ def gae_token(episodes: Sequence[EpisodeRewards], keys: GaeTokenKeys) -> Advanta
 def _parts_of_tokens(
     episode: EpisodeRewards, of_tokens: ByToken, keys: GaeTokenKeys
 ) -> dict[str, list[float]]:
-    """[T] by name. Later decisions reach token j of n by gae_token_lambda^(n - 1 - j); here their mean."""
+    """[T] parts of one episode, by name.
+
+    Later decisions count gae_token_lambda^(n - 1 - j) for token j of n; the part is the mean over the tokens.
+    """
     carried, inside = keys.gamma * keys.gae_lambda, keys.gae_token_lambda
     firsts_T = of_tokens.firsts_T
     later_T = [
@@ -198,9 +199,9 @@ def _refuse_other_values(episode: EpisodeRewards, name: str) -> None:
 
 
 def _value_after(episode: EpisodeRewards, keys: GaeKeys) -> float:
-    """V(s_T): 0 but for a truncated episode that goes on with its value."""
-    goes_on = keys.bootstrap_truncated and episode.truncated
-    return episode.value_after if goes_on and episode.value_after is not None else 0.0
+    """V(s_T): 0, except for a truncated episode that is bootstrapped."""
+    is_bootstrapped = keys.bootstrap_truncated and episode.truncated
+    return episode.value_after if is_bootstrapped and episode.value_after is not None else 0.0
 
 
 def _counts(episodes: Sequence[EpisodeRewards], keys: GaeKeys) -> dict[str, float]:
@@ -219,14 +220,15 @@ def _counts(episodes: Sequence[EpisodeRewards], keys: GaeKeys) -> dict[str, floa
 
 
 def _by_name(parts: Sequence[dict[str, list[float]]]) -> dict[str, list[list[float]]]:
-    """Those of all episodes by name, from those by name of each."""
+    """Turn the parts of each episode, by name, into columns over all episodes, by name."""
     return {name: [of_episode[name] for of_episode in parts] for name in (parts[0] if parts else ())}
 
 
 def foretold(episodes: Sequence[EpisodeRewards], gamma: float) -> dict[str, float]:
-    """Means of V(s_t) and G_t, and the share of the spread of G_t that V explains, before it has learned.
+    """Compare the critic's predictions with what was earned, before it learns from it.
 
-    G_t is what was earned, not the targets of `gae`, which are partly made of the values themselves.
+    Means of V(s_t) and G_t, and the share of the spread of G_t that V explains. G_t are the returns, not the
+    targets of `gae`, which partly consist of the values themselves.
     """
     values = [value for episode in episodes for value in episode.values_T]
     returns = [g for episode in episodes for g in discounted_returns(episode.rewards_T, gamma)]

@@ -1,4 +1,4 @@
-"""GAGPO: generalised advantages, with the mean return of a state in the place of a critic."""
+"""GAGPO: generalised advantages whose values are mean returns of states, without a critic."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -29,9 +29,9 @@ def gagpo(episodes: Sequence[EpisodeRewards], keys: GagpoKeys) -> Advantages:
         V(s)    = mean of G over the group's decisions that were made in s
 
     G is the return-to-go. At lambda 1, B is G - V, the step's advantage of `gigpo` with fnorm "one"; below 1,
-    what others earned from the next state counts beside what this episode earned. No score of a whole episode
-    is added. Equal keys of two groups are two states. Without any state met twice after the start, d is 0 but
-    for first decisions, whatever lambda is. A lone episode, and a group without spread, have 0.
+    what others earned from the next state counts too, not only what this episode earned. No score of a whole
+    episode is added. Equal keys of two groups are two states. If no state after the start is met twice, d is
+    0 except at first decisions, for every lambda. A lone episode, and a group without spread, have 0.
 
     Source: Zhu et al., GAGPO, arXiv:2605.13217, second hand: from its abstract and summaries; neither its
     text nor code of its authors was found. Our reading: "group-wise normalisation" runs over all decisions of

@@ -28,7 +28,7 @@ from trainer_backend.errors import AdvantageError, place
 
 
 class AnchorKeys(LevelKeys, StateKeys):
-    """Of both sums."""
+    """Keys of both sums."""
 
     default_step_reward: float = 0.0
     """gigpo: reward of a decision in its step's returns while rewards are off"""
@@ -39,14 +39,14 @@ class AnchorKeys(LevelKeys, StateKeys):
 
 
 class GigpoKeys(AnchorKeys):
-    """Of the convex sum."""
+    """Keys of the convex sum."""
 
     omega: float = Field(default=0.5, ge=0, le=1)
     """gigpo: weight of the episode's advantage; the step's has the rest"""
 
 
 class GigpoAdditiveKeys(AnchorKeys, AdditiveKeys):
-    """Of the paper's sum."""
+    """Keys of the paper's sum."""
 
 
 def gigpo(episodes: Sequence[EpisodeRewards], keys: GigpoKeys) -> Advantages:
@@ -56,11 +56,11 @@ def gigpo(episodes: Sequence[EpisodeRewards], keys: GigpoKeys) -> Advantages:
         A_E(i)    = (R_i - mean_j R_j) / Fnorm,         R_i = sum_t r_{i,t}, over the siblings j
         A_S(i, t) = (G_{i,t} - mean G) / Fnorm,         over the group's decisions with the same state key
 
-    G is the return-to-go of r + default_step_reward. Decisions are compared inside their group alone: equal
-    keys of two groups are two states. One score, one decision in a state, and no spread give 0. Fnorm is the
-    sample std ("std") or 1 ("one"). With context_depth K, A_S is the mean of A_S,k for k = 0..K, weighted by
-    (k + 1)^alpha, where A_S,k compares decisions whose last k + 1 states are equal, and only those that are
-    not 0 count; A_S then has no parts.
+    G is the return-to-go of r + default_step_reward. Decisions are compared only inside their group: equal
+    keys of two groups are two states. A single score, a single decision in a state, and values without spread
+    give 0. Fnorm is the sample std ("std") or 1 ("one"). With context_depth K, A_S is the mean over k = 0..K,
+    weighted by (k + 1)^alpha, of the A_S,k that are not 0; A_S,k compares decisions whose last k + 1 states
+    are equal. A_S then has no parts.
 
     Source: Feng et al., GiGPO, arXiv:2505.10978, eq. 3 to 7; the convex sum: source 2, Task 2.4; contexts:
     HGPO, arXiv:2602.22817. Neither sum equals the policy gradient in expectation (DESIGN.md 4.7).
@@ -129,11 +129,11 @@ def system_apply_gigpo_to_batch_steps(
     *,
     group_keys: Sequence[Any] | None = None,
 ) -> list[list[Any]]:
-    """`gigpo` for `StepData`, or any objects with its published attributes: the door that source 2 publishes.
+    """`gigpo` for `StepData`, or any objects with its published attributes, as source 2 publishes it.
 
-    A_E comes from the final scores. G_k sums the steps' base_reward, discounted. Where a step of the group
-    lacks one, default_step_reward stands for each that is missing, and every sibling's final score is added
-    at its last step: siblings that are compared have returns of one kind.
+    A_E comes from the final scores. G_k is the discounted sum of the steps' base_reward. If any step of a
+    group lacks one, default_step_reward replaces missing ones, and every sibling's final score is added at
+    its last step, so that all siblings have returns of one kind.
 
     Args:
         batch_of_step_data_lists: the steps of each rollout, in order. Read are observation_data and, where a
@@ -181,7 +181,7 @@ def system_apply_gigpo_to_batch_steps(
 
 
 def _name(value: Any, names: dict[Hashable, str], where: str) -> str:
-    """A name of a value among those so far, equal for equal values, whether they can be hashed or not."""
+    """Name a value: equal values, hashable or not, get equal names."""
     try:
         return names.setdefault(_hashable(value), str(len(names)))
     except TypeError as error:
@@ -231,7 +231,7 @@ def _populated(
 
 
 def _with(step: Any, where: str, **values: float) -> Any:
-    """A copy with these attributes; also of a step that is frozen, for the copy is ours."""
+    """A copy with these attributes, even of a frozen step."""
     if isinstance(step, BaseModel):
         return step.model_copy(update=values)
     copied = copy(step)
@@ -254,7 +254,7 @@ def return_to_go(step: Any, advantage: float, discounted: float) -> float:
 def _base_rewards(
     batch: Sequence[Sequence[Any]], scores: Sequence[float], groups: Sequence[str], default: float
 ) -> list[list[float]]:
-    """[T] rewards of each rollout, by one rule for all of its group: with or without the final scores."""
+    """[T] rewards of each rollout; a group without all step rewards gets its final scores too."""
     given = [[getattr(step, "base_reward", None) for step in steps] for steps in batch]
     lack = [any(reward is None for reward in row_T) for row_T in given]
     sparse = {group for group, lacks_one in zip(groups, lack, strict=True) if lacks_one}

@@ -1,4 +1,4 @@
-"""GiGPO with a soft match: decisions in similar states are compared too, and count by similarity."""
+"""GiGPO with a soft match: decisions in similar states are compared too, weighted by similarity."""
 
 import math
 import re
@@ -24,31 +24,30 @@ from trainer_backend.core.advantages.state_graph import StateGraph, return_sizes
 
 Matrix = NDArray[np.float64]
 _TERM = re.compile(r"\w+")
-_MOST_TERMS = 1024  # the most frequent ones of a group: a bound on the time that long texts cost
-_ROWS = 1024  # texts whose similarities to all others are held at a time
+_MOST_TERMS = 1024  # the most frequent ones of a group, which bounds the time for long texts
+_ROWS = 1024  # texts whose similarities to all others are in memory at once
 
 
 class SoftKeys(AdditiveKeys):
-    """Of `gigpo_soft`."""
+    """Keys of `gigpo_soft`."""
 
     similarity_temperature: float = Field(default=0.1, ge=0)
     """gigpo_soft: how unlike the observations may be whose decisions are compared; 0: equal ones alone"""
 
 
 def gigpo_soft(episodes: Sequence[EpisodeRewards], keys: SoftKeys) -> Advantages:
-    """`gigpo_additive` with Fnorm 1, whose baseline of a decision is a mean by the similarity of states.
+    """`gigpo_additive` with Fnorm 1, and a baseline that is a mean weighted by the similarity of states.
 
         A_d     = A_E(i) + w * A_S(d),      d = (i, t), w = step_advantage_w, A_E = R_i - mean_j R_j
         A_S(d)  = G_d - sum_e k(d, e) G_e / sum_e k(d, e),      over all decisions e of the group, also d
         k(d, e) = exp((cos(x_d, x_e) - 1) / similarity_temperature)
         x_d     = [tf(term) * (1 + ln((1 + D) / (1 + df(term))))]
 
-    G is the return-to-go. x is made of the text of the observation: tf counts a term (a run of letters,
-    digits and _, in lower case) in it; of the D decisions of the group, df have it in their texts; the 1,024
-    most frequent terms of the group count. At similarity_temperature 0 equal texts count 1 and others 0: then
-    A_S is that of `gigpo` with texts for state keys. The higher it is, the nearer the baseline is to the mean
-    of the whole group, and A_S to what is left to earn at this time. A lone episode has 0. `compared` is the
-    effective number of others: 1 / sum of squared shares, less 1.
+    G is the return-to-go. x_d describes the observation's text: tf counts a term in it (a run of letters,
+    digits and _, in lower case); df of the group's D decisions have the term; the group's 1,024 most frequent
+    terms count. At similarity_temperature 0, equal texts count 1 and others 0, so A_S is that of `gigpo` with
+    texts for state keys. A higher temperature moves the baseline towards the mean of the whole group. A lone
+    episode has 0. `compared` is the effective number of others: 1 / sum of squared shares, minus 1.
 
     Source: Fang et al., ProxMO, arXiv:2602.19225, by its authors' code (GithubX-F/ProxMO-RL,
     proxmo/core_proxmo.py), of which this is the soft aggregation. Where it differs:

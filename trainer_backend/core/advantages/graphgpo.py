@@ -29,17 +29,16 @@ def graphgpo(episodes: Sequence[EpisodeRewards], keys: GraphgpoKeys) -> Advantag
         C_{i,t} = distance_discount^D(s_{i,t+1})
         D(s)    = 1 + min D(s') over the states s' that a decision of the group led to from s
 
-    The goal, D = 0, lies behind the last decision of the episodes that reached it: those whose score is at
-    least goal_score, or without one the best of the group where scores differ. A state that no path leads
-    from to the goal is one decision further away than the farthest other. So is the end of an episode that
-    did not reach it; but where a limit cut the episode short, nobody knows where its last decision led, and
-    that decision has A_S = 0 and is not compared.
+    The goal, D = 0, comes after the last decision of the episodes that reached it: those whose score is at
+    least goal_score, or without that key the best of the group, if scores differ. A state without a path to
+    the goal is one decision farther than the farthest state with one, and so is the end of an episode that
+    missed it. Where a limit cut an episode short, it is unknown where its last decision led: that decision
+    has A_S = 0 and is not compared.
 
-    Rewards decide the goal alone, and a good decision of a failed episode is credited as in the best one.
-    A_S is 0 in a state that no other decision was made in, in a group without a goal, for a lone episode, and
-    without spread. A distance is a number of decisions, so each costs the same; C has no unit.
-    Counted are also in how many groups the goal was reached, and for what share of the decisions a path led
-    to it from their state.
+    Rewards only decide which episodes reached the goal, so a good decision of a failed episode gets as much
+    credit as in the best one. A_S is 0 in a state with a single decision, in a group without a goal, for a
+    lone episode, and without spread. A distance is a number of decisions, so all decisions cost the same.
+    Metrics count the groups that reached the goal, and the share of decisions with a path to it.
 
     Source: Cheng et al., GraphGPO, arXiv:2605.26684, by a copy of its authors' code (verl-agent,
     recipe/GraphGPO/core_graph.py); its equations were read second hand. Where it differs:
@@ -82,9 +81,9 @@ def _at_the_goal(
 def _of_steps(
     graph: StateGraph, goals: Set[int], unknown: Set[int], keys: GraphgpoKeys
 ) -> tuple[list[float], Columns, int]:
-    """[D] A_S and its parts, and how many decisions were made where a path leads to the goal.
+    """[D] A_S and its parts, and how many decisions had a path to the goal.
 
-    `goals` are the decisions that led to it; of the `unknown` ones it is not known where they led.
+    `goals` are the decisions that led to it; where the `unknown` ones led is not known.
     """
     state_D = graph.state_D
     distances_D: list[float | None] = [None] * len(graph.next_D)
@@ -114,7 +113,7 @@ def _of_steps(
 def _distances(
     graph: StateGraph, state_D: Sequence[int], group: Sequence[int], goals: Set[int]
 ) -> dict[int, float]:
-    """Decisions from each state of a group to the goal, where a path leads to it: breadth first, back."""
+    """Decisions from each state of a group to the goal, if it has a path: breadth-first, backwards."""
     before: dict[int, list[int]] = {}
     for d in group:
         after = graph.next_D[d]

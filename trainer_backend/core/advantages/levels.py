@@ -1,4 +1,4 @@
-"""Two levels of credit, weighed and summed: of a whole episode, and of each of its decisions."""
+"""Two levels of credit, weighted and summed: that of a whole episode, and that of each decision."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -67,8 +67,8 @@ def summed_levels(
 
         A_E(i) = (R_i - mean_j R_j) / Fnorm,     R_i the score, over the siblings j
 
-    `of_steps_D` are A_S of all decisions, one episode after the other, made of `parts_D`; `met` are metrics
-    of how often states met, and `scale` is Fnorm of the scores.
+    `of_steps_D` are A_S of all decisions, one episode after the other, and `parts_D` their parts; `met` are
+    metrics of how often states were met, and `scale` is the Fnorm of the scores.
     """
     groups = siblings(episodes)
     of_episodes = _of_episodes(episodes, groups, keys.episode_baseline, scale)

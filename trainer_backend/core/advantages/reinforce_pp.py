@@ -1,4 +1,4 @@
-"""REINFORCE++: returns against the whole batch, not against siblings."""
+"""REINFORCE++: returns compared with the whole batch instead of siblings."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,9 +25,9 @@ def reinforce_pp(episodes: Sequence[EpisodeRewards], keys: EstimatorKeys) -> Adv
 
         A_{i,t} = (G_{i,t} - mean G) / std G
 
-    The mean and the sample std run over every decision of every episode, each counting once. Others run
-    them over tokens, so that long answers count more; here a decision is what is credited. A batch without
-    spread has advantage 0. Groups are not compared: worlds of unlike difficulty share one baseline.
+    The mean and the sample std are over all decisions of the batch, each counting once. Others take them over
+    tokens, so that long answers count more. A batch without spread has advantage 0. Groups are not compared:
+    worlds of different difficulty share one baseline.
 
     Source: Hu et al., REINFORCE++, arXiv:2501.03262, eq. 7 to 9, with decisions for tokens; its KL term, a
     part of the reward there, is training.kl_reward_coef.
@@ -46,7 +46,7 @@ def reinforce_pp(episodes: Sequence[EpisodeRewards], keys: EstimatorKeys) -> Adv
 
 
 def reinforce_pp_baseline(episodes: Sequence[EpisodeRewards], keys: ScoreKeys) -> Advantages:
-    """Scores against their group's mean, then standardised over all decisions of the batch.
+    """Scores minus their group's mean, then standardised over all decisions of the batch.
 
         A_{i,t} = (B_i - mean B) / std B,     B_i = R_i - mean_j R_j over the siblings j
 

@@ -1,4 +1,4 @@
-"""RLOO: the score of a whole episode against the mean of its siblings' scores."""
+"""RLOO: the score of a whole episode minus the mean of its siblings' scores."""
 
 from collections.abc import Sequence
 
@@ -19,9 +19,9 @@ def rloo(episodes: Sequence[EpisodeRewards], keys: ScoreKeys) -> Advantages:
         A_{i,t} = R_i - 1/(G-1) * sum_{j != i} R_j      for every decision t of episode i
         R_i     = sum_t r_{i,t}
 
-    The baseline knows nothing of episode i, so the policy gradient is unbiased (fixed denominators, groups
-    not filtered by outcome). An episode without siblings has no baseline: advantage 0, counted; others give
-    it its raw score. gamma is not used: a score is a plain sum.
+    The baseline does not depend on episode i, so the policy gradient is unbiased (fixed denominators, groups
+    not filtered by outcome). An episode without siblings has no baseline: its advantage is 0, and it is
+    counted. gamma is not used: a score is a plain sum.
 
     Source: Ahmadian et al., Back to Basics, arXiv:2402.14740, eq. 8; Kool et al., 2019. An episode without
     siblings has its raw score in one of verl's two forms and 0 in the other, as here.

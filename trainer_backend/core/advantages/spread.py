@@ -11,10 +11,9 @@ Scale = Callable[[Sequence[float]], float]
 
 
 def relative(scores: Sequence[float], scale: Scale, *, size: float) -> Comparison:
-    """Deviations of scores from their mean, scaled; all 0 where there is no spread, so also for one score.
+    """Scaled deviations of scores from their mean; all 0 without spread, and so for one score.
 
-    fsum: the order of the scores changes no bit. `size` is that of the largest number that went into the
-    scores: `shared_schemas.rounding.has_spread`.
+    fsum: the order of the scores changes no bit. `size` is that of `shared_schemas.rounding.has_spread`.
     """
     if not has_spread(scores, size=size):
         return Comparison([0.0] * len(scores), scores)
@@ -53,17 +52,14 @@ SCALES: dict[str, Scale] = {"std": standardised, "one": unscaled}
 
 
 def flat_groups(episodes: Sequence[EpisodeRewards], advantages: Sequence[Sequence[float]]) -> list[str]:
-    """Return the groups whose advantages, and so gradients, are all 0 for every estimator.
+    """Return the groups whose advantages, and so gradients, are all 0, in order of first appearance.
 
-    The advantages are looked at, not the scores: equal scores that were earned at other decisions have spread
-    for `stepwise` and none for `grpo`, and a lone episode has no baseline with either. "0" means up to
-    rounding (`shared_schemas.rounding`): a mean of equal floats can miss them by the last bit. It is measured
-    by the largest advantage of the batch, and by the largest sum of |r_t| or score in the group. The latter
-    counts as 1 at most: advantages may be in standard deviations, whatever the unit of the rewards. Groups
-    come in order of first appearance; advantages are by decision or by token.
-
-    Raises:
-        AdvantageError: see `siblings`.
+    The advantages decide, not the scores: equal scores earned at different decisions have spread for
+    `stepwise` and none for `grpo`, and a lone episode has no baseline with either. "0" means up to rounding
+    (`shared_schemas.rounding`), since a mean of equal floats can miss them by the last bit. The size is the
+    largest advantage of the batch, or the group's largest sum of |r_t| or score, which counts as 1 at most:
+    advantages may be in standard deviations, whatever the unit of the rewards. `advantages` are by decision
+    or by token.
 
     Source: dynamic sampling: DAPO, arXiv:2503.14476, section 3.2; what it biases: DESIGN.md 4.6.
     """

@@ -18,9 +18,9 @@ Columns = Mapping[str, Sequence[float | None]]
 
 @dataclass(frozen=True, slots=True)
 class StateGraph:
-    """The graphs of all groups of a batch, apart from each other: equal keys of two groups are two states.
+    """The graphs of all groups of a batch. They are separate: equal keys of two groups are two states.
 
-    A lone episode has nobody to be compared with, so each of its decisions is a state of its own.
+    A lone episode has no siblings to compare with, so each of its decisions is a state of its own.
     """
 
     anchors: Sequence[Sequence[int]]
@@ -72,9 +72,9 @@ class StateGraph:
         return reduced_D
 
     def td_sizes(self, sizes_D: Sequence[float]) -> list[float]:
-        """[D] what rounding errors of r + gamma * V(s') - V(s) are measured by; V are `means` of returns.
+        """[D] the sizes by which rounding errors of r + gamma * V(s') - V(s) are measured, V being `means`.
 
-        `sizes_D` are those of the returns.
+        `sizes_D` are the sizes of the returns.
         """
         values_D = self._by_state(sizes_D, max)
         return [max(pair) for pair in zip(values_D, self.after(values_D), strict=True)]
@@ -84,7 +84,7 @@ class StateGraph:
         return [0.0 if after is None else values_D[after] for after in self.next_D]
 
     def td_parts(self, episodes: Sequence[EpisodeRewards], gamma: float) -> dict[str, list[float]]:
-        """[D] the parts of r + gamma * V(s') - V(s), where V is the mean return of a state, and that."""
+        """[D] r + gamma * V(s') - V(s), where V is the mean return of a state, and its parts."""
         values_D = self.means(returns_to_go(episodes, gamma))
         next_D = self.after(values_D)
         rewards_D = chain.from_iterable(episode.rewards_T for episode in episodes)
@@ -100,10 +100,7 @@ class StateGraph:
 
 
 def state_graph(episodes: Sequence[EpisodeRewards], reader: str) -> StateGraph:
-    """The graph of the batch, by the episodes' state keys; `reader` is the estimator that errors name.
-
-    Raises AdvantageError as `siblings`, and where state keys are not one a decision.
-    """
+    """Build the graph of the batch from the episodes' state keys; errors name the estimator `reader`."""
     groups = siblings(episodes)
     refuse_missing_keys(episodes, reader)
     decisions, next_D = list[range](), list[int | None]()  # of each episode, and what follows each decision
@@ -138,10 +135,9 @@ def anchors(episodes: Sequence[EpisodeRewards], depth: int = 0) -> list[list[int
 def relative_at(
     anchors: Sequence[Sequence[int]], values_D: Sequence[float], scale: Scale, sizes_D: Sequence[float]
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """[D] each value against those of the decisions in the same state, and the parts of that.
+    """[D] each value relative to those of the decisions in the same state, and the parts of that.
 
-    A decision alone in its state is its own baseline. `sizes_D` are of the largest number that went into each
-    value, see `relative`.
+    A decision alone in its state is its own baseline. `sizes_D` are the sizes of `relative`, by value.
     """
     count = len(values_D)
     advantages_D, baselines_D = [0.0] * count, list(values_D)
@@ -164,12 +160,12 @@ def returns_to_go(episodes: Sequence[EpisodeRewards], gamma: float) -> list[floa
 
 
 def return_sizes(episodes: Sequence[EpisodeRewards], gamma: float) -> list[float]:
-    """[D] discounted sums of |r_t|: what rounding errors of the returns-to-go are measured by."""
+    """[D] discounted sums of |r_t|, the sizes by which rounding errors of returns are measured."""
     return list(chain.from_iterable(discounted_sizes(episode.rewards_T, gamma) for episode in episodes))
 
 
 def anchor_sizes(anchors: Sequence[Sequence[int]], starts: Set[int]) -> dict[str, float]:
-    """How often states met. Siblings share their first state, so later decisions are counted apart.
+    """Metrics of how often states were met. Siblings share their first state, so later ones count apart.
 
     `starts` are the first decisions of all episodes.
     """

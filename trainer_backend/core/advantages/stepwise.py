@@ -1,4 +1,4 @@
-"""Stepwise: the return-to-go of a decision against those of its siblings at the same t."""
+"""Stepwise: the return-to-go of a decision minus the mean of its siblings' at the same t."""
 
 from collections.abc import Sequence
 
@@ -20,10 +20,10 @@ def stepwise(episodes: Sequence[EpisodeRewards], keys: EstimatorKeys) -> Advanta
 
         A_{i,t} = G_{i,t} - 1/(G-1) * sum_{j != i} G_{j,t},     G_{j,t} = 0 once j has finished
 
-    The baseline is made of other episodes alone and never depends on when episode i stops, so the
-    policy gradient is unbiased (gamma 1, fixed denominators, groups not filtered by outcome). An
-    episode whose siblings have all finished keeps its return; one without siblings at all has no
-    baseline: its advantages are 0 and its decisions are counted.
+    The baseline depends only on other episodes, and not on when episode i stops, so the policy gradient
+    is unbiased (gamma 1, fixed denominators, groups not filtered by outcome). If all siblings have
+    finished, the advantage is the return. An episode without siblings has no baseline: its advantages are
+    0, and its decisions are counted.
 
     Source: DESIGN.md 4.6; leave-one-out: Kool et al., Buy 4 REINFORCE Samples, 2019.
     """

@@ -1,7 +1,7 @@
-"""The estimators on a group's states in exact rational arithmetic, written from their equations: oracles.
+"""Estimators on states in exact rational arithmetic, written from their equations: oracles for the tests.
 
-Every mean and distance is looked for anew for each decision, over the whole batch. Roots, logarithms and
-powers of e are taken in 50 digits.
+Every mean and distance is computed for each decision over the whole batch. Roots, logarithms and powers of e
+are taken in 50 digits. Sources: the docstrings of the estimators.
 """
 
 import re
@@ -9,10 +9,26 @@ from collections.abc import Sequence
 from decimal import Decimal, localcontext
 from fractions import Fraction
 
-from tests.trainer_backend.core.exact_gigpo import Episode, normed, return_to_go
-
+Episode = tuple[str, Sequence[Fraction], Sequence[str]]
 Batch = Sequence[Episode]  # group, rewards, state keys (or texts)
 Place = tuple[int, int]  # episode, decision
+
+
+def return_to_go(rewards: Sequence[Fraction], t: int, gamma: Fraction) -> Fraction:
+    return sum((gamma ** (k - t) * rewards[k] for k in range(t, len(rewards))), Fraction(0))
+
+
+def normed(value: Fraction, values: Sequence[Fraction], fnorm: str) -> Fraction:
+    if len(set(values)) < 2:
+        return Fraction(0)
+    mean = sum(values, Fraction(0)) / len(values)
+    if fnorm == "one":
+        return value - mean
+    variance = sum(((x - mean) ** 2 for x in values), Fraction(0)) / (len(values) - 1)
+    with localcontext() as context:
+        context.prec = 50
+        std = (Decimal(variance.numerator) / Decimal(variance.denominator)).sqrt()
+        return (value - mean) / Fraction(std)
 
 
 def siblings(batch: Batch, i: int) -> list[int]:
@@ -51,6 +67,25 @@ def of_episode(batch: Batch, i: int, fnorm: str, baseline: str) -> Fraction:
     times = {j: len(batch[j][1]) if baseline == "step" else 1 for j in siblings(batch, i)}
     scores = [sum(batch[j][1], Fraction(0)) for j in times for _ in range(times[j])]
     return normed(sum(batch[i][1], Fraction(0)), scores, fnorm)
+
+
+def exact_gigpo(
+    batch: Batch, *, gamma: Fraction, fnorm: str, baseline: str
+) -> list[tuple[Fraction, list[Fraction]]]:
+    """A_E and [T] A_S of each episode."""
+
+    def of_step(i: int, t: int, key: str) -> Fraction:
+        same = [(j, u) for j, u in decisions(batch, i) if batch[j][2][u] == key]
+        return normed(
+            return_to_go(batch[i][1], t, gamma),
+            [return_to_go(batch[j][1], u, gamma) for j, u in same],
+            fnorm,
+        )
+
+    return [
+        (of_episode(batch, i, fnorm, baseline), [of_step(i, t, key) for t, key in enumerate(keys)])
+        for i, (_, _, keys) in enumerate(batch)
+    ]
 
 
 def exact_g2po(
