@@ -142,20 +142,11 @@ def larger_model(folder: Path, tokenizer_of: Path) -> None:
     save_model_folder(folder, Qwen3ForCausalLM(config), tokenizer)
 
 
-def peak_mib(reset: bool = False) -> float:
-    """The most main memory of this process since the last reset."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith("VmRSS" if reset else "VmHWM"))
-    return int(line.split()[1]) / 1024
-
-
 async def timed(publish: Coroutine[Any, Any, None]) -> tuple[float, float]:
     """Seconds of a publish, and the memory that it took beside what there was, in MiB."""
-    before, began = peak_mib(reset=True), time.monotonic()
+    before, began = kit.peak_mib(reset=True), time.monotonic()
     await publish
-    return time.monotonic() - began, peak_mib() - before
+    return time.monotonic() - began, kit.peak_mib() - before
 
 
 async def beside(job: JobConfig, directory: RunDirectory) -> dict[str, Any]:

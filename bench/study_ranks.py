@@ -262,25 +262,6 @@ def _long(given: Sequence[CreditedEpisode]) -> list[Segment]:
     return [segment for episode in given for segment in episode.segments if len(segment) >= 16]
 
 
-class Peak:
-    """The most resident memory that this process has had since the beginning, beyond what it had then."""
-
-    def __enter__(self) -> "Peak":
-        self._process, self._over, self.most = psutil.Process(), threading.Event(), 0
-        self._base = self._process.memory_info().rss
-        self._thread = threading.Thread(target=self._look)
-        self._thread.start()
-        return self
-
-    def _look(self) -> None:
-        while not self._over.wait(0.002):
-            self.most = max(self.most, self._process.memory_info().rss - self._base)
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-
 def judge_publish(ranks: Ranks) -> dict[str, float]:
     """Extra memory of a rank while it writes its share of a model of 108M parameters, in MiB."""
     torch.manual_seed(0)
@@ -293,9 +274,9 @@ def judge_publish(ranks: Ranks) -> dict[str, float]:
     shard(model, ranks, LearnerTable(), torch.device("cpu"))
     for weight in model.parameters():
         whole(weight)  # what the ranks need to talk at all they have had since their first update
-    with Peak() as peak:
-        write_weights(folder, weights_of(model), ranks)
-    most = max(ranks.of_every_rank(peak.most)) / 2**20
+    before = kit.peak_mib(reset=True)
+    write_weights(folder, weights_of(model), ranks)
+    most = max(ranks.of_every_rank(kit.peak_mib() - before))
     files = [path.stat().st_size / 2**20 for path in folder.glob("*.safetensors")]
     ranks.of_every_rank(0)
     if ranks.is_first:
