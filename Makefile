@@ -2,9 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Without it OpenMP's spinning makes torch 10 to 100 times slower beside a busy process.
+# Without it OpenMP's spinning makes torch 10 to 100 times slower when another process is busy.
 export OMP_WAIT_POLICY := PASSIVE
-# Without compiled files each test process, and each process that a test starts, compiles all packages anew.
+# Without compiled files each test process, and each process that a test starts, compiles all packages again.
 unexport PYTHONDONTWRITEBYTECODE
 # More than CI's two cores: a third of the time tests wait, for processes that start and answers that come.
 TEST_PROCESSES ?= 3
@@ -37,7 +37,7 @@ test-fast: $(VENV)/.ready ## the tests of the pure core and of the job file, wit
 # All in one process: two of the tests take all memory of the GPU.
 GPU_PYTHON ?= 3.12
 MANYLINUX := $(addprefix --platform manylinux,_2_28_x86_64 _2_27_x86_64 _2_17_x86_64 2014_x86_64 1_x86_64)
-gpu-wheels: $(VENV)/.ready ## what bench/gpu.py and tests/gpu need beside torch on a bare machine
+gpu-wheels: $(VENV)/.ready ## what bench/gpu.py and tests/gpu need besides torch on a bare machine
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/gpu-wheels crafter==1.8.3
 	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) --implementation cp \
 		$(MANYLINUX) --dest build/gpu-wheels --requirement bench/gpu_packages.txt
@@ -134,7 +134,7 @@ study-truth: $(VENV)/.ready ## every estimator against 300 measured advantages, 
 study-statelm: $(VENV)/.ready ## a model that may delete from its context against one that may not, 3 seeds each (half an hour; resumable)
 	$(BIN)/python -m bench.studies statelm
 
-study-mixture: $(VENV)/.ready ## the actor alone, beside a good fixed policy, beside a bad one, 3 seeds each (an hour; resumable)
+study-mixture: $(VENV)/.ready ## the actor alone, with a good fixed policy, with a bad one, 3 seeds each (an hour; resumable)
 	$(BIN)/python -m bench.studies mixture
 
 study-soak: $(VENV)/.ready ## ten minutes of mixed load, clients and the task app killed at random: nothing may be lost
@@ -150,10 +150,10 @@ study-ray: $(VENV)/.ready ## two Ray nodes on this machine, one of which is kill
 study-vllm: $(VENV)/.ready ## real vLLM servers: exactness, swaps in flight, a killed server (10 minutes; VLLM_PYTHON=VENV/bin/python, docs/vllm.md)
 	$(BIN)/python -m bench.study_vllm --vllm-python "$(VLLM_PYTHON)"
 
-study-ranks: $(VENV)/.ready ## a learner of 2 and of 3 ranks beside one process, and ranks that are killed, stand still or have no memory (10 minutes)
+study-ranks: $(VENV)/.ready ## a learner of 2 and of 3 ranks against one process, and ranks that are killed, stand still or have no memory (10 minutes)
 	$(BIN)/python -m bench.study_ranks
 
-study-broadcast: $(VENV)/.ready ## weights sent to real vLLM servers by the learner, beside a publish by folder (10 minutes; VLLM_PYTHON=VENV/bin/python)
+study-broadcast: $(VENV)/.ready ## weights sent to real vLLM servers by the learner, against a publish by folder (10 minutes; VLLM_PYTHON=VENV/bin/python)
 	$(BIN)/python -m bench.study_broadcast --vllm-python "$(VLLM_PYTHON)"
 
 study-hosts: $(VENV)/.ready ## a run on two network namespaces with delay, loss and a partition between them (Linux, as root; 10 minutes)

@@ -65,7 +65,7 @@ class Camera:
         page.wait_for_selector("[aria-busy=true]", state="detached")
         page.locator(".frames img").evaluate_all("all => Promise.all(all.map(one => one.decode()))")
         seen = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-        # 256 colours: a third of the bytes, and nobody sees it.
+        # 256 colours: a third of the bytes, with no visible difference.
         seen.quantize(256, dither=Image.Dither.NONE).save(
             self._folder / f"dashboard-{name}.png", optimize=True
         )
@@ -114,7 +114,7 @@ def deleted(camera: Camera, run: str) -> None:
     raise SystemExit(f"no rollout of {run} on the first page of them shows a deleted message")
 
 
-def ids_of(url: str, names: Sequence[str]) -> list[str]:
+def wait_for_runs(url: str, names: Sequence[str]) -> list[str]:
     """Ids of runs by their folders' names, once the service has read them with their metrics."""
     until = time.monotonic() + READ_S
     while time.monotonic() < until:
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
     with service(options.data_dir) as url, sync_playwright() as started:
         talks = [options.talk] if options.talk else []
-        run, *others = ids_of(url, [options.run, *options.others, *talks])
+        run, *others = wait_for_runs(url, [options.run, *options.others, *talks])
         browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         camera = Camera(browser, url, options.to)
         run_pages(camera, run, others[: len(options.others)])

@@ -231,7 +231,7 @@ class Installation:
             psutil.wait_procs(of_job, timeout=_MOMENT_S)
 
     def left_behind(self) -> set[int]:
-        """Processes beside the service that write in its data directory, long after the job has ended."""
+        """Processes other than the service that write in its data directory, long after the job has ended."""
         until_s = time.monotonic() + _ORPHANED_S
         while (others := holders(self.runs) - {self._service.pid}) and time.monotonic() < until_s:
             time.sleep(0.1)

@@ -315,7 +315,7 @@ def judge_run(run: RunDirectory, iterations: int, seen: Seen) -> None:
 def judge_kept(run: RunDirectory, stored: Sequence[Rollout], stage: str, seen: Seen) -> None:
     """Check that the iteration has what kills found of it, but for that of weights that no checkpoint held.
 
-    Where these were lost it has been set aside. Its times tell an episode from one that was played anew.
+    Where these were lost it has been set aside. Its times tell an episode from one that was played again.
     """
     aside = [
         Rollout.model_validate_json(line)

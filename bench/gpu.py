@@ -21,7 +21,7 @@ Of each shape of Qwen3, randomly initialised, with our learner and our engine on
 Each figure is printed and written to OUT/gpu.json as soon as it is there, and a figure that fails, or has no
 time left, costs no other. Exit code 1 where a bound is missed or a figure failed. Without a CUDA device there
 is nothing to measure and the exit code is 0. `--smoke` goes the whole way on a CPU with a tiny shape, against
-a made-up peak. How to run it on a bare machine stands beside `gpu-wheels` in the Makefile.
+a made-up peak. The Makefile says at `gpu-wheels` how to run it on a bare machine.
 """
 
 import argparse
@@ -41,8 +41,8 @@ import transformers
 from bench import kit
 from bench.gpu_engine import agreement_in_float32, decode_figures, shared_pages_figure
 from bench.gpu_learner import attention_figures, learner_figures, long_lora_figure
-from bench.gpu_setup import FULL, SHAPES, SMOKE, Plan, Report, Task, config_of, model_of
-from bench.model_flops import Peak, peak_of
+from bench.gpu_setup import FULL, SHAPES, SMOKE, Plan, Report, Task, make_config, make_model
+from bench.model_flops import Peak, find_peak
 from trainer_backend.learner.device import Found, Placement, place
 from trainer_backend.models import train_tokenizer
 from trainer_backend.models.folder import save_model_folder
@@ -90,10 +90,10 @@ def model_folder(folder: Path, name: str, placement: Placement) -> Path:
 
     environment = CrafterEnvironment(CrafterConfig(text="full", max_actions=8))
     texts = [environment.reset(seed).text for seed in range(8)]
-    config = config_of(name)
+    config = make_config(name)
     tokenizer = train_tokenizer(texts, min(4096, config.vocab_size))
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-    save_model_folder(folder, model_of(config, placement.device), tokenizer)
+    save_model_folder(folder, make_model(config, placement.device), tokenizer)
     return folder
 
 
@@ -126,7 +126,7 @@ def played(
 KINDS = ("agreement", "attention", "learner", "lora", "decode", "shared", "iteration")
 
 
-def tasks_of(report: Report, shapes: Sequence[str], plan: Plan, device: str, peak: Peak) -> list[Task]:
+def list_tasks(report: Report, shapes: Sequence[str], plan: Plan, device: str, peak: Peak) -> list[Task]:
     """What is measured, in order: of what matters most, something of each kind is there early."""
     placement = place(device)
     figures: list[tuple[str, float, Callable[[str], None]]] = [
@@ -174,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     else:
         shapes, plan, device, name = options.shapes, FULL, "cuda", torch.cuda.get_device_name()
-        peak = peak_of(name)
+        peak = find_peak(name)
         if options.peak_tflops and options.bandwidth_gbs:
             peak = Peak(1e12 * options.peak_tflops, 1e9 * options.bandwidth_gbs)
         if peak is None:
@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = Report(out / "gpu.json" if out else None, machine, end)
     print(f"{name}, torch {torch.__version__}: {peak.flops / 1e12:g} TFLOP/s, {peak.bandwidth / 1e9:g} GB/s")
     report.measure(
-        [task for task in tasks_of(report, shapes, plan, device, peak) if task.kind in options.only]
+        [task for task in list_tasks(report, shapes, plan, device, peak) if task.kind in options.only]
     )
     return int(not report.met or bool(report.missing))
 

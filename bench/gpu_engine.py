@@ -1,4 +1,4 @@
-"""The engine's figures of bench/gpu.py: decode and prefill beside what the device could do, and agreement."""
+"""The engine's figures of bench/gpu.py: agreement, and decode and prefill against the device's bounds."""
 
 import asyncio
 import random
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from bench.gpu_setup import Plan, Report, config_of, model_of, timed
+from bench.gpu_setup import Plan, Report, make_config, make_model, timed
 from bench.model_flops import Peak, decode_seconds, forward_flops
 from shared_schemas.trajectory import Sampling
 from trainer_backend.core.collate import pack_segments
@@ -52,10 +52,10 @@ def decode_figures(report: Report, name: str, plan: Plan, placement: Placement, 
 
     The first timed call computes its prompts, and is the prefill. Later calls find them in the cache.
     """
-    config = config_of(name)
+    config = make_config(name)
     shape = model_shape(config, None)
     engine = LocalEngine(
-        copy_to_serve(model_of(config, placement.device), placement.held),
+        copy_to_serve(make_model(config, placement.device), placement.held),
         stop_ids=[],
         keys=EngineKeys(max_running=max(plan.rows), max_model_len=plan.longest),
         prefill_tokens=PREFILL_TOKENS,
@@ -136,9 +136,9 @@ def step_seconds(run: Callable[[int], float], plan: Plan) -> float:
 def shared_pages_figure(report: Report, name: str, plan: Plan, placement: Placement) -> None:
     """A decode step of rows that begin with the same pages, which are read once, and row by row."""
     rows, shared, context = SHARED_CELL
-    config = config_of(name)
+    config = make_config(name)
     engine = LocalEngine(
-        copy_to_serve(model_of(config, placement.device), placement.held),
+        copy_to_serve(make_model(config, placement.device), placement.held),
         stop_ids=[],
         keys=EngineKeys(max_running=rows, max_model_len=context + 2 * plan.new),
         prefill_tokens=PREFILL_TOKENS,
@@ -177,7 +177,7 @@ def shared_pages_figure(report: Report, name: str, plan: Plan, placement: Placem
 
 def agreement_figure(report: Report, name: str, plan: Plan, scorer: Scorer) -> None:
     """Log-probs of what an engine samples from the scorer's model, by the scorer."""
-    placement, vocabulary = scorer.placement, config_of(name).vocab_size
+    placement, vocabulary = scorer.placement, make_config(name).vocab_size
     longest = plan.contexts[0]
     engine = LocalEngine(
         copy_to_serve(scorer.model, placement.held),
@@ -190,7 +190,7 @@ def agreement_figure(report: Report, name: str, plan: Plan, scorer: Scorer) -> N
         results = asyncio.run(sampled(engine, prompts, plan.new))
     finally:
         engine.stop()  # a task that fails must leave the device to those after it
-    parts = [segment_of(i, *pair) for i, pair in enumerate(zip(prompts, results, strict=True))]
+    parts = [join_answer(i, *pair) for i, pair in enumerate(zip(prompts, results, strict=True))]
     packed = pack_segments(parts, row_tokens=sum(map(len, parts)))
     scorer.model.set_attn_implementation(scorer.attention.implementation)
     with torch.no_grad():
@@ -212,10 +212,10 @@ def agreement_figure(report: Report, name: str, plan: Plan, scorer: Scorer) -> N
 
 
 def agreement_in_float32(report: Report, name: str, plan: Plan, placement: Placement) -> None:
-    model = model_of(config_of(name), placement.device)
+    model = make_model(make_config(name), placement.device)
     agreement_figure(report, name, plan, Scorer(model, replace(placement, low=None), BlockMask(), 1024))
 
 
-def segment_of(number: int, prompt: Sequence[int], result: Generation) -> Segment:
+def join_answer(number: int, prompt: Sequence[int], result: Generation) -> Segment:
     ids = [*prompt, *result.token_ids]
     return Segment.of(f"r{number}", ids, result.logprobs, [(len(prompt), len(ids), 0, 0, 1.0)])

@@ -8,7 +8,17 @@ import torch
 from transformers import PreTrainedModel
 
 from bench.gpu_engine import agreement_figure
-from bench.gpu_setup import Plan, Report, config_of, fitting, job_of, memory_of, model_of, segments_of, timed
+from bench.gpu_setup import (
+    Plan,
+    Report,
+    fitting,
+    make_config,
+    make_job,
+    make_model,
+    make_segments,
+    plan_memory,
+    timed,
+)
 from bench.model_flops import Peak, update_flops
 from trainer_backend import learner_parts
 from trainer_backend.core.collate import pack_segments
@@ -33,10 +43,10 @@ def attention_figures(report: Report, name: str, plan: Plan, placement: Placemen
 
     On 4 of the shape's layers.
     """
-    config = config_of(name, layers=min(4, config_of(name).num_hidden_layers))
-    model = model_of(config, placement.device)
+    config = make_config(name, layers=min(4, make_config(name).num_hidden_layers))
+    model = make_model(config, placement.device)
     tokens = min(2048, plan.tokens)
-    segments = segments_of(tokens, config.vocab_size, longest=tokens // 4)
+    segments = make_segments(tokens, config.vocab_size, longest=tokens // 4)
     exact = computed(model, replace(placement, low=None), BlockMask(), segments)
     masked, own = BlockMask(), attention_for(placement, head_dim=config.head_dim)
     by_mask = computed(model, placement, masked, segments)
@@ -79,11 +89,11 @@ def apart(one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor, tor
 
 
 def learner_figures(report: Report, name: str, plan: Plan, placement: Placement, peak: Peak) -> None:
-    """Agreement with an engine, MFU of the update, and its memory beside the plan.
+    """Agreement with an engine, MFU of the update, and its memory against the plan.
 
     All weights are trained where the memory plan fits; else with layers checkpointed; else adapters.
     """
-    config = config_of(name)
+    config = make_config(name)
     way, job, memory = fitting(config, plan, placement.device.type)
     report.add("plan", name, f"{way}; {memory}", way=way, needs=dict(memory.needs.device), free=memory.free)
     if memory.shortage() is not None:
@@ -91,7 +101,7 @@ def learner_figures(report: Report, name: str, plan: Plan, placement: Placement,
         return
     learner = LocalLearner(
         learner_parts.learner_config(job),
-        model_of(config, placement.device),
+        make_model(config, placement.device),
         train_tokenizer(["wood stone"], 300),
     )
     scorer, dtypes = learner.scorer, sorted({str(weight.dtype) for weight in learner.model.parameters()})
@@ -110,8 +120,8 @@ def learner_figures(report: Report, name: str, plan: Plan, placement: Placement,
 
 def update_figure(report: Report, name: str, learner: LocalLearner, plan: Plan, peak: Peak) -> None:
     """Scoring so many packed tokens, a quarter of them sampled, and one optimizer step."""
-    shape = model_shape(config_of(name), learner.config.lora)
-    segments = segments_of(plan.tokens, shape.vocabulary, longest=min(2048, plan.tokens // 4))
+    shape = model_shape(make_config(name), learner.config.lora)
+    segments = make_segments(plan.tokens, shape.vocabulary, longest=min(2048, plan.tokens // 4))
     episodes = [
         CreditedEpisode(segment.rollout_id, [segment], [(-1.0) ** number])
         for number, segment in enumerate(segments)
@@ -135,7 +145,7 @@ def update_figure(report: Report, name: str, learner: LocalLearner, plan: Plan, 
 
 
 def memory_figure(report: Report, name: str, memory: MemoryPlan) -> None:
-    """The peak memory of tensors beside the plan, which it must not exceed."""
+    """The peak memory of tensors, which must not exceed the plan."""
     if memory.placement.device.type != "cuda":
         report.add("memory", name, "is counted on CUDA alone")
         return
@@ -154,8 +164,8 @@ def memory_figure(report: Report, name: str, memory: MemoryPlan) -> None:
 
 def long_lora_figure(report: Report, name: str, plan: Plan, placement: Placement) -> None:
     """Whether adapters of rank 32 fit with 64 requests of up to 8192 tokens, by the memory plan."""
-    job = job_of(replace(plan, served=(64, 8192)), LONG_LORA, placement.device.type)
-    memory = memory_of(config_of(name), job)
+    job = make_job(replace(plan, served=(64, 8192)), LONG_LORA, placement.device.type)
+    memory = plan_memory(make_config(name), job)
     shortage = memory.shortage()
     report.add(
         "lora",

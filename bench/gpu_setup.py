@@ -105,9 +105,9 @@ class Report:
             return
         self.file.parent.mkdir(parents=True, exist_ok=True)
         written = {"machine": self.machine, "figures": self.figures, "missing": self.missing}
-        beside = self.file.with_suffix(".tmp")
-        beside.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-        beside.replace(self.file)
+        partial = self.file.with_suffix(".tmp")
+        partial.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        partial.replace(self.file)
 
 
 def forget_memory() -> None:
@@ -186,7 +186,7 @@ SMOKE = Plan(
 )
 
 
-def config_of(name: str, layers: int | None = None) -> Qwen3Config:
+def make_config(name: str, layers: int | None = None) -> Qwen3Config:
     small = name == "tiny"
     sizes = dict(zip(SIZES, SHAPES[name], strict=True))
     return Qwen3Config(
@@ -198,13 +198,13 @@ def config_of(name: str, layers: int | None = None) -> Qwen3Config:
     )
 
 
-def model_of(config: Qwen3Config, device: torch.device) -> PreTrainedModel:
+def make_model(config: Qwen3Config, device: torch.device) -> PreTrainedModel:
     torch.manual_seed(0)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def segments_of(tokens: int, vocabulary: int, *, longest: int) -> list[Segment]:
+def make_segments(tokens: int, vocabulary: int, *, longest: int) -> list[Segment]:
     """This many tokens in segments of up to `longest`, the last quarter of each sampled."""
     draw, left, made = random.Random(0), tokens, []
     while left:
@@ -219,7 +219,7 @@ def segments_of(tokens: int, vocabulary: int, *, longest: int) -> list[Segment]:
     return made
 
 
-def job_of(plan: Plan, way: dict[str, Any], device: str) -> JobConfig:
+def make_job(plan: Plan, way: dict[str, Any], device: str) -> JobConfig:
     training = {key: value for key, value in way.items() if key != "lora"}
     document = {
         "model": {"preset": "tiny-0.3m", "device": device},  # the model itself is handed over
@@ -229,7 +229,7 @@ def job_of(plan: Plan, way: dict[str, Any], device: str) -> JobConfig:
         "training": training | {
             "update_passes": 1, "batch_decisions": 10**6, "row_tokens": plan.tokens,
             "micro_batch_tokens": plan.tokens, "learning_rate": 1e-6,
-            "mismatch_limit": 1e9,  # nobody sampled these segments
+            "mismatch_limit": 1e9,  # no policy sampled these segments
         },
     } | ({"lora": way["lora"]} if "lora" in way else {})  # fmt: skip
     return parse_job(document, where="bench").config
@@ -238,14 +238,14 @@ def job_of(plan: Plan, way: dict[str, Any], device: str) -> JobConfig:
 def fitting(config: Qwen3Config, plan: Plan, device: str) -> tuple[str, JobConfig, MemoryPlan]:
     """The first layout that fits the device, or else the last one, with its memory plan."""
     for name, way in WAYS.items():
-        job = job_of(plan, way, device)
-        found = name, job, memory_of(config, job)
+        job = make_job(plan, way, device)
+        found = name, job, plan_memory(config, job)
         if sum(found[2].needs.device.values()) <= found[2].free:
             break
     return found
 
 
-def memory_of(config: Qwen3Config, job: JobConfig) -> MemoryPlan:
+def plan_memory(config: Qwen3Config, job: JobConfig) -> MemoryPlan:
     """As `learner.memory_plan.memory_plan` has it, of a model without a folder."""
     placement, shape, main = place(job.model.device), model_shape(config, job.lora), main_memory()
     is_gpu = placement.device.type != "cpu"

@@ -67,6 +67,15 @@ def end_study(results: Mapping[str, Any], path: Path) -> int:
     return 0 if all(results["holds"].values()) else 1
 
 
+def peak_mib(*, reset: bool = False) -> float:
+    """The most main memory of this process since the last reset; with `reset`, what it has now."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith("VmRSS" if reset else "VmHWM"))
+    return int(line.split()[1]) / 1024
+
+
 class Cost(NamedTuple):
     """CPU seconds of this process, and seconds on the wall."""
 

@@ -1,4 +1,4 @@
-"""Log-probs of sampled tokens, the engine's beside those of one plain forward pass over the whole sequence.
+"""Log-probs of sampled tokens, the engine's against those of one plain forward pass over the whole sequence.
 
     python -m bench.logprob_exactness [--requests 128] [--limit 1e-4]
 

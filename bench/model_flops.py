@@ -5,7 +5,7 @@ Matrix products alone are counted, each multiplication with its addition as 2, n
     forward   2 * W a token  +  2 * n^2 * heads * head_dim a layer for a segment of n tokens
               +  2 * (V * D + M) a sampled token
 
-W are the weights of the layers' products but for M, those of the last layer beside its keys and values: only
+W are the weights of the layers' products but for M, those of the last layer except its keys and values: only
 what predicts a sampled token is read of it. Causal attention needs half of its n x n scores, for q k^T and
 for p v. A backward pass costs two forward passes; of adapters' frozen base, only the one to its inputs.
 
@@ -55,7 +55,7 @@ PEAKS = {
 OTHERS = {"Ti", "D", "SUPER", "Laptop", "MIG"}
 
 
-def peak_of(device_name: str) -> Peak | None:
+def find_peak(device_name: str) -> Peak | None:
     """The peak of a device; None if it is not in the table."""
     if OTHERS & set(device_name.split()):
         return None

@@ -1,12 +1,12 @@
-"""What a fixed policy at somebody else's server adds to the time that its server takes.
+"""What a fixed policy at another's server adds to the time that its server takes.
 
     python -m bench.remote_latency [--latency-ms 100] [--episodes 16] [--decisions 20] [--limit 0.1]
 
 A stand-in for that server continues token ids in vLLM's words, and tells ids and log-probs, after half to one
 and a half of the latency, so that answers do not come in step. Everything else is a job's own: its plan, its
 gateway, its task app in a process, its way to collect. All rollouts are the remote policy's, and run side by
-side. Told is how long the policy of a decision took, seen from the task app, beside how long the server had
-its request; and the time of the whole collection beside what an episode had of the server, on average.
+side. It prints how long the policy of a decision took, seen from the task app, and how long the server had
+its request; and the time of the whole collection against what an episode had of the server, on average.
 
 Exit code 1 where the first is more than the limit longer, as a share of the server's.
 """

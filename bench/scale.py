@@ -23,7 +23,7 @@ from typing import Any
 
 from bench import kit
 from bench.model_flops import Peak
-from bench.scale_model import Conversation, CpuCost, Table, length_of, mfu_of, speed_of, update_s
+from bench.scale_model import Conversation, CpuCost, Table, compute_speed, count_tokens, scale_mfu, update_s
 from bench.scale_run import Cluster, Costs, Figures, doubled, simulated
 from trainer_backend.learner.shapes import BFLOAT16, ModelShape
 
@@ -85,7 +85,7 @@ class Planning:
 
     def _workload(self) -> Workload:
         episodes = [self.conversation.turns(str(number)) for number in range(_SAMPLE)]
-        lengths = [length_of(turns) for turns in episodes]
+        lengths = [count_tokens(turns) for turns in episodes]
         sampled = sum(turn.answer for turns in episodes for turn in turns)
         decisions = sum(map(len, episodes))
         gpu, learner = self.costs["gpu"], self.costs["learner"]
@@ -100,9 +100,9 @@ class Planning:
     def update_s(self, ranks: int) -> float:
         """Of a conversation."""
         learner = self.costs["learner"]
-        return self.load.learner_s * learner["mfu"] / (ranks * mfu_of(learner, ranks)) + self.load.input_s
+        return self.load.learner_s * learner["mfu"] / (ranks * scale_mfu(learner, ranks)) + self.load.input_s
 
-    def costs_of(self, ranks: int, *, is_shared: bool) -> Costs:
+    def price(self, ranks: int, *, is_shared: bool) -> Costs:
         publish, replica = self.costs["publish"], self.costs["replica"]
         load_s = publish["fixed_s"] + BFLOAT16 * self.shape.parameters / (1e9 * publish["gb_per_s"])
         share = _SHARED if is_shared else replica["memory_share"]
@@ -113,7 +113,7 @@ class Planning:
             collect=self._cpu("collect"),
             credit=self._cpu("credit"),
             update_token_s=self.update_s(ranks) / self.load.tokens,
-            speed=speed_of(self.shape, self.costs["gpu"], replica, memory_share=share, load_s=load_s),
+            speed=compute_speed(self.shape, self.costs["gpu"], replica, memory_share=share, load_s=load_s),
         )
 
     def collect_s(self, costs: Costs, replicas: int, conversations: int) -> float:
@@ -131,11 +131,11 @@ class Planning:
         candidates = [1] if is_shared else [ranks for ranks in splits if 0 < ranks < gpus]
 
         def slower_s(ranks: int) -> float:
-            costs = self.costs_of(ranks, is_shared=is_shared)
+            costs = self.price(ranks, is_shared=is_shared)
             return max(self.update_s(ranks), self.collect_s(costs, max(1, gpus - ranks), conversations))
 
         ranks = min(candidates, key=slower_s)
-        costs, replicas = self.costs_of(ranks, is_shared=is_shared), max(1, gpus - ranks)
+        costs, replicas = self.price(ranks, is_shared=is_shared), max(1, gpus - ranks)
         decisions, tokens = self.load.decisions, self.load.tokens
 
         def processes(cost: CpuCost) -> int:
@@ -155,7 +155,7 @@ class Planning:
 def places_that_fit(cluster: Cluster, costs: Costs) -> int:
     """Conversations whose keys and values the replicas hold at the same time."""
     episodes = [costs.conversation.turns(str(number)) for number in range(_SAMPLE)]
-    return max(1, round(cluster.replicas * costs.speed.room / (sum(map(length_of, episodes)) / _SAMPLE)))
+    return max(1, round(cluster.replicas * costs.speed.room / (sum(map(count_tokens, episodes)) / _SAMPLE)))
 
 
 def gains(cluster: Cluster, costs: Costs, figures: Figures, iterations: int) -> dict[str, float]:
@@ -199,7 +199,7 @@ def rounded(value: Any) -> Any:
     return float(f"{value:.3g}")
 
 
-def line_of(row: dict[str, Any]) -> str:
+def format_row(row: dict[str, Any]) -> str:
     cluster, busy = row["cluster"], row["busy"]
     shares = " ".join(f"{busy[name]:4.0%}" for name in busy)
     found = (
@@ -236,7 +236,7 @@ def main() -> int:
     print(HEAD)
     found = []
     for row in rows(Planning(costs), iter(sizes), options.iterations):
-        print(line_of(row), flush=True)
+        print(format_row(row), flush=True)
         found.append(row)
         outcome = {"bench": "scale", "iterations": options.iterations, "costs": costs, "sizes": found}
         kit.write_results(options.results, outcome)

@@ -86,7 +86,9 @@ class Speed:
         return max(self.weights_s, rows * self.row_s) + cached * self.cached_s
 
 
-def speed_of(shape: ModelShape, gpu: Table, replica: Table, *, memory_share: float, load_s: float) -> Speed:
+def compute_speed(
+    shape: ModelShape, gpu: Table, replica: Table, *, memory_share: float, load_s: float
+) -> Speed:
     """By the arithmetic of the module's docstring."""
     bandwidth = 1e12 * gpu["bandwidth_tb_s"] * replica["bandwidth_share"]
     weights = layer_weights(shape) + shape.vocabulary * shape.width
@@ -109,7 +111,7 @@ def update_s(shape: ModelShape, lengths: Sequence[int], sampled: int, *, peak: P
     return update_flops(shape, lengths, sampled) / (peak.flops * mfu)
 
 
-def mfu_of(learner: Table, ranks: int) -> float:
+def scale_mfu(learner: Table, ranks: int) -> float:
     """The share of its peak that each rank reaches: less with each doubling beyond eight."""
     return learner["mfu"] * (1.0 - learner["loss_of_doubling"] * max(0.0, log2(ranks / 8)))
 
@@ -312,6 +314,6 @@ class Conversation:
         ]
 
 
-def length_of(turns: Iterable[Turn]) -> int:
+def count_tokens(turns: Iterable[Turn]) -> int:
     """Tokens of a conversation that only grows."""
     return sum(turn.observation + turn.answer for turn in turns)

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from bench.scale_model import Conversation, Core, CpuCost, SimulatedReplica, Speed, length_of
+from bench.scale_model import Conversation, Core, CpuCost, SimulatedReplica, Speed, count_tokens
 from bench.virtual_time import in_virtual_time
 from shared_schemas.rollouts import Rollout, RolloutPage, RolloutRequest
 from shared_schemas.trajectory import Sampling, Trajectory
@@ -59,7 +59,7 @@ class Costs:
     """Seconds of everything, for one cluster and one batch.
 
     Attributes:
-        collect: of the orchestrator beside the collection; `credit`: between it and the update.
+        collect: of the orchestrator during the collection; `credit`: between it and the update.
         update_token_s: of the learner for each token of the batch.
         speed: of a replica.
     """
@@ -122,7 +122,7 @@ class SimulatedTaskApp(TaskAppClient):
         rollouts, self._ended = tuple(self._ended), deque()
         for rollout in rollouts:
             turns = self._run.costs.conversation.turns(rollout.rollout_id)
-            await self._run.read(len(turns), length_of(turns))
+            await self._run.read(len(turns), count_tokens(turns))
         return RolloutPage.model_construct(
             rollouts=rollouts, cursor="1", unfinished=len(self._tasks), instance_id=self.url
         )

@@ -140,7 +140,7 @@ def played_segments(settings: Sequence[str]) -> list[Segment]:
     ]
 
 
-def learner_of(model: PreTrainedModel, case: Case, *, share: bool) -> LocalLearner:
+def make_learner(model: PreTrainedModel, case: Case, *, share: bool) -> LocalLearner:
     rows = {} if case.row_tokens is None else {"row_tokens": case.row_tokens}
     tables = {
         "model": {"preset": "tiny-0.8m", "device": "cpu"},
@@ -174,11 +174,11 @@ def compared(case: Case, rounds: int, folder: str | None) -> Compared:
     segments = case.segments
     vocabulary = 1 + max(int(segment.token_ids.max()) for segment in segments)
     plain, shared = (
-        learner_of(model_of(case.shape, vocabulary), case, share=share) for share in (False, True)
+        make_learner(model_of(case.shape, vocabulary), case, share=share) for share in (False, True)
     )
     sides = [_updates(plain, case), _updates(shared, case)]
     if folder is not None:
-        sides.append(_updates_of_trl(model_of(case.shape, vocabulary), case, folder))
+        sides.append(_updates_by_trl(model_of(case.shape, vocabulary), case, folder))
     # What a side does for the first time is not timed.
     found = [[next(side) for side in sides] for _ in range(rounds + 1)][1:]
     plain_s, shared_s, *trl_s = map(list, zip(*found, strict=True))
@@ -210,7 +210,7 @@ def _updates(learner: LocalLearner, case: Case) -> Iterator[float]:
         assert not case.micro or metrics["optim/steps"] == case.steps, "as many steps on all sides"
 
 
-def _updates_of_trl(model: PreTrainedModel, case: Case, folder: str) -> Iterator[float]:
+def _updates_by_trl(model: PreTrainedModel, case: Case, folder: str) -> Iterator[float]:
     """The same by trl, whose samples are a prompt and an answer."""
     samples = []
     for part in case.segments:

@@ -1,10 +1,10 @@
-"""New weights sent to real vLLM servers by the learner, beside weights that they load from a folder.
+"""New weights sent to real vLLM servers by the learner, against weights that they load from a folder.
 
     python -m bench.study_broadcast --vllm-python VENV/bin/python       (make study-broadcast VLLM_PYTHON=...)
 
 A job with [cluster] and weight_transfer.backend = "nccl" (gloo here) trains a tiny model on two servers, of
 which one is killed amid the second iteration and has to come back. Every sampled token's log-prob is computed
-anew by transformers in fp32, with the weights of the version that it is said to be of. Then weights are
+again by transformers in fp32, with the weights of the version that it is said to be of. Then weights are
 swapped under running requests, and a server is killed amid a pass over the weights: the other one has to
 serve. At last a model of 0.4 GB is published by folder and by broadcast in turn; the learner is this process,
 whose memory is watched. bench/results/broadcast.json has the figures; exit code 1 when one does not hold.
@@ -33,11 +33,11 @@ from bench.study_vllm import (
     SMALL,
     SWAPS,
     Killer,
-    holds_of,
     in_flight,
-    job_of,
+    judge,
     judged_job,
-    pool_of,
+    make_job,
+    open_pool,
     publication,
     server_processes,
     started_servers,
@@ -111,13 +111,13 @@ async def swaps(job: JobConfig, directory: RunDirectory, folders: Sequence[Path]
     results: dict[str, Any] = {}
     async with started_servers(job.inference, directory, folders[0], broadcasts=True) as servers:
         for mode in ("wait", "keep"):
-            pool = pool_of(servers.urls, folders[0], mode, lines)
+            pool = open_pool(servers.urls, folders[0], mode, lines)
             senders = Senders(pool, folders)
             results[mode] = await in_flight(pool, folders, senders.publish)
             await senders.end()
             await pool.close()
         results["replicas_lost"] = len(lines)
-        pool = pool_of(servers.urls, folders[0], "wait", lines)
+        pool = open_pool(servers.urls, folders[0], "wait", lines)
         killer, began = Senders(pool, folders, killed_at=3), time.monotonic()
         await killer.publish(1)
         results["killed_amid_a_pass"] = {
@@ -142,23 +142,14 @@ def larger_model(folder: Path, tokenizer_of: Path) -> None:
     save_model_folder(folder, Qwen3ForCausalLM(config), tokenizer)
 
 
-def peak_mib(reset: bool = False) -> float:
-    """The most main memory of this process since the last reset."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith("VmRSS" if reset else "VmHWM"))
-    return int(line.split()[1]) / 1024
-
-
 async def timed(publish: Coroutine[Any, Any, None]) -> tuple[float, float]:
-    """Seconds of a publish, and the memory that it took beside what there was, in MiB."""
-    before, began = peak_mib(reset=True), time.monotonic()
+    """Seconds of a publish, and the memory that it took in addition, in MiB."""
+    before, began = kit.peak_mib(reset=True), time.monotonic()
     await publish
-    return time.monotonic() - began, peak_mib() - before
+    return time.monotonic() - began, kit.peak_mib() - before
 
 
-async def beside(job: JobConfig, directory: RunDirectory) -> dict[str, Any]:
+async def publish_both_ways(job: JobConfig, directory: RunDirectory) -> dict[str, Any]:
     """Publish a larger model in both ways in turn."""
     learner = LocalLearner.fresh(learner_parts.learner_config(job), [])
     assert job.model.path is not None, "the job names the larger model"
@@ -204,7 +195,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def study_job(python: str, iterations: int, root: Path) -> tuple[dict[str, Any], list[Path]]:
     """Run the job; return what is said of it, and folders of its first versions."""
-    job = job_of(python, iterations, cluster={"launcher": "local"}, **BROADCAST)
+    job = make_job(python, iterations, cluster={"launcher": "local"}, **BROADCAST)
     directory, killer = create_run(job, root / "run"), Killer("collect 2")
     asyncio.run(run_job(job, directory, killer, resume=False))
     trained = {
@@ -217,15 +208,15 @@ def study_job(python: str, iterations: int, root: Path) -> tuple[dict[str, Any],
 
 def study(python: str, iterations: int) -> dict[str, Any]:
     """Run the job, the swaps with the weights that it made, and the publishes of a larger model."""
-    job = job_of(python, 1, **BROADCAST)
+    job = make_job(python, 1, **BROADCAST)
     release = asyncio.run(check_environment(job.inference))
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         trained, folders = study_job(python, iterations, root)
         swapped = asyncio.run(swaps(job, create_run(job, root / "swaps"), folders))
         larger_model(root / "larger", folders[0])
-        compared = job_of(python, 1, model={"path": str(root / "larger"), "device": "cpu"}, **BROADCAST)
-        publishes = asyncio.run(beside(compared, create_run(compared, root / "beside")))
+        compared = make_job(python, 1, model={"path": str(root / "larger"), "device": "cpu"}, **BROADCAST)
+        publishes = asyncio.run(publish_both_ways(compared, create_run(compared, root / "both")))
     return {
         "study": "broadcast",
         "vllm": release.partition(" of ")[0],
@@ -240,7 +231,7 @@ def holds(found: dict[str, Any], iterations: int) -> dict[str, bool]:
     trained, swapped, publishes = found["job"], found["swap"], found["publish"]
     killed, extra = swapped["killed_amid_a_pass"], publishes["broadcast"]["learner_extra_mib"]
     most = publishes["largest_tensor_mib"] + 8
-    return holds_of(trained, swapped, iterations) | {
+    return judge(trained, swapped, iterations) | {
         "no version written to a folder": trained["folders_written"] == 0,
         "a server killed amid a pass costs one more pass": killed["passes"] == 2 and killed["serving"] == 1,
         "a broadcast takes the learner no more than the largest tensor": extra["median"] <= most,

@@ -4,14 +4,14 @@
 
 Two network namespaces stand for the hosts, and between them a cable of our own; both see the
 same disk, as hosts of a cluster see a shared one. Host A runs `turnwise train` with `[cluster] launcher =
-"external"`, and so the gateway; host B a learner and a task app that somebody else started. The cable:
+"external"`, and so the gateway; host B a learner and a task app that others started. The cable:
 
     plain       nothing
     ranks       nothing; the learner has two ranks under torchrun, the first on B, the second on A
     slow        20 to 25 ms each way, 1 packet in 100 lost
     partition   nothing passes for 20 s, while iteration 1 is saved and iteration 2 collected
     cut         nothing passes any more from then on, and the run waits a minute at most for
-                whoever is lost
+                what is lost
 
 The job is deterministic. All but `cut` must end with each rollout played once, and with the weights of a run
 on one host, to the bit (not with two ranks, whose sums are rounded otherwise). `cut` must end within minutes,
@@ -220,7 +220,7 @@ def child(command: Sequence[str], log: Path, **environment: str) -> Iterator["su
 
 @contextmanager
 def services(folder: Path, ranks: int = 1) -> Iterator[None]:
-    """What somebody else starts on host B; of several ranks the others on host A."""
+    """What others start on host B; of several ranks the others on host A."""
     python, host = sys.executable, B.address
     process = ("-m", "trainer_backend.learner.process", "--host", host, "--port", "9000")
     group = (
@@ -256,14 +256,14 @@ def trained(prefix: Sequence[str], words: Sequence[str], log: Path, disturb: Cal
         return -1 if process.poll() is None else process.returncode
 
 
-def weights_of(run: Path, iteration: int = ITERATIONS) -> str:
+def digest_weights(run: Path, iteration: int = ITERATIONS) -> str:
     """The start of a digest of an iteration's weights, however they lie in files; "" without any."""
-    weights = tensors_of(run, iteration)
+    weights = read_weights(run, iteration)
     whole = b"".join(weights[name].tobytes() for name in sorted(weights))
     return sha256(whole).hexdigest()[:16] if weights else ""
 
 
-def tensors_of(run: Path, iteration: int = ITERATIONS) -> dict[str, NDArray[Any]]:
+def read_weights(run: Path, iteration: int = ITERATIONS) -> dict[str, NDArray[Any]]:
     """An iteration's weights by name."""
     folder = run / "checkpoints" / f"iteration_{iteration}"
     files = [load_file(path) for path in sorted(folder.glob("model*.safetensors"))]
@@ -272,7 +272,7 @@ def tensors_of(run: Path, iteration: int = ITERATIONS) -> dict[str, NDArray[Any]
 
 def apart(run: Path, other: Path) -> float | None:
     """The largest difference of the weights of two runs; None where one has none."""
-    mine, theirs = tensors_of(run), tensors_of(other)
+    mine, theirs = read_weights(run), read_weights(other)
     return (
         max((float(abs(mine[name] - theirs[name]).max()) for name in theirs), default=None) if mine else None
     )
@@ -298,7 +298,8 @@ class Case:
 
     Attributes:
         ranks: of the learner.
-        impatient: whether the run waits a minute at most for whoever is lost.
+        impatient: whether the run waits a minute at most for
+            what is lost.
     """
 
     first: Quality = PERFECT
@@ -341,7 +342,7 @@ def on_two_hosts(case: Case, folder: Path) -> dict[str, Any]:
         with Cable((A, B)), services(folder):
             resumed = ("--resume", str(run))
             found["resumed_exit_code"] = trained(A.on(), resumed, folder / "resumed.log", lambda: None)
-    return found | {"weights": weights_of(run), "played_once": played_once(run)}
+    return found | {"weights": digest_weights(run), "played_once": played_once(run)}
 
 
 def holds(found: dict[str, dict[str, Any]]) -> dict[str, bool]:
@@ -380,7 +381,7 @@ def main() -> int:
     job, run = out / "one_host" / "job.toml", out / "one_host" / "run"
     job.write_text(job_text(two_hosts=False))
     code = trained((), (str(job), "--run", str(run)), out / "one_host" / "train.log", lambda: None)
-    one = {"exit_code": code, "weights": weights_of(run), "first_weights": weights_of(run, 0)}
+    one = {"exit_code": code, "weights": digest_weights(run), "first_weights": digest_weights(run, 0)}
     found: dict[str, Any] = {"one_host": one}
     for name in options.only or CASES:
         found[name] = on_two_hosts(CASES[name], out / name)

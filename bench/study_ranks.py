@@ -87,7 +87,7 @@ SHORT = {"inference": {"max_model_len": 256}}
 NEAR = 0.15  # nats, between the policy and its proximal log-probs
 
 
-def job_of(tables: Mapping[str, Mapping[str, Any]], model: Mapping[str, Any] | None = None) -> JobConfig:
+def make_job(tables: Mapping[str, Mapping[str, Any]], model: Mapping[str, Any] | None = None) -> JobConfig:
     document: dict[str, Any] = {
         "job": {"name": "ranks", "seed": 1},
         **tables,
@@ -97,11 +97,11 @@ def job_of(tables: Mapping[str, Mapping[str, Any]], model: Mapping[str, Any] | N
     return parse_job(document, where="the study").config
 
 
-def config_of(tables: Mapping[str, Mapping[str, Any]]) -> LearnerConfig:
-    return learner_parts.learner_config(job_of(tables))
+def make_config(tables: Mapping[str, Mapping[str, Any]]) -> LearnerConfig:
+    return learner_parts.learner_config(make_job(tables))
 
 
-def of_ranks(ranks: Ranks, tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+def with_ranks(ranks: Ranks, tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """The tables of a job for so many ranks."""
     learner = {"nproc_per_node": ranks.count, **tables.get("learner", {})}
     return {**tables, "cluster": {}, "learner": learner}
@@ -112,11 +112,11 @@ def tiny_model() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     return build_preset("tiny-0.8m", tokenizer, seed=3), tokenizer
 
 
-def model_of(family: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+def make_family(family: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     return tiny_families.tiny_model(family, vocab_size=300), tiny_model()[1]
 
 
-def learner_of(config: LearnerConfig, ranks: Ranks, make: Make = tiny_model) -> LocalLearner:
+def make_learner(config: LearnerConfig, ranks: Ranks, make: Make = tiny_model) -> LocalLearner:
     return LocalLearner(config, *make(), ranks=ranks)
 
 
@@ -143,7 +143,7 @@ def gradient(
     config: LearnerConfig, ranks: Ranks, given: list[CreditedEpisode], make: Make = tiny_model
 ) -> tuple[Tensor, dict[str, float]]:
     """A step's gradient as one vector in float64, and the step's metrics."""
-    learner = learner_of(config, ranks, make)
+    learner = make_learner(config, ranks, make)
     if config.value_level is None:
         given = [replace(episode, critic=None) for episode in given]
     else:
@@ -164,7 +164,7 @@ def gradient(
 def judge_gradient(
     tables: dict[str, Any], ranks: Ranks, given: list[CreditedEpisode] | None = None, make: Make = tiny_model
 ) -> dict[str, float]:
-    config, given = config_of(of_ranks(ranks, tables)), given or episodes()
+    config, given = make_config(with_ranks(ranks, tables)), given or episodes()
     own, metrics = gradient(config, ranks, given, make)
     if ranks.is_first:
         alone, expected = gradient(config, ALONE, given, make)
@@ -193,7 +193,7 @@ def judge_cosines(ranks: Ranks) -> dict[str, float]:
 
     def cosines(degree: int, ranks: Ranks) -> list[tuple[str, str, float]]:
         learner = {"nproc_per_node": ranks.count, "data_parallel_replicate_degree": degree}
-        config = config_of({"cluster": {}, "learner": learner})
+        config = make_config({"cluster": {}, "learner": learner})
         return LocalFactory(config, ranks=ranks).gradient_cosines(folder, given, advantages, lambda *_: None)
 
     shared, copied = cosines(1, ranks), cosines(ranks.count, ranks)
@@ -214,23 +214,23 @@ def weights(learner: LocalLearner) -> Tensor:
 
 def judge_update(ranks: Ranks) -> dict[str, float]:
     """Three passes of clipped AdamW steps under a schedule."""
-    config = config_of({"training": {"max_grad_norm": 0.1}})
-    learner = learner_of(config, ranks)
+    config = make_config({"training": {"max_grad_norm": 0.1}})
+    learner = make_learner(config, ranks)
     before = weights(learner)
     learner.update(episodes(), iteration=1)
     after = weights(learner)
     if not ranks.is_first:
         return {}
-    alone = learner_of(config, ALONE)
+    alone = make_learner(config, ALONE)
     alone.update(episodes(), iteration=1)
     expected = weights(alone)
     return {"update": float((after - expected).norm() / (expected - before).norm())}
 
 
 def judge_resume(ranks: Ranks) -> dict[str, float]:
-    """Saved by all ranks, gone on with by one alone, saved, and gone on with by all; beside never saved."""
-    config, folder = config_of({}), ranks.of_every_rank(Path(tempfile.mkdtemp()))[0]
-    learner = learner_of(config, ranks)
+    """All ranks save, one alone continues and saves, all continue: the weights of a run without saving."""
+    config, folder = make_config({}), ranks.of_every_rank(Path(tempfile.mkdtemp()))[0]
+    learner = make_learner(config, ranks)
     learner.update(episodes(1), iteration=1)
     learner.save(folder / "iteration_1", Progress(1, 1, 1))
     for iteration in (2, 3):
@@ -262,25 +262,6 @@ def _long(given: Sequence[CreditedEpisode]) -> list[Segment]:
     return [segment for episode in given for segment in episode.segments if len(segment) >= 16]
 
 
-class Peak:
-    """The most resident memory that this process has had since the beginning, beyond what it had then."""
-
-    def __enter__(self) -> "Peak":
-        self._process, self._over, self.most = psutil.Process(), threading.Event(), 0
-        self._base = self._process.memory_info().rss
-        self._thread = threading.Thread(target=self._look)
-        self._thread.start()
-        return self
-
-    def _look(self) -> None:
-        while not self._over.wait(0.002):
-            self.most = max(self.most, self._process.memory_info().rss - self._base)
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-
 def judge_publish(ranks: Ranks) -> dict[str, float]:
     """Extra memory of a rank while it writes its share of a model of 108M parameters, in MiB."""
     torch.manual_seed(0)
@@ -293,9 +274,9 @@ def judge_publish(ranks: Ranks) -> dict[str, float]:
     shard(model, ranks, LearnerTable(), torch.device("cpu"))
     for weight in model.parameters():
         whole(weight)  # what the ranks need to talk at all they have had since their first update
-    with Peak() as peak:
-        write_weights(folder, weights_of(model), ranks)
-    most = max(ranks.of_every_rank(peak.most)) / 2**20
+    before = kit.peak_mib(reset=True)
+    write_weights(folder, weights_of(model), ranks)
+    most = max(ranks.of_every_rank(kit.peak_mib() - before))
     files = [path.stat().st_size / 2**20 for path in folder.glob("*.safetensors")]
     ranks.of_every_rank(0)
     if ranks.is_first:
@@ -324,15 +305,15 @@ def judge_experts(ranks: Ranks) -> dict[str, float]:
     """
     found: dict[str, float] = {"gradient": 0.0, "metrics": 0.0, "logprobs": 0.0, "moved": math.inf}
     for family in ("qwen3_moe", "gpt_oss"):
-        make, tables = partial(model_of, family), {"training": {"gradient_checkpointing": 2}, **SHORT}
+        make, tables = partial(make_family, family), {"training": {"gradient_checkpointing": 2}, **SHORT}
         given = [_sent_further(episode, make()[0]) for episode in episodes(count=9)]
         case = judge_gradient(tables, ranks, given, make)
         segments = [part for episode in given for part in episode.segments]
-        config = config_of(of_ranks(ranks, tables))
-        scored = learner_of(config, ranks, make).scorer.score(segments, config.training)
+        config = make_config(with_ranks(ranks, tables))
+        scored = make_learner(config, ranks, make).scorer.score(segments, config.training)
         if not ranks.is_first:
             continue
-        scorer = learner_of(config, ALONE, make).scorer
+        scorer = make_learner(config, ALONE, make).scorer
         expected = scorer.score(segments, config.training)
         free = scorer.score([replace(part, experts=NO_EXPERTS) for part in segments], config.training)
         found["gradient"] = max(found["gradient"], case["gradient"])
@@ -455,7 +436,7 @@ def after_a_fault(fault: Callable[[psutil.Process], None], timeout_s: float) -> 
         save_model_folder(folder / "model", *tiny_model())
         training = {"update_passes": 400, "batch_decisions": 1000}
         tables = {"learner": {"nproc_per_node": 2, "timeout_s": timeout_s}, "training": training}
-        group = Group(job_of({"cluster": {}, **tables}, model={"path": str(folder / "model")}), folder)
+        group = Group(make_job({"cluster": {}, **tables}, model={"path": str(folder / "model")}), folder)
         group.fresh([], None)
         first = group.rank(0)
         ended: dict[str, Any] = {}

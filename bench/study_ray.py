@@ -3,7 +3,7 @@
     python -m bench.study_ray [--out FILE] [--runs N]
 
 A deterministic job of two iterations runs in one process, and then with `[cluster] launcher = "ray"`: a
-learner and two gateways on two Ray nodes, beside a head without CPUs. In the update of iteration 2 the node
+learner and two gateways on two Ray nodes, with a head without CPUs. In the update of iteration 2 the node
 of the learner is killed with all that is on it, a gateway too. Figures:
 
     plans, sampled actions, both updates, final weights    equal to those of one process
@@ -97,7 +97,7 @@ def job_with(**tables: Mapping[str, Any]) -> JobConfig:
     return parse_job({**JOB, **tables}, where="bench/study_ray.py").config
 
 
-def run_of(job: JobConfig, folder: Path, story: Story) -> RunDirectory:
+def play(job: JobConfig, folder: Path, story: Story) -> RunDirectory:
     run = create_run(job, folder)
     asyncio.run(run_job(job, run, story, resume=False))
     return run
@@ -123,7 +123,7 @@ def _words(process: psutil.Process) -> list[str]:
     return []
 
 
-def facts_of(run: RunDirectory) -> dict[str, Any]:
+def read_facts(run: RunDirectory) -> dict[str, Any]:
     """What a run has played, learned from, and become."""
     stored = [item for n in (1, 2) for item in read_rollouts(run.rollouts_file(f"iteration_{n}"))]
     played = [item.trajectory for item in stored if item.trajectory is not None]
@@ -165,7 +165,7 @@ def under_ray(folder: Path, *, kills: bool, **learner: int) -> tuple[dict[str, A
         table = {"launcher": "ray", "ray_address": cluster.address, "wait_s": 180}
         job = job_with(cluster=table, learner=learner)
         story = Story((lambda: kill_node_of_learner(cluster, folder)) if kills else None)
-        return facts_of(run_of(job, folder, story)), story
+        return read_facts(play(job, folder, story)), story
     finally:
         cluster.shutdown()
 
@@ -177,7 +177,7 @@ def main() -> int:
     missed = 0
     with tempfile.TemporaryDirectory() as root:
         services = {"services": {"gateways": 1}}
-        whole = facts_of(run_of(job_with(**services), Path(root) / "whole", Story()))
+        whole = read_facts(play(job_with(**services), Path(root) / "whole", Story()))
         for number in range(chosen.runs):
             facts, story = under_ray(Path(root) / f"killed_{number}", kills=True)
             for name in ("plan", "seeds", "actions", "updates", "learned_from"):

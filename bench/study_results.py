@@ -58,9 +58,9 @@ def png(draw: Callable[[Figure], None], *, height_in: float) -> bytes:
 
 PACKAGES = ("turnwise", "torch", "transformers", "numpy", "crafter")
 MARKERS = "osD^v"
-# What evaluations tell beside the measure, of environments that have it.
-BESIDE = ("crafter_score",)
-# What iterations of a mixture tell beside it.
+# What evaluations tell besides the measure, of environments that have it.
+FURTHER = ("crafter_score",)
+# What iterations of a mixture tell besides it.
 MIXED = (
     "mixture/alpha", "rollout/policy_choice", "mixture/ess", "mixture/counted_share",
     "actor/importance_weight_mean", "mixture/fixed/outcome_reward",
@@ -159,7 +159,7 @@ def curve(path: Path, measure: str) -> dict[str, Any]:
                 measure: row[f"eval/{measure}"],
                 "low": row[f"eval/{measure}_low"],
                 "high": row[f"eval/{measure}_high"],
-                **{name: row[f"eval/{name}"] for name in BESIDE if f"eval/{name}" in row},
+                **{name: row[f"eval/{name}"] for name in FURTHER if f"eval/{name}" in row},
                 "episodes": row["eval/episodes"],
             }
             for row in story.evaluations
@@ -275,7 +275,7 @@ def table(study: Study, outcome: Mapping[str, Any]) -> str:
 def draw(study: Study, outcome: Mapping[str, Any], path: Path) -> None:
     """Held-out curves: a thin line a seed with its interval, a thick one for the mean."""
 
-    def figure_of(figure: Figure) -> None:
+    def fill(figure: Figure) -> None:
         axes = figure.subplots()
         for index, (arm, made) in enumerate(study.arms.items()):
             by_seed = outcome["arms"].get(arm, {})
@@ -294,7 +294,7 @@ def draw(study: Study, outcome: Mapping[str, Any], path: Path) -> None:
         axes.xaxis.set_major_locator(whole_numbers())
         axes.legend(loc="best", title="thin: one seed, with its 95 %")
 
-    path.write_bytes(png(figure_of, height_in=3.8))
+    path.write_bytes(png(fill, height_in=3.8))
 
 
 def mean_curve(curves: Sequence[Sequence[dict[str, Any]]], measure: str) -> tuple[list[int], list[float]]:

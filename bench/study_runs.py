@@ -1,8 +1,8 @@
 """Runs of a study: arms that start from one checkpoint a seed, resumable by seed and arm.
 
 A study names its arms (`Study`) and hands itself to `main`. What is done is skipped, what was interrupted is
-resumed, and after each arm the results are written anew from everything that lies on disk: so arms may be run
-one after the other, in any number of calls.
+resumed, and after each arm the results are written again from everything that lies on disk: so arms may be
+run one after the other, in any number of calls.
 """
 
 import argparse

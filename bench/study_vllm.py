@@ -3,10 +3,10 @@
     python -m bench.study_vllm --vllm-python VENV/bin/python        (make study-vllm VLLM_PYTHON=...)
 
 A job trains a tiny model on two servers of its own, of which one is killed amid the second iteration and has
-to come back. Every sampled token's log-prob is then computed anew by transformers in fp32, with the weights
+to come back. Every sampled token's log-prob is then computed again by transformers in fp32, with the weights
 of the version that it is said to be of: so a decision of other weights shows. After that, weights are swapped
 under running requests, with weight_update = "wait" and "keep", some of them with stop strings. A job with
-[lora] publishes adapters alone, which a server merges into their base; its log-probs are computed anew too.
+[lora] publishes adapters alone, which a server merges into their base; its log-probs are computed again too.
 bench/results/vllm.json has the figures; exit code 1 when one does not hold. docs/vllm.md installs vLLM.
 """
 
@@ -98,7 +98,7 @@ class Killer:
         return sum(any(f"replica {url} serves version" in line for line in self.lines) for url in killed)
 
 
-def parents_of(process: int) -> Iterator[int]:
+def walk_parents(process: int) -> Iterator[int]:
     while process > 1:
         status = Path(f"/proc/{process}/status").read_text()
         process = int(status.partition("\nPPid:\t")[2].partition("\n")[0])
@@ -127,7 +127,7 @@ def server_processes() -> list[int]:
     processes = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            words, parents = (folder / "cmdline").read_text(), list(parents_of(int(folder.name)))
+            words, parents = (folder / "cmdline").read_text(), list(walk_parents(int(folder.name)))
         except OSError:  # it has ended
             continue
         if "\0turnwise_serve\0" in words and "/guard.py\0" not in words and os.getpid() in parents:
@@ -135,8 +135,8 @@ def server_processes() -> list[int]:
     return sorted(processes)
 
 
-def job_of(python: str, iterations: int, **tables: Any) -> JobConfig:
-    """The job, with other tables beside its own or in their place."""
+def make_job(python: str, iterations: int, **tables: Any) -> JobConfig:
+    """The job, with other tables besides its own or in their place."""
     document = {
         "job": {"name": "study-vllm"},
         "model": {"preset": "tiny-0.3m", "device": "cpu"},
@@ -170,14 +170,14 @@ def job_of(python: str, iterations: int, **tables: Any) -> JobConfig:
 
 
 @cache
-def model_of(folder: Path) -> PreTrainedModel:
+def load_model(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @torch.inference_mode()
 def reference(folder: Path, prompt: Sequence[int], ids: Sequence[int], temperature: float) -> list[float]:
     """Log-probs of `ids` after the prompt, by one forward pass of transformers in fp32."""
-    logits = model_of(folder)(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].double()
+    logits = load_model(folder)(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].double()
     logprobs = (logits / temperature).log_softmax(-1)
     return logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
 
@@ -238,7 +238,7 @@ async def started_servers(
         await servers.stop()
 
 
-def pool_of(urls: Sequence[str], folder: Path, mode: Any, lines: list[str]) -> Servers:
+def open_pool(urls: Sequence[str], folder: Path, mode: Any, lines: list[str]) -> Servers:
     """Engines at these servers, by `weight_update`; `lines` gets what the pool says."""
     tokenizer = load_tokenizer(folder)
     engines = [
@@ -257,7 +257,7 @@ async def swaps(table: InferenceTable, folders: Sequence[Path], directory: RunDi
     results: dict[str, Any] = {}
     async with started_servers(table, directory, folders[0]) as servers:
         for mode in ("wait", "keep"):
-            pool = pool_of(servers.urls[:1], folders[0], mode, lines)
+            pool = open_pool(servers.urls[:1], folders[0], mode, lines)
             results[mode] = await in_flight(pool, folders, partial(by_folder, pool, folders))
             await pool.close()
     return results | {"replicas_lost": len(lines)}
@@ -341,7 +341,7 @@ def largest_difference(
 
 def study_adapters(python: str) -> dict[str, Any]:
     """Run a job with adapters; say what a publish of them takes, and what the merged model would."""
-    job = job_of(python, ADAPTER_ITERATIONS, lora={"rank": 2, "merged_checkpoints": True})
+    job = make_job(python, ADAPTER_ITERATIONS, lora={"rank": 2, "merged_checkpoints": True})
     training = job.training.model_copy(update={"learning_rate": 1e-2})
     inference = job.inference.model_copy(update={"replicas": 1})
     job, quiet = job.model_copy(update={"training": training, "inference": inference}), Killer("")
@@ -360,7 +360,7 @@ def study_adapters(python: str) -> dict[str, Any]:
         }
 
 
-def holds_of_adapters(found: dict[str, Any]) -> dict[str, bool]:
+def judge_adapters(found: dict[str, Any]) -> dict[str, bool]:
     return {
         "with adapters: log-probs within 1e-4 of fp32 transformers": found["logprob_max"] <= LIMIT,
         "with adapters: a decision of old weights would show, and there is none": found[
@@ -378,7 +378,7 @@ def holds_of_adapters(found: dict[str, Any]) -> dict[str, bool]:
 
 def study(python: str, iterations: int) -> dict[str, Any]:
     """Run the job, then the swaps with the weights that it made."""
-    job, killer = job_of(python, iterations), Killer("collect 2")
+    job, killer = make_job(python, iterations), Killer("collect 2")
     release = asyncio.run(check_environment(job.inference))
     with tempfile.TemporaryDirectory() as folder:
         directory = create_run(job, Path(folder) / "run")
@@ -394,11 +394,11 @@ def study(python: str, iterations: int) -> dict[str, Any]:
         "machine": kit.describe_machine(torch=torch.__version__),
         "job": trained,
         "swap": swapped,
-        "holds": holds_of(trained, swapped, iterations),
+        "holds": judge(trained, swapped, iterations),
     }
 
 
-def holds_of(trained: dict[str, Any], swapped: dict[str, Any], iterations: int) -> dict[str, bool]:
+def judge(trained: dict[str, Any], swapped: dict[str, Any], iterations: int) -> dict[str, bool]:
     """What must hold of a job with a killed server, and of swaps in flight."""
     modes = [swapped["wait"], swapped["keep"]]
 
@@ -441,7 +441,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         found = study(options.vllm_python, options.iterations)
     found["adapters"] = study_adapters(options.vllm_python)
-    found["holds"] |= holds_of_adapters(found["adapters"])
+    found["holds"] |= judge_adapters(found["adapters"])
     return kit.end_study(found, options.results)
 
 

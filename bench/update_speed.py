@@ -1,4 +1,4 @@
-"""Time of an update at the demo's shape, of this tree beside another one: the same episodes and weights.
+"""Time of an update at the demo's shape, of this tree against another one: the same episodes and weights.
 
     python -m bench.update_speed [--against ../other/tree | --spin 0] [--rounds 7] [--run RUN] [--profile]
 
@@ -29,8 +29,8 @@ from trainer_backend.rundir.layout import open_run
 TOOK = "took"  # begins a line with seconds
 
 
-def update_of(run: Path) -> Callable[[], dict[str, float]]:
-    """The update of a played iteration: each call makes it anew, on a learner of its own."""
+def make_update(run: Path) -> Callable[[], dict[str, float]]:
+    """The update of a played iteration: each call makes it again, on a learner of its own."""
     directory = open_run(run)
     job = load_job(run / "job.toml").config
     (rollouts,), (measured,) = stored_iterations(directory, (1,)), stored_measured(directory, (1,))
@@ -48,7 +48,7 @@ def update_of(run: Path) -> Callable[[], dict[str, float]]:
 
 def work(run: Path) -> None:
     """In a process of a tree: an update for each line of stdin, a line with its seconds for each."""
-    update = update_of(run)
+    update = make_update(run)
     for _ in sys.stdin:
         metrics = update()
         print(TOOK, metrics["cpu_s"], metrics["clock_s"], metrics["optim/steps"], flush=True)
@@ -86,7 +86,7 @@ def profiled(run: Path) -> str:
     """Where the CPU time of an update goes, by operator."""
     from torch.profiler import ProfilerActivity, profile
 
-    update = update_of(run)
+    update = make_update(run)
     update()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         update()

@@ -140,5 +140,5 @@ def test_a_decode_step_reads_all_weights_once_and_the_cache_of_every_row():
     ],
 )
 def test_a_device_is_known_by_its_name(name: str, flops_of_it: float | None):
-    peak = model_flops.peak_of(name)
+    peak = model_flops.find_peak(name)
     assert (peak and peak.flops) == flops_of_it
