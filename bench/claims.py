@@ -262,8 +262,6 @@ def cost_claims() -> Iterator[Claim]:
         "the same token: CPU time": f"{most['read']:z.2f} µs",
         "a tenth is sampled: memory": f"{tenth['held']:.0f} bytes",
         "a token in tuples and JSON": f"{most['plain held']:.0f} bytes",
-        "a token in JSON: bytes": f"{most['plain sent']:.0f}",
-        "a token in JSON: CPU time": f"{most['plain read']:z.2f} µs",
         "a token before a step": f"{most['batch']:z.2f} µs",
         "memory of log-probs and weights": f"{most['rows']:.0f} bytes",
     }.items():
