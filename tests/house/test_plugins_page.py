@@ -1,4 +1,4 @@
-"""The files of docs/plugins.md, as a reader would save them: they load, keep the contract, and play."""
+"""The files of docs/plugins.md and examples/plugins load, keep the contract, and play."""
 
 import re
 import sys
@@ -18,7 +18,11 @@ from tests.task_app.rollout_client import accept, all_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+EXAMPLES = sorted((ROOT / "examples/plugins").glob("*.py"))
+BLOCKS = [
+    *re.findall(r"```python\n(.*?)```", PAGE, re.S),
+    *(path.read_text(encoding="utf-8") for path in EXAMPLES),
+]
 CHECKS = [name for name in dir(EnvironmentContract) if name.startswith("test_")]
 
 
