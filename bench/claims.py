@@ -205,12 +205,12 @@ def mixture_claims() -> Iterator[Claim]:
     }.items():
         yield Claim(FIGURES, after, columns(mixture.after(arm)))
         yield Claim(FIGURES, less, interval_columns(mixture.minus(arm, "alone")))
-    rows = {
+    medians_by_arm = {
         "alone": "| alone |",
         "good": "| with the teacher's clone |",
         "bad": "| with random weights |",
     }
-    for arm, row in rows.items():
+    for arm, row in medians_by_arm.items():
         medians = [statistics.median(mixture.at(arm, index).values()) for index in range(5)]
         ends = ", ".join(f"{value:.2f}" for value in mixture.after(arm))
         yield Claim(MIXTURE, row, " | ".join([*(f"{value:.2f}" for value in medians), ends]))

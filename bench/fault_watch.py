@@ -31,7 +31,7 @@ from trainer_backend.rundir.spool import read_ledger
 from trainer_backend.rundir.state import RunState, read_state, read_status
 from trainer_backend.store import reads_rollouts
 from trainer_backend.store.database import Store, open_store
-from trainer_backend.store.metrics import numbers_of
+from trainer_backend.store.metrics import list_numbers
 from trainer_backend.store.rows import ENDED, RolloutRow
 
 # Between two looks at files; between two questions to the service, also to one that did not answer.
@@ -380,7 +380,7 @@ def judge_metrics(run: RunDirectory, place: Installation, job_id: str, seen: See
     for kind in ("iteration", "evaluation"):
         written: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
         for row in rows:
-            for name, value in numbers_of(row) if row["kind"] == kind else ():
+            for name, value in list_numbers(row) if row["kind"] == kind else ():
                 written[name].append((row["iteration"], value))
         found = place.ask(f"/jobs/{job_id}/metrics", kind=kind, points="5000")
         told = {
@@ -388,7 +388,7 @@ def judge_metrics(run: RunDirectory, place: Installation, job_id: str, seen: See
             for name, curve in found["series"].items()
         }
         seen.hold(f"the store's metrics of kind {kind}", holds=told == dict(written))
-    for name, value in (item for row in rows for item in numbers_of(row)):
+    for name, value in (item for row in rows for item in list_numbers(row)):
         if name.startswith(_LOSSES):
             seen.losses[name.removeprefix(_LOSSES)] += int(value)
         elif name == "recovery/rollouts_reused":

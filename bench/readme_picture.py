@@ -13,7 +13,7 @@ import sys
 from matplotlib.figure import Figure
 
 from bench import kit
-from bench.charts import COLOURS, png, whole_numbers
+from bench.study_results import COLOURS, png, whole_numbers
 
 PICTURE = kit.ROOT / "docs/img/demo-learns.png"
 
