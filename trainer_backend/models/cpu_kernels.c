@@ -157,13 +157,13 @@ static void columns_of(const struct product *of, whole first) {
     }
 }
 
-/* What is left of the outputs is computed with some once more, which is why what `adds` has whole COLUMNS. */
+/* What is left of the outputs is computed with some once more, behind the others: what `adds` has whole COLUMNS. */
 void product(const float *x, whole x_stride, const float *w, whole tokens, whole outputs, whole inputs,
              float *out, whole out_stride, int adds, int threads) {
     struct product of = {x, w, x_stride, tokens, outputs, inputs, out_stride, out, adds};
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (whole first = 0; first < outputs; first += COLUMNS)
-        columns_of(&of, first + COLUMNS <= outputs ? first : outputs - COLUMNS);
+    for (whole first = 0; first <= outputs - COLUMNS; first += COLUMNS) columns_of(&of, first);
+    if (outputs % COLUMNS) columns_of(&of, outputs - COLUMNS);
 }
 
 whole lanes_of_a_vector(void) { return LANES; }

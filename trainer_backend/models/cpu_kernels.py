@@ -133,7 +133,7 @@ class CpuKernels:
         """Whether `product` is there for these tokens and this weight, and faster than torch's."""
         outputs, inputs = weight_OI.shape
         is_wide = inputs >= _LEAST_INPUTS and inputs % self._lanes == 0 and outputs >= _COLUMNS
-        return is_wide and 0 < tokens <= _MOST_TOKENS.get(self._lanes, 0)
+        return is_wide and 0 < tokens <= _MOST_TOKENS.get(self._lanes, 0) and weight_OI.is_contiguous()
 
     def product(self, input_TI: Tensor, weight_OI: Tensor) -> Tensor:
         """[T, O] x w', where it `multiplies`. A number does not depend on the other tokens."""
@@ -151,7 +151,7 @@ class CpuKernels:
     def _multiply(self, input_TI: Tensor, weight_OI: Tensor, out_TO: Tensor, *, adds: bool) -> None:
         input_TI = input_TI if input_TI.stride(1) == 1 else input_TI.contiguous()
         self._of.product(
-            _at(input_TI), input_TI.stride(0), _at(weight_OI.contiguous()), len(input_TI), *weight_OI.shape,
+            _at(input_TI), input_TI.stride(0), _at(weight_OI), len(input_TI), *weight_OI.shape,
             _at(out_TO), out_TO.stride(0), adds, torch.get_num_threads(),
         )  # fmt: skip
 
