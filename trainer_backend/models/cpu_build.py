@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
-from trainer_backend.transformers_index import cache_folder
-
 # NaN and infinity stay what they are, so `-ffast-math` is not among them.
 _FLAGS = ["-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
 _FLAGS += ["-fassociative-math", "-fno-signed-zeros", "-freciprocal-math"]
@@ -43,7 +41,8 @@ def built_library(compiler: str, *, openmp: bool) -> Path:
 
 def _folders() -> Iterator[Path]:
     """The user's folder for what can be made again; else one of this process."""
-    yield cache_folder()
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    yield Path(home) / "turnwise"
     yield Path(tempfile.mkdtemp(prefix="turnwise-"))
 
 
