@@ -16,8 +16,8 @@ Found with 8 cells over 20 seeds, median env steps to a return of 0.8 (quartiles
 
 So `uniform` takes 0.77, 0.63 and 0.50 of the steps of `branch` (0.81 with 16 at --rate 0.3); 0.6 was hoped
 for. With 16 episodes an update has data enough, and more of it saves few iterations: Adam moves a logit by
-0.1 at most in each, and with 192 episodes there are still 8 and 11 (two seeds). With 4, noise decides. No fork
-at all takes fewest steps here: two thirds of the steps come after forks, and in four of five forks both
+0.1 at most in each, and with 192 episodes there are still 8 and 11 (two seeds). With 4, noise decides. No
+fork at all takes fewest steps here: two thirds of the steps come after forks, and in four of five forks both
 continuations end alike.
 """
 
