@@ -158,6 +158,24 @@ def test_other_environments_are_forked_too(env_name, tmp_path):
         assert episode.steps[0].observation_data.messages == left.observation_data.messages
 
 
+@pytest.mark.timeout(480)  # three processes start, two of them with an import of torch
+def test_forks_are_the_same_where_learner_and_gateway_are_processes_of_their_own(trained, run, tmp_path):
+    cluster = {"cluster": {}, "inference__own_process": True}
+    directory, _, progress = forked(trained, tmp_path / "run", algorithm__fork_rule="surprise", **cluster)
+    assert progress.iteration == 1
+    here, there = (
+        [
+            (item.rollout_id.partition("/")[2], item.trajectory.parent_turn, item.trajectory.seed)
+            for item in stored(one, "branches_1")
+        ]
+        for one in (run[0], directory)
+    )
+    assert there == here != []
+    [row], [expected] = rows_of(directory, "iteration"), rows_of(run[0], "iteration")
+    for name in ("forks/count", "forks/rollouts", "forks/share", "forks/gain", "optim/steps"):
+        assert row[name] == pytest.approx(expected[name]), name
+
+
 def test_an_iteration_that_is_collected_ahead_is_forked_when_it_is_waited_for(trained, tmp_path):
     directory, _, progress = forked(
         trained, tmp_path / "run", training__iterations=3, training__max_staleness=1,
