@@ -87,11 +87,9 @@ class Services:
             # An unusable folder is reported before anything starts.
             self.database.open()
         self.store = SessionStore(
-            self.database,
-            boards,
-            snapshot_every=settings.journal_snapshot_every,
-            max_snapshot_bytes=settings.max_snapshot_bytes,
-        )
+            self.database, boards,
+            snapshot_every=settings.journal_snapshot_every, max_snapshot_bytes=settings.max_snapshot_bytes,
+        )  # fmt: skip
         self.environments: Sessions[EnvironmentSession] = Sessions(
             "env", capacity=capacity, idle_s=idle_s,
             on_add=self._watch, on_new=self.store.add, on_remove=self._end,

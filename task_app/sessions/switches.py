@@ -61,6 +61,6 @@ def agree_on_step_rewards(by_place: Mapping[str, StepRewards]) -> StepRewards:
     """The switches that all places agree on; off if no place names any."""
     first, *others = list(by_place) or [""]
     for place in others:
-        if by_place[place] != by_place[first]:
+        if by_place[place].step_rewards != by_place[first].step_rewards:
             raise InvalidRequest(f"{place} differs from {first}; give one of them, or the same", where=place)
-    return by_place.get(first, OFF)
+    return by_place.get(first, OFF).step_rewards

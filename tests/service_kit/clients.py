@@ -120,7 +120,7 @@ async def ask_peer(url: str) -> None:
 async def ask_from_a_plug_in(url: str) -> None:
     services = create_app(Settings(api_keys=(SecretStr(KEY),))).state.services
     services.start()
-    async with services.session as session, session.get(url):
+    async with services.open_session() as session, session.get(url):
         pass
 
 

@@ -14,6 +14,7 @@ decode step on a GPU spent a third of its time on starting torch's.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -281,7 +282,10 @@ class Decoder:
         assert unsupported_because(model) is None, "another way of computing it must be taken"
         base: Any = model.model
         self._embedding: Tensor = base.embed_tokens.weight
-        self._head = fused([model.lm_head], cpu)
+        self._head: Callable[[Tensor], Tensor] = model.lm_head
+        self._low = None if self._embedding.dtype == torch.float32 else self._embedding.dtype
+        if self._low is None and type(model.lm_head) is nn.Linear:
+            self._head = fused([model.lm_head], cpu)
         self._turns = Rotation(*rotation_tables(base.rotary_emb, max_len, self._embedding.device))
         self._stream: Callable[[Tensor, Rotation, Tensor], Stream] = Stream
         if by_kernel:
@@ -320,7 +324,9 @@ class Decoder:
         stream = self._new_stream(ids_T, positions_T)
         for number, layer in enumerate(self._layers):
             layer.run(number, stream, attention)
-        return self._head(stream.norm(self._norm))
+        low, normed_TW = self._low, stream.norm(self._norm)
+        with nullcontext() if low is None else torch.autocast(normed_TW.device.type, dtype=low):
+            return self._head(normed_TW)
 
     def _new_stream(self, ids_T: Tensor, positions_T: Tensor) -> Stream:
         """The residual stream of embedded tokens, in memory of its own."""
