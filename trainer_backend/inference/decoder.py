@@ -61,7 +61,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """y = x W' + b, with factors rounded to the type of W, and adapters next to W; `cpu` is for float32."""
+    """y = x W' + b, with factors rounded to W's type, and adapters next to W; `cpu` is for float32."""
 
     weight: Tensor  # [out, in]
     bias: Tensor | None

@@ -157,7 +157,7 @@ class Adapter:
 
 
 def set_beside(model: PreTrainedModel, folder: Path) -> None:
-    """Take merged adapters out of a float32 model's weights, and put them next to its base, as in training."""
+    """Take merged adapters out of a float32 model's weights and put them next to its base, as in training."""
     take_out(model, folder)
     with torch.random.fork_rng(devices=[]):
         Adapter(_wrapped(model, read_settings(folder))).restore(folder)
