@@ -111,7 +111,7 @@ size: $(VENV)/.ready ## lines and names of each package, what changed since the 
 setup: $(VENV)/.ready ## make .venv alone
 
 study-demo: $(VENV)/.ready ## the demo with five seeds (an hour; resumable)
-	$(BIN)/python -m bench.study_demo --seeds 0 1 2 3 4
+	$(BIN)/python -m bench.study_jobs demo --seeds 0 1 2 3 4
 
 study-reward-modes: $(VENV)/.ready ## decision rewards against outcome only, 3 seeds each (an hour; resumable)
 	$(BIN)/python -m bench.studies reward_modes

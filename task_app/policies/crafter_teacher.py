@@ -6,8 +6,9 @@ rules are tried in order; each returns the actions of one decision, or None. Wal
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from task_app.environments.crafter.landmarks import PLACES, Facts
+from task_app.environments.crafter.landmarks import NEAR_CELLS, PLACES, Facts
 from task_app.environments.crafter.rules import RULES
 from task_app.environments.crafter.walks import Walk
 
@@ -26,6 +27,13 @@ _LIVES = {"zombie": 5, "skeleton": 3, "cow": 3}
 def decide(facts: Facts, *, max_actions: int) -> Actions:
     """The teacher's actions for one decision: 1 to `max_actions` names."""
     return purpose(facts, max_actions=max_actions) or explore(facts)[:max_actions]
+
+
+def decide_with_memory(facts: Facts, *, max_actions: int) -> Actions:
+    """Apply the rules to near things, then to all known things, then explore."""
+    near = {kind: walk for kind, walk in facts.walks.items() if walk.cells <= NEAR_CELLS}
+    actions = purpose(replace(facts, walks=near), max_actions=max_actions)
+    return actions or decide(facts, max_actions=max_actions)
 
 
 def purpose(facts: Facts, *, max_actions: int) -> Actions | None:

@@ -11,9 +11,9 @@ from pydantic import Field
 
 from shared_schemas.base import Body
 from task_app.environments.crafter.landmarks import read_facts
+from task_app.environments.crafter.map_memory import MapMemory
 from task_app.environments.crafter.rules import ACTIONS
-from task_app.policies.crafter_memory import MapMemory, decide_with_memory
-from task_app.policies.crafter_teacher import decide
+from task_app.policies.crafter_teacher import decide, decide_with_memory
 from task_app.policies.random_calls import (
     ByChance,
     DetourConfig,

@@ -12,6 +12,7 @@ from shared_schemas.base import Body
 from shared_schemas.messages import Message, ToolSpec
 from task_app.environments.crafter import prompt
 from task_app.environments.crafter.engine import CrafterEngine
+from task_app.environments.crafter.map_memory import MapMemory
 from task_app.environments.crafter.prompt import InvalidCall, read_actions
 from task_app.environments.crafter.rules import ACTIONS, RULES, VITALS
 from task_app.environments.crafter.snapshot import pack, unpack
@@ -34,6 +35,9 @@ class CrafterConfig(Body):
         description="full: the usual layout; compact: 25 to 60 words for small models; balrog: the messages "
         "of that benchmark, answered by the name of one action",
     )
+    memory: bool = Field(
+        default=False, description="compact: walks lead to everything seen in the episode, not only in view"
+    )
     max_actions: int = Field(default=8, ge=1, le=8, description="limit of actions in one call (maxItems)")
     length: int = Field(default=10_000, ge=1, le=1_000_000, description="env steps before truncation")
     history: int = Field(
@@ -46,6 +50,8 @@ class CrafterConfig(Body):
         if getattr(self, unused) != type(self).model_fields[unused].default:
             fact = "where a decision is one action" if self.text == "balrog" else "it is for 'balrog'"
             raise ValueError(f"{unused} has no effect with text {self.text!r}: {fact}")
+        if self.memory and self.text != "compact":
+            raise ValueError(f"memory has no effect with text {self.text!r}: it is for 'compact'")
         return self
 
 
@@ -60,6 +66,7 @@ class CrafterEnvironment:
         self.config = config or CrafterConfig()
         self._engine: CrafterEngine | None = None
         self._last: tuple[float, Mapping[str, Any]] = (0.0, prompt.NO_NEWS)
+        self._memory = MapMemory() if self.config.memory else None
 
     def reset(self, seed: int) -> Observation:
         self._engine = CrafterEngine(seed, length=self.config.length)
@@ -67,17 +74,20 @@ class CrafterEnvironment:
         return self._observe(0.0, prompt.NO_NEWS)
 
     def snapshot(self) -> bytes:
-        """The game in about 8 KB; raises EpisodeOver before the first reset."""
+        """The game in about 8 KB, and what is remembered; raises EpisodeOver before the first reset."""
         reward, news = self._last
-        return pack(started(self._engine), reward=reward, news=news)
+        memory = self._memory.snapshot() if self._memory else None
+        return pack(started(self._engine), reward=reward, news=news, memory=memory)
 
     def restore(self, state: bytes) -> Observation:
-        engine, reward, news = unpack(state)
+        engine, reward, news, memory = unpack(state)
         if engine.length != self.config.length:
             raise ValueError(
                 f"the snapshot's episode is {engine.length} env steps long, this environment's "
                 f"config.length is {self.config.length}"
             )
+        if self._memory is not None:  # a snapshot without one begins to remember here
+            self._memory.restore(memory or MapMemory().snapshot())
         self._engine = engine
         return self._observe(reward, news)
 
@@ -173,7 +183,9 @@ class CrafterEnvironment:
         return Observation(self._text(data), data, dict(engine.achievements), reward)
 
     def _text(self, data: Mapping[str, Any]) -> str:
-        return compact_text(data) if self.config.text == "compact" else full_text(data)
+        if self.config.text == "full":
+            return full_text(data)
+        return compact_text(data, None if self._memory is None else self._memory.facts(data))
 
 
 def _run(engine: CrafterEngine, actions: Sequence[str]) -> tuple[list[float], bool]:

@@ -36,6 +36,8 @@ PLACES: dict[str, frozenset[str]] = {"grass": frozenset({"grass"}), "ground": GR
 KINDS = ("way", *PLACES, *THINGS)
 # A walk is shown up to the leg that completes this many cells; a short decision goes no further.
 MAX_CELLS = 4
+# A player with memory visits known things beyond these only if nothing nearer is worth it.
+NEAR_CELLS = 6
 _VIEW = tuple(cell_at(x, y) for y in range(ROWS) for x in range(COLUMNS))
 # By a direction: the cells of the view's edge there.
 _EDGES = {

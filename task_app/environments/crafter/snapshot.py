@@ -16,6 +16,7 @@ from shared_schemas.plain_text import encodable
 from task_app.complaints import state_in
 from task_app.environments.crafter.engine import CrafterEngine
 from task_app.environments.crafter.grid import AREA, CHUNK_COUNT, DIRECTIONS, MATERIAL_COUNT
+from task_app.environments.crafter.map_memory import SeenCells
 from task_app.environments.crafter.objects import BEINGS
 from task_app.environments.crafter.rules import ACHIEVEMENTS, RULES
 from task_app.environments.crafter.state import HIDDEN, MT_WORDS, GameState
@@ -70,10 +71,21 @@ class Head(Body, allow_inf_nan=False):
     hidden: tuple[Counter, ...] = Field(min_length=len(HIDDEN), max_length=len(HIDDEN))
     reward: Counter
     news: News
+    memory: SeenCells | None = None
 
 
-def pack(engine: CrafterEngine, *, reward: float, news: Mapping[str, Any]) -> bytes:
-    """The game of `engine`, with reward and news of its last observation; NotReset without a game."""
+def pack(
+    engine: CrafterEngine,
+    *,
+    reward: float,
+    news: Mapping[str, Any],
+    memory: Mapping[str, Any] | None = None,
+) -> bytes:
+    """The game of `engine`, with reward and news of its last observation; NotReset without a game.
+
+    Args:
+        memory: `MapMemory.snapshot()` of a player that remembers.
+    """
     state = engine.capture()
     head = {
         "format": FORMAT,
@@ -87,12 +99,13 @@ def pack(engine: CrafterEngine, *, reward: float, news: Mapping[str, Any]) -> by
         "reward": reward,
         # A lone surrogate in a refused call becomes "?", as everywhere in the service.
         "news": {**news, "invalid": encodable(news["invalid"]) if news["invalid"] else None},
+        **({} if memory is None else {"memory": memory}),
     }
     return to_json(head) + b"\n" + state.ground + state.words.astype("<u4").tobytes()
 
 
-def unpack(data: bytes) -> tuple[CrafterEngine, float, dict[str, Any]]:
-    """An engine that continues the packed game, with its last reward and news.
+def unpack(data: bytes) -> tuple[CrafterEngine, float, dict[str, Any], dict[str, Any] | None]:
+    """An engine that continues the packed game, with its last reward, news and memory, if any.
 
     Raises:
         ValueError: the data is no snapshot, or its game is impossible; the message says where.
@@ -117,7 +130,8 @@ def unpack(data: bytes) -> tuple[CrafterEngine, float, dict[str, Any]]:
     words = np.frombuffer(rest[GROUND_BYTES:], "<u4").astype(np.uint32)
     state = GameState(ground=ground, words=words, **fields)
     engine = CrafterEngine(head.seed, length=head.length).with_state(state, head.step, head.last_health)
-    return engine, head.reward, head.news.model_dump()
+    memory = None if head.memory is None else head.memory.model_dump()
+    return engine, head.reward, head.news.model_dump(), memory
 
 
 def _check_names(field: str, counts: dict[str, int], known: tuple[str, ...]) -> None:

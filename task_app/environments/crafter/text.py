@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from itertools import compress
 from typing import Any
 
-from task_app.environments.crafter.landmarks import KINDS, Facts, read_facts
+from task_app.environments.crafter.landmarks import KINDS, MAX_CELLS, NEAR_CELLS, Facts, read_facts
 from task_app.environments.crafter.prompt import news_lines
 from task_app.environments.crafter.walks import Leg
 
@@ -22,6 +22,10 @@ TODO = (
 NEAR = ("table", "furnace")
 NEWS_WORDS = ("hurt", "no-effect", "invalid")
 MAX_WORDS = 60
+# With memory, most kinds of things are known at once.
+MAX_REMEMBERED_WORDS = 110
+# What a leg of this many cells or more says.
+LONGEST_LEG = 9
 VITAL_WORDS = {"health": "hp", "food": "food", "drink": "drink", "energy": "rest"}
 LEG_LETTERS = {"left": "L", "right": "R", "up": "U", "down": "D"}
 
@@ -53,7 +57,7 @@ def full_text(data: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def compact_text(data: Mapping[str, Any]) -> str:
+def compact_text(data: Mapping[str, Any], remembered: Facts | None = None) -> str:
     """The state in 25 to 60 words of a closed vocabulary, always in the same order, on one line.
 
     Twenty-five words have fixed places: vitals, light, the faced cell, the four neighbour cells, materials,
@@ -67,8 +71,12 @@ def compact_text(data: Mapping[str, Any]) -> str:
     walk. `grass` and `ground` (to build on) end facing such a cell; `way` leads out of view. `lava R2 D1` is
     no walk but a warning: the offset of the nearest lava, across and then down. News: `no-effect` means that
     the last call changed nothing, with `invalid` because it was refused.
+
+    With `remembered`, the facts of a `MapMemory`, walks lead to everything seen so far, in up to 110 words.
+    There `far` in place of `more` says that a thing is more than NEAR_CELLS cells away.
     """
-    facts = read_facts(data)
+    facts = remembered or read_facts(data)
+    most = MAX_REMEMBERED_WORDS if remembered else MAX_WORDS
     head, news = _state_words(facts), [f"+{name}" for name in data["news"]["unlocked"]]
     flags = data["news"]["health_change"] < 0, data["news"]["no_effect"], data["news"]["invalid"] is not None
     news += compress(NEWS_WORDS, flags)
@@ -76,10 +84,12 @@ def compact_text(data: Mapping[str, Any]) -> str:
         head += ["lava", *_leg_words(facts.lava)]
     for kind in KINDS:
         if walk := facts.walks.get(kind):
-            words = [kind, *_leg_words(walk.legs), *["more"] * walk.more]
+            shown = walk.cut(MAX_CELLS)
+            rest = "far" if remembered and walk.cells > NEAR_CELLS else "more"
+            words = [kind, *_leg_words(shown.legs), *[rest] * shown.more]
             # A crowded view loses the kinds that come last.
-            head += words if len(head) + len(words) + len(news) <= MAX_WORDS else []
-    return " ".join((head + news)[:MAX_WORDS])
+            head += words if len(head) + len(words) + len(news) <= most else []
+    return " ".join((head + news)[:most])
 
 
 def _state_words(facts: Facts) -> list[str]:
@@ -98,4 +108,6 @@ def _state_words(facts: Facts) -> list[str]:
 
 
 def _leg_words(legs: Iterable[Leg]) -> list[str]:
-    return [f"{'x' if leg.dig else ''}{LEG_LETTERS[leg.direction]}{leg.count}" for leg in legs]
+    return [
+        f"{'x' if leg.dig else ''}{LEG_LETTERS[leg.direction]}{min(leg.count, LONGEST_LEG)}" for leg in legs
+    ]

@@ -56,6 +56,18 @@ class Walk:
     legs: tuple[Leg, ...]
     more: bool = False
 
+    @property
+    def cells(self) -> int:
+        return sum(leg.count for leg in self.legs)
+
+    def cut(self, max_cells: int) -> "Walk":
+        """The walk up to the leg that completes `max_cells` cells."""
+        cells, shown = 0, 0
+        while cells < max_cells and shown < len(self.legs):
+            cells += self.legs[shown].count
+            shown += 1
+        return Walk(self.legs[:shown], more=self.more or shown < len(self.legs))
+
 
 @dataclass(frozen=True, slots=True)
 class Ground:
@@ -152,7 +164,7 @@ _leg = cache(Leg)
 
 
 def walk_to(ground: Ground, trails: Trails, cell: Cell, *, max_cells: int) -> Walk:
-    """The walk to `cell`, cut after the leg that completes `max_cells` cells."""
+    """The walk to `cell`, cut after `max_cells` cells."""
     legs: list[Leg] = []
     # The last step only has to face its cell, so it never digs.
     _, _, direction, at = trails[cell]
@@ -168,8 +180,4 @@ def walk_to(ground: Ground, trails: Trails, cell: Cell, *, max_cells: int) -> Wa
         at = before
     legs.append(_leg(direction, count, dig))
     legs.reverse()
-    cells, shown = 0, 0
-    while cells < max_cells and shown < len(legs):
-        cells += legs[shown].count
-        shown += 1
-    return Walk(tuple(legs[:shown]), more=shown < len(legs))
+    return Walk(tuple(legs)).cut(max_cells)

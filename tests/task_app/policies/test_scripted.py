@@ -7,8 +7,8 @@ import pytest
 
 from task_app.environments.crafter.balrog import BalrogEnvironment
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
+from task_app.environments.crafter.map_memory import MapMemory
 from task_app.environments.crafter.rules import ACTIONS
-from task_app.policies.crafter_memory import MapMemory
 from task_app.policies.scripted import NO_TOOLS, CrafterTeacher, RandomConfig, RandomPolicy, TeacherConfig
 from task_app.protocols import PolicyObservation, ToolRequest
 

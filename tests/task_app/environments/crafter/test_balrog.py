@@ -155,3 +155,5 @@ def test_a_setting_without_effect_is_refused():
         CrafterConfig(text="balrog", max_actions=4)
     with pytest.raises(ValidationError, match="history has no effect with text 'compact'"):
         CrafterConfig(text="compact", history=4)
+    with pytest.raises(ValidationError, match="memory has no effect with text 'full'"):
+        CrafterConfig(memory=True)

@@ -26,7 +26,7 @@ def played(seed: int, steps: int) -> CrafterEngine:
 @pytest.mark.parametrize(("seed", "steps"), [(0, 0), (1, 57), (2, 230), (3, 301)])
 def test_a_restored_game_goes_on_like_the_original(seed: int, steps: int):
     engine = played(seed, steps)
-    restored, _, _ = unpack(pack(engine, reward=0.0, news=NO_NEWS))
+    restored, *_ = unpack(pack(engine, reward=0.0, news=NO_NEWS))
     assert restored.fingerprint() == engine.fingerprint()
     rng = np.random.default_rng(99)
     for action in rng.integers(17, size=60).tolist():
@@ -39,7 +39,7 @@ def test_a_restored_game_goes_on_like_the_original(seed: int, steps: int):
 
 def test_what_the_last_observation_told_comes_back():
     news = {"unlocked": ["wake_up"], "health_change": -2, "no_effect": True, "invalid": "half \ud83d"}
-    _, reward, told = unpack(pack(played(1, 3), reward=-0.2, news=news))
+    _, reward, told, _ = unpack(pack(played(1, 3), reward=-0.2, news=news))
     assert (reward, told) == (-0.2, news | {"invalid": "half ?"})
 
 
@@ -73,6 +73,7 @@ def ground(material: int) -> Change:
     [
         (head(format=2), "snapshot.format"),
         (head(surprise=1), "snapshot.surprise"),
+        (head(memory={"step": 3, "cells": [[0, 200, "grass"]]}), "snapshot.memory.cells"),
         (head(seed=-1), "seed must be an int"),
         (head(step=10**400), "snapshot.step"),
         (head(achievements={"fly": 10**400}), "snapshot.achievements.fly"),

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
-from task_app.environments.crafter.landmarks import KINDS, Facts, read_facts
+from task_app.environments.crafter.landmarks import KINDS, NEAR_CELLS, Facts, read_facts
 from task_app.environments.crafter.prompt import NO_NEWS
 from task_app.environments.crafter.rules import ACTIONS, RULES
 from task_app.environments.crafter.text import (
     LEG_LETTERS,
     MATERIAL_ITEMS,
+    MAX_REMEMBERED_WORDS,
+    MAX_WORDS,
     TODO,
     TOOLS,
     VITAL_WORDS,
@@ -20,7 +22,8 @@ from task_app.environments.crafter.text import (
     full_text,
 )
 from task_app.environments.crafter.walks import Leg, Walk
-from task_app.policies.crafter_teacher import decide, wood
+from task_app.policies.crafter_teacher import decide, decide_with_memory, wood
+from task_app.policies.scripted import CrafterTeacher, TeacherConfig
 from task_app.protocols import ToolRequest
 from tests.task_app.environments.crafter.vocabulary import compact_vocabulary
 
@@ -187,6 +190,8 @@ def _walks(words: list[str]) -> dict[str, Walk]:
             kind, walks[word] = word, Walk(())
         elif word == "more":
             walks[kind] = Walk(walks[kind].legs, more=True)
+        elif word == "far":  # the teacher goes there last, and a decision ends before the walk does
+            walks[kind] = Walk((*walks[kind].legs, Leg("up", NEAR_CELLS)), more=True)
         elif match := _LEG.fullmatch(word):
             leg = Leg(_NAME_OF_LETTER[match[2]], int(match[3]), dig=bool(match[1]))
             walks[kind] = Walk((*walks[kind].legs, leg))
@@ -194,17 +199,21 @@ def _walks(words: list[str]) -> dict[str, Walk]:
     return walks
 
 
-def test_in_play_the_compact_text_has_25_to_60_words_of_the_vocabulary_and_determines_the_teacher():
+@pytest.mark.parametrize(("memory", "most_words"), [(False, MAX_WORDS), (True, MAX_REMEMBERED_WORDS)])
+def test_in_play_the_compact_text_is_short_of_a_closed_vocabulary_and_determines_the_teacher(
+    memory, most_words
+):
     vocabulary, differing, total = set(compact_vocabulary()), 0, 0
-    source = random.Random(0)
+    source, rules = random.Random(0), decide_with_memory if memory else decide
     for seed in range(6):
-        environment = CrafterEnvironment(CrafterConfig(text="compact", max_actions=4))
+        environment = CrafterEnvironment(CrafterConfig(text="compact", memory=memory, max_actions=4))
+        teacher = CrafterTeacher(TeacherConfig(memory=memory, max_actions=4))
         observation = environment.reset(seed)
         for _ in range(40):
             words = observation.text.split()
-            assert 25 <= len(words) <= 60 and vocabulary.issuperset(words)
-            actions = decide(read_facts(observation.data), max_actions=4)
-            differing += decide(read_compact(observation.text), max_actions=4) != actions
+            assert 25 <= len(words) <= most_words and vocabulary.issuperset(words)
+            actions = teacher.actions(observation.data)
+            differing += rules(read_compact(observation.text), max_actions=4) != actions
             total += 1
             if source.random() < 0.3:
                 actions = source.choices(ACTIONS, k=4)
@@ -212,8 +221,20 @@ def test_in_play_the_compact_text_has_25_to_60_words_of_the_vocabulary_and_deter
             observation = outcome.observation
             if outcome.terminated:
                 break
-    # Only a view too crowded for sixty words can hide what the teacher acts on.
+    # Only a view too crowded for its words can hide what the teacher acts on.
     assert differing / total < 0.01
+
+
+def test_with_memory_the_text_leads_out_of_view_and_a_snapshot_remembers_the_map():
+    settings = CrafterConfig(text="compact", memory=True)
+    environment, other = CrafterEnvironment(settings), CrafterEnvironment(settings)
+    last, teacher = environment.reset(1), CrafterTeacher(TeacherConfig(max_actions=4))
+    for _ in range(30):
+        call = ToolRequest("interact_many", {"actions": teacher.actions(last.data)})
+        last = environment.step([call]).observation
+    assert other.restore(environment.snapshot()) == last
+    view_only = CrafterEnvironment(CrafterConfig(text="compact")).restore(environment.snapshot())
+    assert read_compact(last.text).walks.keys() > read_compact(view_only.text).walks.keys()
 
 
 @pytest.mark.parametrize(

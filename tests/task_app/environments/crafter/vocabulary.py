@@ -7,6 +7,7 @@ from task_app.environments.crafter.landmarks import KINDS, THINGS
 from task_app.environments.crafter.rules import ACHIEVEMENTS, MATERIALS, RULES
 from task_app.environments.crafter.text import (
     LEG_LETTERS,
+    LONGEST_LEG,
     MATERIAL_ITEMS,
     NEAR,
     NEWS_WORDS,
@@ -14,15 +15,12 @@ from task_app.environments.crafter.text import (
     TOOLS,
     VITAL_WORDS,
 )
-from task_app.environments.crafter.view import COLUMNS, ROWS
-
-_LONGEST_LEG = {"left": COLUMNS - 1, "right": COLUMNS - 1, "up": ROWS - 1, "down": ROWS - 1}
 
 
 def compact_vocabulary() -> tuple[str, ...]:
-    """All words of the compact text, sorted, each once; `more` tells that a walk goes on."""
+    """All words of the compact text, sorted, each once; `more` and `far` tell that a walk goes on."""
     seen = sorted({*MATERIALS, *THINGS, VOID})
-    words = {*KINDS, "asleep", "dark", "day", *NEWS_WORDS, *TOOLS, "lava", "more"}
+    words = {*KINDS, "asleep", "dark", "day", *NEWS_WORDS, *TOOLS, "lava", "more", "far"}
     words |= {
         f"{word}{count}" for name, word in VITAL_WORDS.items() for count in range(RULES.item_max[name] + 1)
     }
@@ -35,6 +33,6 @@ def compact_vocabulary() -> tuple[str, ...]:
     words |= {
         f"{dig}{LEG_LETTERS[direction]}{count}"
         for dig, direction in product(("", "x"), FACINGS)
-        for count in range(1, _LONGEST_LEG[direction] + 1)
+        for count in range(1, LONGEST_LEG + 1)
     }
     return tuple(sorted(words))

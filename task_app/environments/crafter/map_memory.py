@@ -1,7 +1,6 @@
 """A player's memory of the map: every cell ever seen, so that walks reach beyond the view."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
@@ -23,28 +22,19 @@ from task_app.environments.crafter.walks import (
     step,
     walk_to,
 )
-from task_app.policies.crafter_teacher import decide, purpose
 
 # A creature walks on once it is out of sight; its cell is then assumed to be free.
 _GROUND_UNDER = {"cow": "grass", "zombie": "grass", "skeleton": "path", "arrow": "path", "player": "grass"}
 _WHOLE_WALK = 10_000
 _TURN_BACK_COST = 4
-# Known things farther away are visited only if nothing nearer is worth it.
-NEAR_STEPS = 6
-
-
-def decide_with_memory(facts: Facts, *, max_actions: int) -> list[str]:
-    """Apply the memoryless teacher's rules to near things, then to all known things, then explore."""
-    steps = {kind: sum(leg.count for leg in walk.legs) for kind, walk in facts.walks.items()}
-    near = {kind: walk for kind, walk in facts.walks.items() if steps[kind] <= NEAR_STEPS}
-    actions = purpose(replace(facts, walks=near), max_actions=max_actions)
-    return actions or decide(facts, max_actions=max_actions)
 
 
 _Coordinate = Annotated[int, Field(ge=LOWEST, le=HIGHEST)]
 
 
-class _Memory(Body):
+class SeenCells(Body):
+    """A memory as JSON: the env step of the last view, and the name of each cell, by place."""
+
     step: int = Field(ge=0)
     cells: list[tuple[_Coordinate, _Coordinate, Annotated[str, Field(max_length=100)]]] = Field(
         max_length=100_000
@@ -85,7 +75,7 @@ class MapMemory:
     def restore(self, state: Any) -> None:
         """Replace the memory; ValueError if the state comes from no `snapshot`."""
         try:
-            memory = _Memory.model_validate(state)
+            memory = SeenCells.model_validate(state)
         except ValidationError as exc:
             raise ValueError("'memory' is no map of cells") from exc
         self._step = memory.step
