@@ -8,8 +8,8 @@
     babyai    configs/babyai.toml, minutes a seed
     sokoban   configs/sokoban.toml, a quarter of an hour a seed
 
-What is done is skipped, what was interrupted is resumed. After each run bench/results/NAME.json (curves with 95 %
-intervals, the gain world by world, times, versions) and NAME.png are written again.
+What is done is skipped, what was interrupted is resumed. After each run bench/results/NAME.json (curves with
+95 % intervals, the gain world by world, times, versions) and NAME.png are written again.
 """
 
 import sys

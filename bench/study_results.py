@@ -247,7 +247,7 @@ def summary(runs: Mapping[str, Any], *, against: str, measure: str) -> dict[str,
 
 
 def _reached(run: Mapping[str, Any], base: Mapping[str, Any] | None, measure: str) -> int | None:
-    if not base:
+    if not base or not base["evaluations"]:  # another process has begun it
         return None
     level = base["evaluations"][-1][measure]
     return next((row["iteration"] for row in run["evaluations"] if row[measure] >= level), None)
