@@ -147,7 +147,7 @@ def _add_middleware(task_app: TaskApp, services: Services) -> None:
         read=captures.read_body,
         large_body_hint="send a list in several requests; one document needs more TURNWISE_MAX_BODY_BYTES",
     )
-    app = CallErrors(ServerErrorMiddleware(gate, handler=internal_error_response), captures.dialect_of)
+    app = CallErrors(ServerErrorMiddleware(gate, handler=internal_error_response), captures.find_dialect)
     task_app.front = observer = RequestObserver(app, requests=services.metrics.requests, keys=keys)
 
     def step_at_once(scope: Scope, body: bytes) -> PlainReply | None:

@@ -264,7 +264,7 @@ class Capture:
             names = ", ".join(sorted(self._ignored))
             warnings.append(f"settings of the agent without effect, since the policy's apply: {names}")
         if not self._rewards and self._episode_reward is None:
-            warnings.append("nobody rewarded this episode or one of its calls")
+            warnings.append("neither this episode nor one of its calls has a reward")
         return Trajectory(
             env_name=self._spec.env_name,
             policy_name=self._policy_name,
@@ -298,7 +298,7 @@ class Capture:
             self._held.check_room()
 
     def _as_sampled(self, message: Message) -> Message:
-        """The message with the calls as the policy wrote them: some clients write their arguments anew."""
+        """The message with the calls as the policy wrote them, because clients may reformat arguments."""
         calls = tuple(self._calls.get(_call_key(call), call) for call in message.tool_calls or ())
         is_same = calls == (message.tool_calls or ())
         return message if is_same else message.model_copy(update={"tool_calls": calls})

@@ -16,7 +16,7 @@ def close(environment: Environment) -> None:
 
 
 def begin_close(environment: Environment) -> asyncio.Future[None] | None:
-    """Close it in a thread of its own, also if nobody waits; None if there is nothing to close."""
+    """Start to close it in its own thread; None if there is nothing to close."""
     if not isinstance(environment, ClosableEnvironment):
         return None
     return begin("environment.close", close, environment)

@@ -272,7 +272,7 @@ def loop_in_thread(name: str) -> asyncio.AbstractEventLoop:
         asyncio.set_event_loop(loop)
         try:
             loop.run_forever()
-            loop.run_until_complete(_end_of(asyncio.all_tasks(loop)))
+            loop.run_until_complete(_cancel_tasks(asyncio.all_tasks(loop)))
             loop.run_until_complete(loop.shutdown_asyncgens())
         finally:
             loop.close()
@@ -281,7 +281,7 @@ def loop_in_thread(name: str) -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def _end_of(tasks: set[asyncio.Task[Any]]) -> None:
+async def _cancel_tasks(tasks: set[asyncio.Task[Any]]) -> None:
     """Cancel the tasks that a class left behind, and give them a moment to end."""
     for task in tasks:
         task.cancel()

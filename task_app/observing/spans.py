@@ -187,7 +187,7 @@ def _fail(span: Span, code: str) -> None:
     span.set_status(Status(StatusCode.ERROR, code))
 
 
-def spans_of(environ: Mapping[str, str]) -> Spans:
+def configure_spans(environ: Mapping[str, str]) -> Spans:
     """The spans that the standard variables ask for.
 
     They are on with OTEL_TRACES_EXPORTER = otlp or console, or an OTLP endpoint, and off with

@@ -25,7 +25,7 @@ from task_app.routes.wire import (
     reply_body,
     step_json,
 )
-from task_app.services import Services, services_of
+from task_app.services import Services, get_services
 from task_app.sessions import idempotency
 from task_app.sessions.sessions import EnvironmentSession
 
@@ -75,7 +75,7 @@ class EnvStepManyReply(Reply):
 @router.post("/step", response_model=EnvStepReply)
 async def step_env(request: Request, body: EnvStep) -> Response:
     """Carry out the calls of one decision; a refused call runs one noop, and `info` says why."""
-    services = services_of(request)
+    services = get_services(request)
     session = services.environments.get(body.env_id, where="env_id")
     return ReplyJSON(await decide(services, session, body.tool_calls))
 
@@ -87,7 +87,7 @@ async def step_many(request: Request, body: EnvStepMany) -> Response:
     Each has its own result: `{"status": 200, ...}` as from /env/step, or `{"status": 4xx, "problem": ...}`; a
     refused decision takes no step and stops none of the others.
     """
-    services = services_of(request)
+    services = get_services(request)
     count, most = len(body.steps), services.settings.max_steps_per_request
     if count > most:
         raise InvalidRequest(f"{count} steps in one request; at most {most}", where="steps")

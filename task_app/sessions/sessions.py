@@ -180,7 +180,7 @@ class EnvironmentSession:
     def _forget_task(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # read even if nobody waits, or asyncio logs it as never retrieved
+            task.exception()  # otherwise asyncio logs an exception that no caller retrieved
 
     def begin_close(self) -> None:
         """Close the environment of a session that is forgotten, after the step that still runs, if any."""

@@ -36,7 +36,7 @@ class Unreadable(ServiceError, code="unreadable", status=422):
     pass
 
 
-async def answer_of(app, *messages, headers=(), unreadable=None):
+async def ask_gate(app, *messages, headers=(), unreadable=None):
     """What the gate around the app sends for a POST with this body, of which no more comes then."""
     sent, left = [], list(messages)
 
@@ -66,7 +66,7 @@ JSON = [(b"content-type", b"application/json")]
     [([part(b"[1")], 408), ([part(b"[" * 11)], 413), ([part(b"[1", more=False)], 422)],
 )
 async def test_a_json_body_is_whole_small_and_readable_before_the_app_is_asked(messages, status):
-    start, _ = await answer_of(None, *messages, headers=JSON, unreadable=Unreadable)
+    start, _ = await ask_gate(None, *messages, headers=JSON, unreadable=Unreadable)
     assert start["status"] == status
 
 
@@ -79,19 +79,19 @@ async def test_another_body_is_bounded_while_the_app_reads_it(messages, status):
             await receive(), await receive()
         errors.append(refused.value)
 
-    await answer_of(reads, *messages)
+    await ask_gate(reads, *messages)
     assert [(error.status_code, error.error.status) for error in errors] == [(status, status)]
 
 
 async def test_nobody_is_answered_who_leaves_in_the_middle_of_a_body():
     gone = {"type": "http.disconnect"}
-    assert await answer_of(None, part(b"["), gone, headers=JSON, unreadable=Unreadable) == []
+    assert await ask_gate(None, part(b"["), gone, headers=JSON, unreadable=Unreadable) == []
 
     async def reads(scope, receive, send):
         with pytest.raises(ClientDisconnect):
             await whole_body(receive)
 
-    assert await answer_of(reads, part(b"["), gone) == []
+    assert await ask_gate(reads, part(b"["), gone) == []
 
 
 def basic(user, password):

@@ -18,7 +18,7 @@ from task_app.interactions.gsm8k import RIGHT, WRONG, Gsm8kInteraction
 from task_app.plugins import InteractionEntry, default_plug_boards
 from tests.task_app.counting import CountingEnvironment, PlannedPolicy, add, running_app
 from tests.task_app.fake_inference import completion, fake_inference, status
-from tests.task_app.rollout_client import accept, all_of
+from tests.task_app.rollout_client import accept, wait_for_all
 
 QUESTION = "What is 6 * 7? Answer with #### and the number."
 
@@ -100,7 +100,7 @@ async def playing(*answers):
 async def played(client, *requests):
     answer = await accept(client, *requests)
     assert answer.status_code == 202, answer.text
-    return list((await all_of(client, len(requests))).values())
+    return list((await wait_for_all(client, len(requests))).values())
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ async def test_every_answer_is_scored_and_every_instance_finalised_once(answers,
     assert (episode.stop_reason, episode.outcome_reward) == (ending, scores[-1])
     assert "last answer" in episode.outcome_definition
     assert episode.terminated == (ending == "interaction_done")
-    assert len(fake.bodies) == len(answers), "nobody is asked once the episode has ended"
+    assert len(fake.bodies) == len(answers), "no model is asked once the episode has ended"
     assert "42" not in str([body["messages"] for body in fake.bodies]).replace("#### 42", "")
 
 
@@ -148,7 +148,7 @@ async def test_a_conversation_grows_and_the_wire_with_it_and_not_with_its_square
     assert [(m.role, m.content, m.model_extra["msg_id"]) for m in episode.full_history] == [
         (m["role"], m["content"], number) for number, m in enumerate(said)
     ]
-    assert RIGHT not in str(episode.full_history), "feedback that nobody answers is not shown"
+    assert RIGHT not in str(episode.full_history), "feedback after the last answer is not shown"
     again_and_over = ["GENERATING", "INTERACTING"] * 2 + ["COMPLETED"]
     assert list(episode.states) == ["PENDING", "GENERATING", "INTERACTING", *again_and_over]
     assert Trajectory.model_validate_json(episode.model_dump_json()) == episode
@@ -203,7 +203,7 @@ def opening_with(*roles):
 @pytest.mark.parametrize(
     ("changes", "where", "told"),
     [
-        ({"interaction": None}, "interaction", "nobody would score"),
+        ({"interaction": None}, "interaction", "have no score of their own"),
         ({"interaction": {"name": "gsm8"}}, "interaction.name", "Did you mean 'gsm8k'"),
         (CRAFTER, "interaction", "no effect in 'crafter'"),
         ({**CRAFTER, "interaction": None, "multi_turn": {"max_user_turns": 1}}, "multi_turn", "no effect"),

@@ -353,7 +353,7 @@ async def test_where_a_limit_cuts_the_episode_short_the_prompt_of_the_decision_n
     assert trajectory.achievements_counts["a"] == 3, "and what was answered is not carried out"
     inside = await played(policy=CountingTokens(add("a")), final_view=True, length=2)
     assert (inside.stop_reason, inside.final_view.prompt_token_ids) == (StopReason.ENVIRONMENT_DONE, (7,) * 3)
-    assert (await played(policy=CountingTokens(add("a")))).final_view is None, "nobody asked for it"
+    assert (await played(policy=CountingTokens(add("a")))).final_view is None, "it was not requested"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ CALL = {"id": "c", "type": "function", "function": {"name": "interact_many", "ar
 REPLY = completion({"role": "assistant", "tool_calls": [CALL]})
 
 
-def rollout_of(policy_id, **more):
+def build_rollout(policy_id, **more):
     return body(decisions=3, env={"env_name": "crafter"}, policy={"policy_id": policy_id, **more})
 
 
@@ -27,13 +27,13 @@ def chosen(answer):
 async def test_a_living_policy_goes_on_after_a_restart_from_where_its_rollouts_left_it(tmp_path):
     async with app_on(tmp_path / "s") as client:
         policy_id = (await post(client, "/policy/create", RANDOM))["policy_id"]
-        first = chosen(await post(client, "/rollout", rollout_of(policy_id)))
+        first = chosen(await post(client, "/rollout", build_rollout(policy_id)))
         taken = await post(client, "/policy/snapshot", {"policy_id": policy_id})
         left = killed(tmp_path / "s", tmp_path)
-        expected = chosen(await post(client, "/rollout", rollout_of(policy_id)))
+        expected = chosen(await post(client, "/rollout", build_rollout(policy_id)))
     assert taken["info"]["turn"] == 3
     async with app_on(left) as client:
-        found = chosen(await post(client, "/rollout", rollout_of(policy_id)))
+        found = chosen(await post(client, "/rollout", build_rollout(policy_id)))
     assert found == expected
     assert found != first
 
@@ -47,10 +47,10 @@ async def test_a_rollout_may_not_ask_a_policy_whose_key_is_lost_and_may_bring_it
             left = killed(tmp_path / "s", tmp_path)
         async with app_on(left) as client:
             key = {"Idempotency-Key": "k"}
-            needed = await post(client, "/rollout", rollout_of(policy_id), status=428, **key)
+            needed = await post(client, "/rollout", build_rollout(policy_id), status=428, **key)
             assert (needed["code"], needed["where"]) == ("inference_key_needed", "policy.inference_key")
             assert fake.bodies == []
-            await post(client, "/rollout", rollout_of(policy_id, inference_key=SECRET), **key)
+            await post(client, "/rollout", build_rollout(policy_id, inference_key=SECRET), **key)
         assert {one["authorization"] for one in fake.headers} == {f"Bearer {SECRET}"}
 
 

@@ -6,7 +6,7 @@ from structlog.testing import capture_logs
 
 from service_kit.logs import configure_logs
 from tests.task_app.counting import KEY, rollout, running_app
-from tests.task_app.rollout_client import accept, all_of
+from tests.task_app.rollout_client import accept, wait_for_all
 
 BOOM = [{"tool": "add", "args": {"names": ["boom"]}}]
 
@@ -35,7 +35,7 @@ async def test_a_rollout_logs_its_own_ids_and_not_those_of_whoever_started_it(lo
     broken = rollout("b", policy={"policy_name": "planned", "config": {"names": ["boom"]}})
     async with running_app(max_concurrent_rollouts=1) as client:
         await accept(client, rollout("a"), broken)
-        await all_of(client, 2)
+        await wait_for_all(client, 2)
     told = {line["event"]: line for line in logs if "rollout_id" in line}
     assert (told["rollout_finished"]["run_id"], told["rollout_finished"]["rollout_id"]) == ("r", "a")
     assert (told["boundary"]["rollout_id"], told["rollout_failed"]["rollout_id"]) == ("b", "b")

@@ -106,7 +106,7 @@ async def test_a_server_of_somebody_elses_is_asked_in_its_own_words():
         }
     ]
     assert ROLLOUT_HEADER.lower() not in fake.headers[0]
-    assert log_probs["sampling"] is None  # with the server's own temperature nobody knows how it was drawn
+    assert log_probs["sampling"] is None  # the server's own temperature is unknown
 
 
 async def test_a_seed_that_was_not_sent_is_not_recorded():

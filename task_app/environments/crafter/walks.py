@@ -32,7 +32,7 @@ def cell_at(x: int, y: int) -> Cell:
     return (x + _MARGIN) * _COLUMN + y + _MARGIN
 
 
-def place_of(cell: Cell) -> tuple[int, int]:
+def locate(cell: Cell) -> tuple[int, int]:
     return cell // _COLUMN - _MARGIN, cell % _COLUMN - _MARGIN
 
 

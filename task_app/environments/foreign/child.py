@@ -13,7 +13,7 @@ from typing import IO, Any
 from service_kit.output import Output
 from service_kit.process import Guarded, without_keys
 from task_app.environments.foreign.peer import ForeignDeadline, ForeignFailed
-from task_app.environments.foreign.wire import json_of, late, too_much
+from task_app.environments.foreign.wire import late, parse_json, too_much
 from task_app.settings import Reach
 
 # For the imports and downloads of a start, which take seconds on an idle machine.
@@ -80,7 +80,7 @@ class Child:
             if newline:
                 self._read = rest
                 if line.strip():
-                    yield json_of(line, self._name)
+                    yield parse_json(line, self._name)
             else:
                 self._read += self._chunk(until_s, deadline_s)
 

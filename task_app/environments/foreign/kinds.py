@@ -88,7 +88,7 @@ FOREIGN: Mapping[str, ForeignKind] = Board(
 )
 
 
-def kind_of(env_name: str) -> tuple[ForeignKind, str] | None:
+def find_kind(env_name: str) -> tuple[ForeignKind, str] | None:
     """The kind that the prefix names and the argument after it; None without a known prefix."""
     prefix, colon, argument = env_name.partition(":")
     return (FOREIGN[prefix], argument) if colon and prefix in FOREIGN else None

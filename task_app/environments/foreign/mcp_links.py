@@ -10,7 +10,7 @@ from service_kit.replies import show_found
 from task_app.environments.foreign.child import START_S, Child
 from task_app.environments.foreign.mcp_servers import McpServer
 from task_app.environments.foreign.peer import ForeignFailed
-from task_app.environments.foreign.wire import CLOSE_S, Http, json_of
+from task_app.environments.foreign.wire import CLOSE_S, Http, parse_json
 from task_app.settings import Reach
 
 INITIALIZE = "initialize"
@@ -41,7 +41,7 @@ class HttpLink:
         response, content = self._http.send("POST", self._url, body=request, ends=ends)
         answer = _answer(content, self._name)
         if answer is None:
-            answer = json_of(content, self._name)
+            answer = parse_json(content, self._name)
         _refuse_other(answer, request, self._name)
         if request["method"] == INITIALIZE:
             self._agree(response.headers, request, answer)
@@ -142,7 +142,7 @@ def _answer(content: bytes, name: str) -> Any:
         lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
         if not any(lines):
             continue
-        message = json_of(b"\n".join(lines), name)
+        message = parse_json(b"\n".join(lines), name)
         if not isinstance(message, dict) or "method" not in message:
             return message
     return None

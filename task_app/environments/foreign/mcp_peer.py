@@ -46,7 +46,7 @@ def mcp_environment(argument: str, config: McpConfig, reach: Reach) -> ForeignEn
     if "://" in argument:
         connect = partial(HttpLink, name, urlunsplit(checked_url(argument, reach)), reach)
     else:
-        server = _server_of(argument, reach)
+        server = _find_server(argument, reach)
         connect = partial(ProcessLink, name, server, reach)
         if server.command is None and server.url is not None:
             # That the operator's file names it is the leave to reach it. Its URL and its headers are secret.
@@ -54,7 +54,7 @@ def mcp_environment(argument: str, config: McpConfig, reach: Reach) -> ForeignEn
     return remote_environment(name, McpPeer(name, connect, config), config, is_secret=is_secret)
 
 
-def _server_of(argument: str, reach: Reach) -> McpServer:
+def _find_server(argument: str, reach: Reach) -> McpServer:
     server = reach.mcp_servers.get(argument)
     if server is None:
         raise InvalidRequest(

@@ -41,7 +41,7 @@ class McpServer(OpenBody):
     cwd: str | None = None
     """Where it runs; None: where the task app does."""
     url: _Url | None = Field(default=None, repr=False)
-    """Address of a remote server; not read beside a command."""
+    """Address of a remote server; ignored if there is a command."""
     headers: dict[_HeaderName, _HeaderValue] = Field(default_factory=dict, repr=False)
     """Headers of every request to it, as they stand: no variable is filled in."""
     type: str | None = None

@@ -18,7 +18,7 @@ from task_app.plugins import default_plug_boards
 from task_app.protocols import PolicyAnswer
 from tests.processes import runs, wait_until
 from tests.task_app.counting import PlannedPolicy, boards, rollout
-from tests.task_app.rollout_client import all_of
+from tests.task_app.rollout_client import wait_for_all
 from tests.task_app.served import served_app
 
 # What every agent below begins with; without OpenAI's client, whose import takes a second.
@@ -41,7 +41,7 @@ def ask(text):
 """
 
 
-def board_of(tmp_path: Path, script: str, make_policy=None, **fields):
+def build_board(tmp_path: Path, script: str, make_policy=None, **fields):
     """Boards with the agent `a`, and the policy `mine`, which says one word."""
     file = tmp_path / "agent.py"
     file.write_text(PRELUDE + script)
@@ -62,7 +62,7 @@ async def played(
     **fields,
 ):
     """The rollout of this agent as it ended."""
-    plug_boards = plug_boards or board_of(tmp_path, script, make_policy, **fields)
+    plug_boards = plug_boards or build_board(tmp_path, script, make_policy, **fields)
     async with served_app(plug_boards) as (client, _):
         request = rollout(
             "a1",
@@ -73,7 +73,7 @@ async def played(
         )
         answer = await client.post("/rollouts", json={"rollouts": [request]})
         assert answer.status_code == 202, answer.text
-        return (await all_of(client, 1))["a1"]
+        return (await wait_for_all(client, 1))["a1"]
 
 
 async def test_an_agent_is_told_its_task_and_gets_its_variables(tmp_path):
@@ -202,14 +202,14 @@ async def test_an_agent_that_ends_its_capture_is_not_waited_for(tmp_path):
     ],
 )
 async def test_what_an_agent_cannot_have_is_refused(tmp_path, changes, where):
-    async with served_app(board_of(tmp_path, "")) as (client, _):
+    async with served_app(build_board(tmp_path, "")) as (client, _):
         request = rollout("a1", env={"env_name": "agent:a"}, policy={"policy_name": "mine"}, **changes)
         answer = await client.post("/rollouts", json={"rollouts": [request]})
         assert (answer.status_code, answer.json()["where"]) == (422, f"rollouts.0.{where}")
 
 
 async def test_a_request_names_agents_and_never_commands(tmp_path):
-    async with served_app(board_of(tmp_path, "")) as (client, _):
+    async with served_app(build_board(tmp_path, "")) as (client, _):
         answer = await client.post("/env/create", json={"env_name": "agent:b"})
         assert answer.status_code == 422 and "Did you mean 'agent:a'?" in answer.json()["detail"]
         env_id = (await client.post("/env/create", json={"env_name": "agent:a"})).json()["env_id"]

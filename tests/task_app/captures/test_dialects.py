@@ -268,4 +268,4 @@ async def test_settings_without_effect_stand_in_the_warnings():
         state = (await client.post("end")).json()
         (ignored, unrewarded) = state["trajectory"]["warnings"]
         assert ignored.endswith("apply: response_format, seed, temperature")
-        assert "nobody rewarded" in unrewarded
+        assert "has a reward" in unrewarded

@@ -20,7 +20,7 @@ from tests.task_app.counting import (
     rollout,
     running_app,
 )
-from tests.task_app.rollout_client import WAITING, accept, all_of, waiting_boards
+from tests.task_app.rollout_client import WAITING, accept, wait_for_all, waiting_boards
 
 
 class Held(CountingEnvironment):
@@ -59,7 +59,7 @@ async def test_a_rollout_closes_its_environment_however_it_ends(policy, status, 
     log = Log(fails=fails)
     async with running_app(log.boards()) as client:
         await accept(client, rollout("one", policy={"policy_name": policy}))
-        assert (await all_of(client, 1))["one"].status == status
+        assert (await wait_for_all(client, 1))["one"].status == status
         await log.signal.wait()
     assert (log.resets, log.closed) == (1, 1)
 
@@ -71,7 +71,7 @@ async def test_a_cancelled_rollout_closes_its_environment():
         await accept(client, rollout("one", **WAITING))
         await policy.asked.wait()
         await client.delete("/rollouts/one")
-        assert (await all_of(client, 1))["one"].status == "cancelled"
+        assert (await wait_for_all(client, 1))["one"].status == "cancelled"
         await log.signal.wait()
     assert (log.resets, log.closed) == (1, 1)
 

@@ -159,9 +159,9 @@ def test_two_objects_of_an_entry_share_no_config(tmp_path):
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ("class_name: nobody.knows.It", "FILE: interaction.0.class_name 'nobody.knows.It': No module named "
-         "'nobody'; it is imported from what is installed, or from the folder of this file"),
-        (f"class_name: {USERS}.Nobody", f"module '{USERS}' has no 'Nobody'"),
+        ("class_name: no_such.file.It", "FILE: interaction.0.class_name 'no_such.file.It': No module named "
+         "'no_such'; it is imported from what is installed, or from the folder of this file"),
+        (f"class_name: {USERS}.Unknown", f"module '{USERS}' has no 'Unknown'"),
         (f"class_name: {USERS}.a_function", "is no class but function"),
         (f"class_name: {USERS}.NoMethods", "has no start_interaction; derive it from BaseInteraction"),
         (f"class_name: {USERS}.NoObject", "NoObject(config) raised KeyError: 'thing'"),

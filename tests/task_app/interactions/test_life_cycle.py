@@ -247,7 +247,7 @@ async def test_a_call_after_the_end_is_refused_at_once_and_not_at_its_deadline()
     calls = Calls(InteractionEntry("noted", users.Noted, {}), "r", {}, context=None, at_most_bytes=1_024)
     await calls.start()
     await calls.finalise(within_s=1.0)
-    # Whoever finalised keeps the turn: a call that waited for it would wait for ever.
+    # Finalising keeps the turn, so a call that waited for it would wait for ever.
     async with asyncio.timeout(20.0):
         for late in (calls.respond([]), calls.score(), calls.start()):
             with pytest.raises(InteractionFailed, match="'noted' is finalised; it takes no more calls"):

@@ -1,4 +1,4 @@
-"""/interaction over HTTP: start, respond, score, finalize, and what becomes of sessions that nobody ends."""
+"""/interaction over HTTP: start, respond, score, finalize, and sessions that are never finalised."""
 
 import asyncio
 from dataclasses import replace

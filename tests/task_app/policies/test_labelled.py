@@ -1,4 +1,4 @@
-"""A model plays and a teacher labels: the one is executed, the other recorded beside it."""
+"""A model plays and a teacher labels: the model's action is executed, the teacher's is recorded with it."""
 
 import json
 from collections.abc import Mapping

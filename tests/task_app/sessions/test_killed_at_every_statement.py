@@ -1,4 +1,4 @@
-"""A task app is killed before each statement of its database: nobody finds out, if requests are repeated.
+"""A task app is killed before each statement of its database; clients that retry see no difference.
 
 The folder is copied before every statement that SQLite carries out: a copy is what a kill would have left.
 A task app on each copy is sent all requests again, with their keys, and gives the answers of an undisturbed
@@ -20,7 +20,7 @@ DEFAULT = default_plug_boards()
 PLUGGED = replace(DEFAULT, environments={**DEFAULT.environments, **boards().environments})
 
 
-def digest_of(folder):
+def digest_folder(folder):
     files = sorted(path for path in folder.iterdir() if path.is_file())
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
@@ -35,7 +35,7 @@ class Kills:
 
     def __call__(self, statement):
         self.statements += 1
-        digest = digest_of(self._folder)
+        digest = digest_folder(self._folder)
         if digest != self._last:
             self._last = digest
             copy = self._root / f"left{len(self.left)}"

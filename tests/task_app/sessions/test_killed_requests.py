@@ -141,7 +141,7 @@ async def test_a_rollout_on_living_sessions_is_undone_whole_and_played_the_same_
 
 
 async def test_a_batch_on_two_sessions_is_undone_in_both_or_in_none(tmp_path):
-    """In none, because somebody goes on with one of the sessions."""
+    """In none, because a client continues one of the sessions."""
     async with app_on(tmp_path / "s", BOTH) as client:
         one, two = await created(client, "crafter"), await created(client, "counting")
         batch = {"steps": many(one, 1)["steps"] + many(two, 1)["steps"]}

@@ -54,7 +54,7 @@ def test_after_a_kill_sessions_go_on_and_retries_get_the_answers_of_before(tmp_p
         snapshot = posted(client, "/env/snapshot", {"env_id": odd})["snapshot"]
         assert stepped(client, odd, MOVES[2]) == expected[2]
 
-        # Its folder is nobody else's.
+        # A second task app cannot use its folder.
         with pytest.raises(SystemExit, match="2"):
             main(["--port", "0", "--state-dir", str(tmp_path)])
         assert "is in use by another task app" in capsys.readouterr().err

@@ -198,7 +198,7 @@ def test_step_is_act_in_the_shape_of_gym():
 
 
 def test_a_dark_step_consumes_the_draws_of_stocks_night_picture():
-    # 9x7 cells of 7x7 pixels, a double each; nobody lives in the meadow, so nothing else draws
+    # 9x7 cells of 7x7 pixels, a double each; the meadow has no creatures, so nothing else draws
     night, day = meadow(step=MIDNIGHT), meadow()
     before_night, before_day = night.fork(), day.fork()
     act(night, "noop")

@@ -23,7 +23,7 @@ from task_app.errors import EpisodeOver, HostNotAllowed, InvalidRequest
 from task_app.protocols import Environment, ToolRequest
 from tests.task_app.counting import PlannedPolicy, boards, rollout, running_app
 from tests.task_app.environments.foreign.contracts import environment
-from tests.task_app.rollout_client import accept, all_of
+from tests.task_app.rollout_client import accept, wait_for_all
 
 MOVE = {"properties": {"move": {"type": "integer"}}, "required": ["move"]}
 START = {"type": "observation", "data": {"observation": {"at": 0}, "reward": None, "done": False}}
@@ -259,7 +259,7 @@ def closes(handler: Mcp, request_id: Any) -> None:
 
 
 def much(kind: str, start: str) -> McpAnswer:
-    """100 MB, or as much of it as somebody takes."""
+    """100 MB, or as much of it as the reader takes."""
 
     def call(handler: Mcp, request_id: Any) -> None:
         handler.begins(kind)
@@ -539,7 +539,7 @@ def test_a_server_at_a_url_of_the_operators_file_gets_its_headers_and_no_error_t
             assert str(failed.value) == sentence
         foreign.close()
     assert keys == ["secret"] * 5 * 6, "initialize, initialized, tools/list, tools/call and the end"
-    # Nobody is there any more, and nowhere.
+    # No server answers at these addresses.
     for place, error in ((url, "ConnectError"), ("http://999.1.1.1/mcp", "InvalidURL")):
         with pytest.raises(ForeignFailed) as failed:
             environment("mcp:far", mcp_servers={"far": McpServer(url=place)}).reset(0)
@@ -596,7 +596,7 @@ async def test_a_rollout_in_a_bad_server_fails_with_its_reason_and_earns_nothing
                     policy={"policy_name": "act"},
                 ),
             )
-            bad = (await all_of(client, 1))["bad"]
+            bad = (await wait_for_all(client, 1))["bad"]
     assert (bad.status, bad.failure.code, bad.failure.decisions_done) == (
         "failed",
         "foreign_environment_failed",
