@@ -6,6 +6,7 @@ import json
 import pytest
 
 from task_app.plugins import EnvironmentPlugin, PlugBoards
+from task_app.routes.steps import answer_at_once
 from tests.task_app.counting import KEY, CountingConfig, CountingEnvironment, boards
 from tests.task_app.served import served_app
 from tests.task_app.test_env_routes import ON, calls, created
@@ -96,6 +97,13 @@ async def test_what_a_strange_body_is_told_does_not_depend_on_the_way(content):
             )
             told.append((answer.status_code, answer.text.replace(env_id, "ID")))
     assert told[0] == told[1]
+
+
+def test_a_request_with_a_key_is_passed_on_before_its_body_is_read():
+    reads = []
+    scope = {"headers": [(b"idempotency-key", b"k")]}
+    assert answer_at_once(None, lambda *given: reads.append(given), scope, b"{}") is None
+    assert reads == []
 
 
 async def test_a_body_that_comes_in_pieces_is_put_together():

@@ -12,7 +12,7 @@ import pytest
 from task_app.app import create_app
 from task_app.observing.spans import Spans, configure_spans
 from task_app.settings import Settings
-from tests.task_app.captures.test_agents import board_of
+from tests.task_app.captures.test_agents import build_board
 from tests.task_app.counting import KEY, boards, rollout
 from tests.task_app.fake_inference import calling, completion, fake_inference, status
 from tests.task_app.rollout_client import accept, wait_for_all
@@ -104,7 +104,7 @@ threads = [threading.Thread(target=one, args=(number,)) for number in range(2)]
 @needs_sdk
 async def test_captured_calls_of_an_agent_stand_below_its_episode(tmp_path):
     memory, tracer = memory_and_tracer()
-    agents = board_of(tmp_path, TWO_CALLS)
+    agents = build_board(tmp_path, TWO_CALLS)
     async with (
         fake_inference(*[completion({"role": "assistant", "content": "Yes."})] * 2) as server,
         served_app(agents, spans=Spans(tracer)) as (client, _),
@@ -142,7 +142,7 @@ async def test_calls_of_a_capture_opened_by_hand_are_traces_that_its_id_holds_to
 @needs_sdk
 async def test_a_captured_call_without_an_answer_has_no_turn(tmp_path):
     memory, tracer = memory_and_tracer()
-    agents = board_of(tmp_path, 'ask("Go.")')
+    agents = build_board(tmp_path, 'ask("Go.")')
     async with (
         fake_inference(status(500, {})) as server,
         served_app(agents, spans=Spans(tracer)) as (client, _),
