@@ -133,7 +133,7 @@ def test_more_connections_than_are_allowed_are_told_to_come_later(tmp_path, kind
         assert status_of_the_next(first) == 200
 
 
-def test_who_only_connects_keeps_nobody_away():
+def test_idle_connections_keep_no_client_away():
     with served(max_connections=3) as url, ExitStack() as stack:
         idle = [stack.enter_context(connected(url)) for _ in range(9)]
         assert httpx.get(f"{url}/health").status_code == 200

@@ -180,7 +180,7 @@ async def test_an_outage_in_the_middle_fails_the_rollout_and_finalises():
     assert events == ["start", "score 0", "finalize"]
 
 
-async def test_a_tool_call_in_a_dialogue_is_refused_in_a_result_of_its_own_and_scored_by_nobody():
+async def test_a_tool_call_in_a_dialogue_is_refused_in_its_own_result_and_not_scored():
     async with playing(calls(("look", {})), says("#### 42")) as (client, request, fake, events):
         [rollout] = await played(client, request())
     first = rollout.trajectory.steps[0]
@@ -323,7 +323,7 @@ async def test_a_context_that_is_full_costs_the_last_decision_its_penalty():
     assert (warning["log_level"], warning["turn"], warning["penalty"]) == ("warning", 1, -1.0)
 
 
-async def test_a_prompt_that_is_fresh_each_time_is_nobodys_fault_when_it_does_not_fit():
+async def test_a_fresh_prompt_that_does_not_fit_costs_no_penalty():
     policy = PlannedPolicy(add("a"), ContextLengthExceeded("too long"))
     worker = RLRolloutWorker(
         task_definition=TaskDefinitionModel(resource_type="counting"),

@@ -55,7 +55,7 @@ async def test_what_would_never_happen_is_refused_with_its_place(changes, where,
     assert problem["where"] == f"rollouts.0.{where}" and not events
 
 
-async def test_a_reply_that_could_not_be_read_is_no_answer_and_is_scored_by_nobody():
+async def test_a_reply_that_could_not_be_read_is_no_answer_and_is_not_scored():
     broken = completion({"role": "assistant", "content": "#### 42 <tool", "tool_call_error": "no end tag"})
     async with playing(broken, says("#### 42")) as (client, request, fake, events):
         [rollout] = await played(client, request())
@@ -76,7 +76,7 @@ async def test_the_last_words_of_the_user_are_kept_though_no_prompt_shows_them()
     assert last.step_info.user_answer.unshown == RIGHT
 
 
-async def test_a_few_shot_opening_counts_as_nobodys_answers():
+async def test_a_few_shot_opening_does_not_count_as_answers():
     opening = [
         {"role": "user", "content": "1 + 1?"},
         {"role": "assistant", "content": "#### 2"},

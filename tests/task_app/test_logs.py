@@ -31,7 +31,7 @@ async def test_a_request_has_an_id_in_its_answer_and_in_every_line(logs):
     assert (logs[1]["route"], logs[1]["status"]) == ("/env/step", 424)
 
 
-async def test_a_rollout_logs_its_own_ids_and_not_those_of_whoever_started_it(logs):
+async def test_a_rollout_logs_its_own_ids_and_not_those_of_the_request_that_started_it(logs):
     broken = rollout("b", policy={"policy_name": "planned", "config": {"names": ["boom"]}})
     async with running_app(max_concurrent_rollouts=1) as client:
         await accept(client, rollout("a"), broken)

@@ -131,7 +131,7 @@ async def test_the_switches_may_stand_in_the_environments_config_as_in_a_rollout
     assert (answer.status_code, answer.json()["where"]) == (422, "env.config.step_rewards")
 
 
-async def test_after_the_end_of_the_episode_nobody_is_asked_until_a_reset():
+async def test_after_the_end_of_the_episode_no_model_is_asked_until_a_reset():
     end = [{"tool": "add", "args": {"names": ["end"]}}]
     async with running_app() as client, fake_inference(calling("a")) as fake:
         env_id = await create_env(client)
@@ -145,7 +145,7 @@ async def test_after_the_end_of_the_episode_nobody_is_asked_until_a_reset():
         assert (await asked(client, policy_id)).status_code == 200
 
 
-async def test_a_dry_run_shows_the_prompt_and_asks_nobody():
+async def test_a_dry_run_shows_the_prompt_and_asks_no_model():
     async with running_app() as client, fake_inference() as fake:
         env_id = await create_env(client)
         await client.post("/env/step", json={"env_id": env_id, "tool_calls": CALLS})

@@ -216,7 +216,7 @@ async def test_the_end_of_the_service_ends_everything_and_answers_who_waits():
     assert states == ["cancelled", "cancelled"]
 
 
-async def test_results_that_nobody_fetches_expire():
+async def test_results_that_are_never_fetched_expire():
     async with running_app(finished_expiry_s=1e-9) as client:
         await accept(client, rollout("a"))
         await wait_for_all(client, 1)

@@ -66,7 +66,7 @@ def test_a_call_that_names_no_list_of_ids_is_refused_as_a_call(arguments, reason
     assert reason in applied.refused and applied.text == f"error: {applied.refused}"
 
 
-def test_good_ids_are_deleted_and_each_bad_one_beside_them_has_its_reason():
+def test_good_ids_are_deleted_and_each_bad_one_has_its_reason():
     history, applied = asked(started(), "deleteContext", message_ids=[5, 0, 5, 2], msg_id=4)
     assert (
         json.loads(applied.text)

@@ -48,7 +48,7 @@ def test_the_published_file_names_our_class_where_theirs_is_not_installed(tmp_pa
     assert {name: entry.kind for name, entry in entries.items()} == {"gsm8k": gsm8k.Gsm8kInteraction}
 
 
-def test_a_published_class_beside_the_file_is_loaded_unmodified(tmp_path, monkeypatch):
+def test_a_published_class_in_the_folder_of_the_file_is_loaded_unmodified(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "theirs_5.py").write_text(texts.PUBLISHED_CLASS, encoding="utf-8")
     file = 'interaction:\n  - class_name: "theirs_5.Gsm8kInteraction"\n    config: {}\n'

@@ -167,7 +167,7 @@ async def test_a_second_cancel_while_it_is_finalised_changes_nothing():
     assert users.counts() == {"start": 1, "finalise": 1}
 
 
-async def test_one_that_blocks_its_thread_stalls_nobody_else_and_is_finalised_when_it_lets_go():
+async def test_one_that_blocks_its_thread_stalls_no_other_and_is_finalised_when_it_lets_go():
     room = interactions(users.Blocks, users.Noted, interaction_deadline_s=0.2, max_plugin_threads=1)
     with pytest.raises(InteractionFailed, match=r"within 0\.2 s"):
         async with room.open("blocks", {}, rollout_id="r1") as blocking:

@@ -37,7 +37,7 @@ def episode(count):
     )  # fmt: skip
 
 
-def test_each_base_reward_lands_on_its_decision_and_beside_what_it_had():
+def test_each_base_reward_is_added_to_what_its_decision_had():
     found, warnings = align_data_for_rl_processing(
         said((1, 0.25), ("0", -2.0)), steps(2, reward_parts=(PENALTY,)), "r"
     )

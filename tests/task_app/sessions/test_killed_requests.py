@@ -215,7 +215,7 @@ async def test_a_batch_with_a_key_is_one_transaction_with_its_answer(tmp_path):
     assert sum(said.startswith("INSERT INTO steps") for said in statements) == 18
 
 
-async def test_rollouts_are_accepted_anew_by_the_next_process(tmp_path):
+async def test_rollouts_are_accepted_again_by_the_next_process(tmp_path):
     """They ended with the process before, so its answer would be about nothing."""
     policies, plugged = waiting_boards(2)
     batch = {"rollouts": [rollout("r", **WAITING)]}

@@ -176,7 +176,7 @@ async def test_what_was_done_but_never_answered_is_undone_and_done_by_its_retry(
         assert (await step(client, env_id))["info"]["turn"] == 3
 
 
-async def test_a_session_that_nobody_was_told_of_is_forgotten(tmp_path):
+async def test_a_session_whose_id_was_never_answered_is_forgotten(tmp_path):
     async with app_on(tmp_path / "s") as client:
         token = WORK.set(Work(key="late", digest="digest"))
         await created(client)

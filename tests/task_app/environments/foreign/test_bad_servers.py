@@ -146,7 +146,7 @@ def test_a_schema_that_refers_to_itself_fails_the_episode_and_is_no_mistake_of_t
             foreign.step((ToolRequest("step", {"move": "up"}, '{"move": "up"}'),))
 
 
-def test_nobody_there_is_told_as_such():
+def test_an_unreachable_server_is_told_as_such():
     with openenv(says(START)) as name:
         pass
     with pytest.raises(ForeignFailed, match="ConnectError"):
@@ -605,7 +605,7 @@ async def test_a_rollout_in_a_bad_server_fails_with_its_reason_and_earns_nothing
     assert bad.trajectory is None
 
 
-def test_nobody_waits_long_for_an_mcp_server_that_hangs_when_it_is_left():
+def test_an_mcp_server_that_hangs_when_it_is_left_delays_no_caller():
     has_left, waits_for_ever = threading.Event(), threading.Event()
 
     def leave(handler: Mcp, request_id: Any) -> None:
