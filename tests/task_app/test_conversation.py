@@ -193,11 +193,19 @@ async def test_a_tool_call_in_a_dialogue_is_refused_in_its_own_result_and_not_sc
 
 
 CRAFTER = {"env": {"env_name": "crafter"}}
+DOCUMENTS = {"env": {"env_name": "documents", "config": {"generate": {}}}, "ground_truth": None}
 
 
 def opening_with(*roles):
     prompt = [{"role": role, "content": None} for role in roles]
     return {"env": {"env_name": "dialogue", "config": {"prompt": prompt}}}
+
+
+def reading_with(*tools, enabled=True):
+    return {
+        **DOCUMENTS, "interaction": None,
+        "multi_turn": {"statelm_enabled": enabled, "context_tools": list(tools)},
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -211,16 +219,19 @@ def opening_with(*roles):
         (opening_with(), "env.config.prompt", "prompt is [] (list); it is a text or a list of messages"),
         (opening_with("robot"), "env.config.prompt", "prompt[0].role is 'robot' (str); known: system, user,"),
         (opening_with("user"), "env.config.prompt", "prompt[0].content is None (NoneType); it is a text"),
+        (DOCUMENTS, "interaction", "never be asked in 'documents', where only tool calls count"),
+        (reading_with("deleteContex"), "multi_turn.context_tools", "Did you mean 'deleteContext'?"),
+        (reading_with("undoEdit", "undoEdit"), "multi_turn.context_tools", "'undoEdit' is named more"),
+        (reading_with("undoEdit", enabled=False), "multi_turn", "none of them would be offered"),
     ],
 )  # fmt: skip
 async def test_what_would_have_no_effect_is_refused_with_its_place(changes, where, told):
-    async with playing(says("x")) as (client, request, _, _events):
+    async with playing(says("x")) as (client, request, _, events):
         answer = await accept(client, request(**changes))
     problem = answer.json()
-    assert answer.status_code in (404, 422), problem
-    assert problem["where"].startswith(f"rollouts.0.{where}") and told in problem["detail"] + str(
-        problem.get("hint")
-    ), problem
+    assert answer.status_code == 422 and not events, problem
+    assert problem["where"] == f"rollouts.0.{where}", problem
+    assert told in problem["detail"] + str(problem.get("hint")), problem
 
 
 DOCUMENT = "\n\n".join(

@@ -17,42 +17,10 @@ from task_app.interactions.gsm8k import RIGHT
 from task_app.interactions.live import InteractionReply
 from task_app.protocols import DecisionOutcome, Observation
 from tests.task_app.fake_inference import completion
-from tests.task_app.rollout_client import accept
 from tests.task_app.test_conversation import played, playing, says
 from tests.task_app.test_episode_worker import Clock
 
 NOW = Observation("a question", {})
-DOCUMENTS = {"env": {"env_name": "documents", "config": {"generate": {}}}, "ground_truth": None}
-READER = {**DOCUMENTS, "interaction": None}
-
-
-@pytest.mark.parametrize(
-    ("changes", "where", "told"),
-    [
-        (DOCUMENTS, "interaction", "never be asked in 'documents', where only tool calls count"),
-        (
-            {**READER, "multi_turn": {"statelm_enabled": True, "context_tools": ["deleteContex"]}},
-            "multi_turn.context_tools",
-            "unknown context tool 'deleteContex'. Did you mean 'deleteContext'?",
-        ),
-        (
-            {**READER, "multi_turn": {"statelm_enabled": True, "context_tools": ["undoEdit", "undoEdit"]}},
-            "multi_turn.context_tools",
-            "'undoEdit' is named more than once",
-        ),
-        (
-            {**READER, "multi_turn": {"context_tools": ["undoEdit"]}},
-            "multi_turn",
-            "statelm_enabled is false: none of them would be offered",
-        ),
-    ],
-)
-async def test_what_would_never_happen_is_refused_with_its_place(changes, where, told):
-    async with playing(says("x")) as (client, request, _, events):
-        answer = await accept(client, request(**changes))
-    problem = answer.json()
-    assert answer.status_code == 422 and told in problem["detail"], problem
-    assert problem["where"] == f"rollouts.0.{where}" and not events
 
 
 async def test_a_reply_that_could_not_be_read_is_no_answer_and_is_not_scored():

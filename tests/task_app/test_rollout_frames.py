@@ -126,15 +126,6 @@ async def test_a_long_episode_shows_every_nth_decision_and_the_last():
     assert shown == [30 * turn for turn in (0, 3, 6, 7)]
 
 
-async def test_refused_calls_are_replayed_too():
-    # the planned policy calls a tool that Crafter does not have
-    async with running_app(pictured()) as client:
-        await accept(client, rollout("a", env=CRAFTER["env"]))
-        steps = (await wait_for_all(client, 1))["a"].trajectory.steps
-        assert all(step.step_info.invalid_reason for step in steps)
-        assert (await client.get("/rollouts/a/frames")).status_code == 200
-
-
 @pytest.mark.parametrize(
     ("query", "status", "where"),
     [({"turn": 3}, 422, "turn"), ({"side": 4096}, 422, "side"), ({"frame_s": 0}, 422, "frame_s")],
