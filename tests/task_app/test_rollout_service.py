@@ -107,21 +107,14 @@ async def test_a_long_poll_wakes_when_a_rollout_ends():
     (policy,), plug_boards = waiting_boards(1)
     async with running_app(plug_boards) as client, asyncio.timeout(10.0):
         await accept(client, rollout("a", limits={"max_decisions": 1}, **WAITING))
+        nothing = await page(client, wait_s=0.05)
+        assert (nothing.rollouts, nothing.unfinished) == ((), 1), "a poll ends with its time"
         polls = [asyncio.create_task(page(client, wait_s=30.0)) for _ in range(3)]
         await policy.asked.wait()
         assert not any(poll.done() for poll in polls)
         policy.go.set()
         for poll in polls:
             assert [one.rollout_id for one in (await poll).rollouts] == ["a"]
-
-
-async def test_a_long_poll_ends_with_its_time():
-    _, plug_boards = waiting_boards(1)
-    async with running_app(plug_boards) as client:
-        await accept(client, rollout("a", **WAITING))
-        nothing = await page(client, wait_s=0.05)
-        assert (nothing.rollouts, nothing.unfinished) == ((), 1)
-        await client.delete("/rollouts/a")
 
 
 async def test_a_longer_wait_than_allowed_is_refused():

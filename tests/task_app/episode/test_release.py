@@ -127,16 +127,19 @@ class SlowSession(EnvironmentSession):
     """A session whose environment is left when the service waits for another one too."""
 
     both: asyncio.Barrier
+    is_left = False
 
     async def wait_closed(self, within_s):
         async with asyncio.timeout(10):
             await self.both.wait()
+        self.is_left = True
 
 
 async def test_the_end_of_the_service_waits_for_all_sessions_at_once():
     app, both = create_app(Settings(api_keys=(KEY,)), boards=boards()), asyncio.Barrier(2)
+    sessions = [SlowSession(CountingEnvironment(), EnvSpec(env_name="counting")) for _ in range(2)]
     async with app.router.lifespan_context(app):
-        for env_id in ("env_a", "env_b"):
-            session = SlowSession(CountingEnvironment(), EnvSpec(env_name="counting"))
+        for number, session in enumerate(sessions):
             session.both = both
-            app.state.services.environments.adopt(env_id, session)
+            app.state.services.environments.adopt(f"env_{number}", session)
+    assert [session.is_left for session in sessions] == [True, True]

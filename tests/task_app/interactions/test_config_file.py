@@ -209,20 +209,25 @@ def test_a_name_given_twice_is_refused(tmp_path):
     )
 
 
-def test_a_module_that_fails_half_way_is_told_and_forgotten(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "code", "told"),
+    [
+        (
+            "half.Half",
+            "from verl.interactions.base import BaseInteraction\n1 / 0\n",
+            "FILE: interaction.0.class_name 'half.Half' raised ZeroDivisionError: division by zero"
+            " (half.py:2)",
+        ),
+        (
+            "bare.Interaction",
+            "from task_app.protocols import BaseInteraction\nclass Interaction(BaseInteraction):\n    pass\n",
+            "FILE: interaction.0: class 'bare.Interaction' gives no default name; set name for this entry",
+        ),
+    ],
+)
+def test_a_module_that_fails_or_gives_no_name_is_told(tmp_path, monkeypatch, name, code, told):
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "half.py").write_text("from verl.interactions.base import BaseInteraction\n1 / 0\n")
-    told = refused(tmp_path / "a.yaml", "interaction: [{class_name: half.Half}]")
-    assert told.endswith("class_name 'half.Half' raised ZeroDivisionError: division by zero (half.py:2)")
-    assert "half" not in sys.modules
-
-
-def test_of_a_class_that_is_named_interaction_no_name_is_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "bare.py").write_text(
-        "from task_app.protocols import BaseInteraction\nclass Interaction(BaseInteraction):\n    pass\n"
-    )
-    told = refused(tmp_path / "a.yaml", "interaction: [{class_name: bare.Interaction}]")
-    assert told == (
-        "FILE: interaction.0: class 'bare.Interaction' gives no default name; set name for this entry"
-    )
+    module = name.partition(".")[0]
+    (tmp_path / f"{module}.py").write_text(code)
+    assert refused(tmp_path / "a.yaml", f"interaction: [{{class_name: {name}}}]") == told
+    assert "half" not in sys.modules, "it is forgotten, so that a mended file is imported"
