@@ -156,7 +156,7 @@ class Output:
 
     def _log(self, event: str, **facts: object) -> None:
         level = "debug" if self._is_for_debugging else "info" if "text" in facts else "warning"
-        # A log that cannot be written must not keep the child from going on.
+        # A log that cannot be written must not block the child.
         with suppress(OSError, ValueError):
             getattr(log, level)(event, **{self._kind: self._name}, **facts)
 

@@ -74,7 +74,7 @@ class Services:
         )
         self.runner = RolloutRunner(
             settings, boards, self._build_context, self.interactions, self.captures,
-            instance_id=self.instance_id, spans=self.spans, on_end=self.metrics.rollout_ended,
+            instance_id=self.instance_id, spans=self.spans, on_end=self.metrics.count_rollout,
         )  # fmt: skip
         self.threads = Threads(most=settings.max_plugin_threads, stuck_after_s=settings.plugin_stuck_after_s)
         self.database = Database(
@@ -119,7 +119,7 @@ class Services:
             client=self.client,
             rollout_id=rollout_id or f"policy/{secrets.token_hex(8)}",
             inference_key=inference_key,
-            on_retry=self.metrics.inference_retried,
+            on_retry=self.metrics.count_retry,
             threads=self.threads,
             seed=seed,
         )
@@ -131,7 +131,7 @@ class Services:
         )
 
     def _watch(self, session: EnvironmentSession) -> None:
-        session.on_decision = self.metrics.session_decided
+        session.on_decision = self.metrics.count_decision
         session.threads = self.threads
         session.lock.at_most_s = self.settings.session_wait_s
 

@@ -193,7 +193,7 @@ class LiveInteraction:
         return score
 
     async def close(self) -> None:
-        """Finalise the interaction; the first call goes on to its end, even if its caller is cancelled.
+        """Finalise the interaction; the first call runs to its end, even if its caller is cancelled.
 
         An error of the class is only logged here: the episode is over, and its data is right.
         """

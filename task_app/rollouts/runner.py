@@ -1,6 +1,6 @@
 """Accepts rollouts, plays them with bounded concurrency, and serves their results.
 
-A rollout that goes wrong becomes a recorded failure; the runner goes on.
+A rollout that fails is recorded as a failure; the runner continues.
 """
 
 import asyncio

@@ -457,7 +457,7 @@ async def _answer(
         return problem_response(error)
     if answer is None:
         return Response(status_code=499)
-    services.metrics.options_dropped(answer.dropped)
+    services.metrics.count_dropped_options(answer.dropped)
     # Without line breaks, and no longer than clients read: these are keys of the caller's body.
     ignored = clipped(", ".join(answer.ignored).encode("unicode_escape").decode(), _LONGEST_HEADER)
     headers = {IGNORED_HEADER: ignored} if ignored else {}

@@ -211,7 +211,7 @@ async def draw_rollout(
         return Response(runner.state(f"{rollout_id}/frames"), media_type="application/json")
     record = runner.results.get(rollout_id)
 
-    # One at a time: a replay is for people, and takes the processor from everybody who plays.
+    # One at a time: a replay is for people, and takes the processor from all episodes.
     async with request.app.state.replays:
         replay = build_replay(record, services.boards)
         every = replay.every(settings.max_frames) if turn is None else 1

@@ -17,7 +17,7 @@ from task_app.errors import ContextLengthExceeded
 from task_app.interactions.gsm8k import RIGHT, WRONG, Gsm8kInteraction
 from task_app.plugins import InteractionEntry, default_plug_boards
 from tests.task_app.counting import CountingEnvironment, PlannedPolicy, add, running_app
-from tests.task_app.fake_inference import completion, fake_inference, status
+from tests.task_app.fake_inference import completion, fake_inference, says, status
 from tests.task_app.rollout_client import accept, wait_for_all
 
 QUESTION = "What is 6 * 7? Answer with #### and the number."
@@ -54,10 +54,6 @@ class Plain(Watched):
         self.config = config
         super().__init__({"name": config["name"]})
         self.config = config
-
-
-def says(text):
-    return completion({"role": "assistant", "content": text})
 
 
 def calls(*functions, text=None):

@@ -16,9 +16,9 @@ from task_app.errors import CriticalError
 from task_app.interactions.gsm8k import RIGHT
 from task_app.interactions.live import InteractionReply
 from task_app.protocols import DecisionOutcome, Observation
-from tests.task_app.fake_inference import completion
-from tests.task_app.test_conversation import played, playing, says
-from tests.task_app.test_episode_worker import Clock
+from tests.task_app.counting import Clock
+from tests.task_app.fake_inference import completion, says
+from tests.task_app.test_conversation import played, playing
 
 NOW = Observation("a question", {})
 

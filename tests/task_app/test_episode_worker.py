@@ -19,21 +19,17 @@ from task_app.errors import (
     DeadlineExceeded,
     PolicyUnavailable,
 )
-from tests.task_app.counting import CountingConfig, CountingEnvironment, PlannedPolicy, WaitingPolicy, add
+from tests.task_app.counting import (
+    Clock,
+    CountingConfig,
+    CountingEnvironment,
+    PlannedPolicy,
+    WaitingPolicy,
+    add,
+)
 
 ON = StepRewards(enabled=True, mode="decision_stepwise")
 TEXT = {"type": "text", "content": "I think."}
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def tick(self) -> None:
-        self.now_s += 1.0
 
 
 def task(**facts):

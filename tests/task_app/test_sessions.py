@@ -4,13 +4,7 @@ import pytest
 
 from task_app.errors import CapacityReached, UnknownId
 from task_app.sessions.registry import SessionLock, Sessions
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self):
-        return self.now_s
+from tests.task_app.counting import Clock
 
 
 class Session:

@@ -51,7 +51,7 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """The first legs of the way to a thing; `more` if it goes on after them."""
+    """The first legs of the way to a thing; `more` if it continues after them."""
 
     legs: tuple[Leg, ...]
     more: bool = False

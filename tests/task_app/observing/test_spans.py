@@ -14,7 +14,7 @@ from task_app.observing.spans import Spans, configure_spans
 from task_app.settings import Settings
 from tests.task_app.captures.test_agents import build_board
 from tests.task_app.counting import KEY, boards, rollout
-from tests.task_app.fake_inference import calling, completion, fake_inference, status
+from tests.task_app.fake_inference import calling, fake_inference, says, status
 from tests.task_app.rollout_client import accept, wait_for_all
 from tests.task_app.served import served_app
 
@@ -106,7 +106,7 @@ async def test_captured_calls_of_an_agent_stand_below_its_episode(tmp_path):
     memory, tracer = memory_and_tracer()
     agents = build_board(tmp_path, TWO_CALLS)
     async with (
-        fake_inference(*[completion({"role": "assistant", "content": "Yes."})] * 2) as server,
+        fake_inference(*[says("Yes.")] * 2) as server,
         served_app(agents, spans=Spans(tracer)) as (client, _),
     ):
         request = asking(server.url, env={"env_name": "agent:a"}, limits={"timeout_s": 20.0})
@@ -123,7 +123,7 @@ async def test_captured_calls_of_an_agent_stand_below_its_episode(tmp_path):
 async def test_calls_of_a_capture_opened_by_hand_are_traces_that_its_id_holds_together():
     memory, tracer = memory_and_tracer()
     async with (
-        fake_inference(*[completion({"role": "assistant", "content": "Yes."})] * 2) as server,
+        fake_inference(*[says("Yes.")] * 2) as server,
         served_app(boards(), spans=Spans(tracer)) as (client, _),
     ):
         policy = {"policy_name": "openai", "config": {"inference_url": server.url, "model": "tiny"}}

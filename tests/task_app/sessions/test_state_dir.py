@@ -5,20 +5,14 @@ import signal
 import pytest
 
 from task_app.__main__ import main
+from tests.task_app.playing import ON, act
 from tests.task_app.test_service_process import task_app
 
-ON = {"enabled": True, "mode": "decision_stepwise"}
-
-
-def acts(*names):
-    return [{"tool": "interact_many", "args": {"actions": list(names)}}]
-
-
 MOVES = [
-    acts("move_right"),
-    acts("move_right", "move_right", "do"),
-    acts("move_down", "move_right", "do"),
-    acts("noop"),
+    act("move_right"),
+    act("move_right", "move_right", "do"),
+    act("move_down", "move_right", "do"),
+    act("noop"),
 ]
 
 
