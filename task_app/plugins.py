@@ -155,34 +155,17 @@ def _crafter() -> EnvironmentPlugin[Any]:
     )
 
 
-def _babyai() -> EnvironmentPlugin[Any]:
-    from task_app.environments.babyai.environment import BABYAI_STATE_KEYS, BabyAIConfig, BabyAIEnvironment
+def _environment(
+    name: str, classes: str, *, keys: str | None = None, needs: str | None = None
+) -> Callable[[], EnvironmentPlugin[Any]]:
+    """Make the entry of an environment, by its module, its classes' name and that of its state keys."""
 
-    return EnvironmentPlugin(BabyAIConfig, BabyAIEnvironment, BABYAI_STATE_KEYS, needs="minigrid")
+    def load() -> EnvironmentPlugin[Any]:
+        module = import_module(f"task_app.environments.{name}.environment")
+        config, build = (getattr(module, classes + part) for part in ("Config", "Environment"))
+        return EnvironmentPlugin(config, build, getattr(module, keys) if keys else {}, needs=needs)
 
-
-def _dialogue() -> EnvironmentPlugin[Any]:
-    from task_app.environments.dialogue.environment import DialogueConfig, DialogueEnvironment
-
-    return EnvironmentPlugin(DialogueConfig, DialogueEnvironment)
-
-
-def _documents() -> EnvironmentPlugin[Any]:
-    from task_app.environments.documents.environment import DocumentsConfig, DocumentsEnvironment
-
-    return EnvironmentPlugin(DocumentsConfig, DocumentsEnvironment)
-
-
-def _orders() -> EnvironmentPlugin[Any]:
-    from task_app.environments.orders.environment import ORDERS_STATE_KEYS, OrdersConfig, OrdersEnvironment
-
-    return EnvironmentPlugin(OrdersConfig, OrdersEnvironment, ORDERS_STATE_KEYS)
-
-
-def _sokoban() -> EnvironmentPlugin[Any]:
-    from task_app.environments.sokoban import environment as sokoban
-
-    return EnvironmentPlugin(sokoban.SokobanConfig, sokoban.SokobanEnvironment, sokoban.SOKOBAN_STATE_KEYS)
+    return load
 
 
 def _openai() -> PolicyPlugin[Any]:
@@ -224,11 +207,11 @@ def _without_model(module: str, config: str, policy: str) -> Callable[[], Policy
 ENVIRONMENTS: Mapping[str, EnvironmentPlugin[Any]] = Board(
     {
         "crafter": _crafter,
-        "babyai": _babyai,
-        "dialogue": _dialogue,
-        "documents": _documents,
-        "orders": _orders,
-        "sokoban": _sokoban,
+        "babyai": _environment("babyai", "BabyAI", keys="BABYAI_STATE_KEYS", needs="minigrid"),
+        "dialogue": _environment("dialogue", "Dialogue"),
+        "documents": _environment("documents", "Documents"),
+        "orders": _environment("orders", "Orders", keys="ORDERS_STATE_KEYS"),
+        "sokoban": _environment("sokoban", "Sokoban", keys="SOKOBAN_STATE_KEYS"),
     }
 )
 
