@@ -348,6 +348,12 @@ def test_a_turn_in_which_the_policy_ended_the_episode_plays_nothing():
     assert np.array_equal(first, last)
 
 
+def test_a_decision_without_a_call_is_refused_for_its_recorded_reason():
+    turn = ReplayTurn(invalid_reason="why", result="why", executed_actions=("noop",), env_rewards=(0.0,))
+    replay = Replay(PicturedCounting(), EnvSpec(env_name="counting"), [turn], 3)
+    assert [moment.turn for moment in replay.moments([1], until_s=1.0, clock=lambda: 0.0)] == [1]
+
+
 def test_a_gif_of_nothing_is_refused():
     with pytest.raises(ValueError, match="at least one"):
         animated_gif([], frame_s=0.1)
