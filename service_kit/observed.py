@@ -127,7 +127,7 @@ class RequestObserver:
     def answer(
         self, plain: Callable[[Scope, bytes], PlainReply | None], scope: Scope, body: bytes
     ) -> PlainReply | None:
-        """Observe an answer at once (service_kit.connections.Posts); nothing, if there is none."""
+        """Observe an immediate answer (service_kit.connections.Posts); without one, count nothing."""
         start_s = time.perf_counter()
         request_id = self._begin(scope)
         reply = plain(scope, body)

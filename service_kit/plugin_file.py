@@ -64,7 +64,7 @@ def _refuse_other_neighbours(folder: Path, place: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PackagePlug:
-    """What a package offers."""
+    """An entry point of a package."""
 
     name: str
     """Name of the entry point."""

@@ -63,7 +63,7 @@ class Answer:
     ignored: tuple[str, ...] = ()
     """Settings of the call without effect."""
     dropped: tuple[str, ...] = ()
-    """Those of them that are options and that the policy does not follow."""
+    """The ignored options that the policy does not follow."""
 
 
 class Dialect(Protocol):
@@ -213,7 +213,7 @@ class Item:
         return self.value.get(name, default)
 
     def refusal(self, name: str, fault: str, *, hint: str | None = None) -> InvalidRequest:
-        """The refusal of what it has under a key."""
+        """The refusal of its value under a key."""
         return refusal_at(f"{self.where}.{name}", fault, hint=hint)
 
     def part(self, name: str, kind: type, needed: str) -> Any:

@@ -68,7 +68,7 @@ MakePolicy = Callable[[int], AgentPolicy]
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """A conversation of the agent: what its next call begins with, and the ids of that."""
+    """A conversation of the agent: the prompt that its next call continues, and its token ids."""
 
     policy: AgentPolicy
     keys: tuple[int, ...] = ()
@@ -82,7 +82,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class CaptureSpec:
-    """What a capture is opened with."""
+    """The settings of a new capture."""
 
     env_name: str
     """Its name in the trajectory."""
@@ -425,7 +425,7 @@ class Capture:
         )
 
     def _hold_step(self, step: StepData, others: Sequence[ToolSpec | str]) -> None:
-        """Count a decision, and what else of its call the trajectory shows, unless that became too large."""
+        """Record a decision and the facts of its call, unless the trajectory would become too large."""
         size = len(to_json([step, *others]))
         total, most = self._trajectory_bytes + size + _REWARD_BYTES, self._spec.max_bytes
         if most is not None and total > most:

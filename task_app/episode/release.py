@@ -1,4 +1,4 @@
-"""The end of an environment's life: what it holds outside of this process is given back."""
+"""The end of an environment: its resources outside of this process are released."""
 
 import asyncio
 from contextlib import suppress

@@ -427,7 +427,7 @@ class RLRolloutWorker:
 
 
 def _create_environment(task: TaskDefinitionModel) -> tuple[Environment, tuple[Message, ...]]:
-    """The environment that a task names, and those of its messages that the environment does not say."""
+    """Create the environment of a task; return it with the opening messages that it does not say itself."""
     config, opening = dict(task.base_resource_config), task.messages
     boards = default_plug_boards()
     try:

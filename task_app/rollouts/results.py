@@ -269,7 +269,7 @@ def take_fingerprint(request: RolloutRequest) -> Fingerprint:
 
 
 def _too_long(record: Record, sentence: str) -> str:
-    """What a failure says of a first prompt, with the sentence of the model's server, which has its counts.
+    """The sentence of a failure for a first prompt that is too long, with the server's own sentence.
 
     A group's name ends with the row of a data set.
     """

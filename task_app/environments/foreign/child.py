@@ -24,7 +24,7 @@ _open: set[Guarded] = set()
 
 
 class Child:
-    """The process; what it prints to stderr goes to the task app's log, up to a bound.
+    """The process; its stderr goes to the task app's log, up to a bound.
 
     It runs in the `folder`, by default the task app's, with these further environment variables. Errors name
     the environment, and by `source` what names the command.
@@ -85,7 +85,7 @@ class Child:
                 self._read += self._chunk(until_s, deadline_s)
 
     def close(self, *, grace_s: float = 0.0) -> None:
-        """End the process and what it has forked, which may hold its pipes.
+        """End the process and its own children, which may hold its pipes.
 
         It has `grace_s` to end by itself once its stdin is closed, and as long after a SIGTERM; then it is
         killed.
@@ -108,7 +108,7 @@ class Child:
             self._output.end()
 
     def _ends_within(self, seconds: float) -> bool:
-        """Read what it still writes, until it closes its stdout; False if it did not."""
+        """Read its remaining output until it closes stdout; False if it did not."""
         until_s = time.monotonic() + seconds
         try:
             while True:
@@ -137,7 +137,7 @@ class Child:
 
 
 def end_all(grace_s: float) -> None:
-    """End what is still open when the service ends: a call that hangs holds the lock of its environment.
+    """End all open processes when the service ends: a hanging call holds the lock of its environment.
 
     Those that are being closed have `grace_s` for it, and all others as long after a SIGTERM; then they are
     killed.

@@ -209,7 +209,7 @@ class Pictured(ForeignEnvironment):
 
 
 class EpisodeState(Body):
-    """The state of a restorable one; `world` is what its `get_state` returned."""
+    """The state of a restorable environment; `world` comes from its `get_state`."""
 
     elapsed: int
     total: float

@@ -108,7 +108,7 @@ class ProcessLink:
         self._child.close(grace_s=CLOSE_S)
 
     def _answer(self, message: Mapping[str, Any]) -> None:
-        """What the server asks is answered; what it tells is not."""
+        """Requests of the server are answered; its notifications are not."""
         if "id" not in message:
             return
         answer: dict[str, Any] = (
@@ -123,7 +123,7 @@ Link = HttpLink | ProcessLink
 
 
 def _refuse_other(message: Any, request: Mapping[str, Any], name: str) -> None:
-    """Refuse an answer to another request: its result would count as that of this one."""
+    """Refuse an answer to another request, whose result would count for this one."""
     if not isinstance(message, dict):
         return  # it is no answer at all, which its reader says
     told, asked = message.get("id"), request["id"]

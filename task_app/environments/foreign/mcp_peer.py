@@ -100,7 +100,7 @@ class _Result(StrictReply):
 
 
 class _Facts(StrictReply):
-    """What a call pays, and whether it ended the episode."""
+    """The reward of a call, and whether it ended the episode."""
 
     reward: float | None = None
     done: bool | None = None
@@ -226,12 +226,12 @@ class McpPeer:
 
 
 def _first(facts: Sequence[Any], key: str) -> Any:
-    """What the first object that has the key says; None: none has it."""
+    """The value in the first object that has the key; None if no object has it."""
     return next((one[key] for one in facts if isinstance(one, dict) and key in one), None)
 
 
 def _paying(text: str, reward_key: str, name: str) -> Any:
-    """The JSON object that a text is, if it pays a number; what else a tool says there is its own business.
+    """The JSON object in a text, if it holds a number as reward; other texts are the tool's own.
 
     A tool without an output schema has no other place for its facts. NaN is a number here, and no reward.
     Raises ForeignFailed where a key of an object that pays comes twice: either may be meant.

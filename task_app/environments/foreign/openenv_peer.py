@@ -32,7 +32,7 @@ class _Schema(StrictReply):
 
 
 class _Action(StrictReply):
-    """What is read of the schema of an action."""
+    """The fields of an action's schema that are read."""
 
     title: str | None = None
     description: str | None = None
@@ -59,7 +59,7 @@ class _Observed(StrictReply):
 
 
 class _Facts(StrictReply):
-    """What is read of an observation."""
+    """The fields of an observation that are read."""
 
     text: JsonValue = None
     tool_name: JsonValue = None

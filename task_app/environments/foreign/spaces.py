@@ -95,7 +95,7 @@ def _action(space: Space[Any], value: Any, names: Sequence[str]) -> Any:
 
 
 def _bounds(space: spaces.Box) -> dict[str, float]:
-    """The widest bounds of all numbers; those of a single number are checked when it is given."""
+    """The widest bounds of all numbers; the space itself checks each number later."""
     low, high = float(space.low.min()), float(space.high.max())
     bounds = {"minimum": low} if low > -_FAR else {}
     return bounds | ({"maximum": high} if high < _FAR else {})

@@ -52,7 +52,7 @@ class _Part(StrictReply):
 
 
 class _Content(StrictReply):
-    """A tool's result in MCP's form; what has no texts is shown as its plain value."""
+    """The text of a tool's result in MCP's form; a result without texts is shown as its plain value."""
 
     content: list[_Part] | None = None
     structuredContent: dict[str, JsonValue] | None = None
@@ -79,7 +79,7 @@ def result_text(result: Any, name: str) -> str:
 
 
 def typed(kind: type[Model], value: Any, part: str) -> Model:
-    """As `read_value`, with a ForeignFailed for what is no such value."""
+    """Read a value with `read_value`; a wrong one is a ForeignFailed."""
     try:
         return read_value(kind, value, part)
     except ReplyInvalid as exc:

@@ -123,7 +123,7 @@ class SokobanEnvironment(OneCallEnvironment):
         return self._is_solved() or self._stuck
 
     def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
-        """The state alone: what was done before tells nothing more about it."""
+        """The state alone; past decisions add nothing to it."""
         return state_alone(observation, past, system=None if self.config.text == "compact" else SYSTEM)
 
     def outcome_reward(self) -> float:
