@@ -12,9 +12,10 @@ from dataclasses import replace
 
 from task_app.plugins import default_plug_boards
 from tests.task_app.counting import boards
+from tests.task_app.playing import act
 from tests.task_app.sessions.test_idempotency import keyed
 from tests.task_app.sessions.test_killed_requests import living
-from tests.task_app.sessions.test_recovery import CRAFTER, acts, app_on
+from tests.task_app.sessions.test_recovery import CRAFTER, app_on
 
 DEFAULT = default_plug_boards()
 PLUGGED = replace(DEFAULT, environments={**DEFAULT.environments, **boards().environments})
@@ -78,16 +79,16 @@ class Story:
             "/policy/create",
             {"policy_name": "random", "config": {"seed": 5}, "bound_env_id": "$crafter"},
         )
-        both = [{"env_id": f"${name}", "tool_calls": acts("noop")} for name in ("crafter", "counting")] * 3
+        both = [{"env_id": f"${name}", "tool_calls": act("noop")} for name in ("crafter", "counting")] * 3
         told = [
-            await self.send("/env/step", {"env_id": "$crafter", "tool_calls": acts("move_right", "do")}),
+            await self.send("/env/step", {"env_id": "$crafter", "tool_calls": act("move_right", "do")}),
             await self.send("/env/step_many", {"steps": both}),
             await self.send("/rollout", living("$crafter", 2, {"policy_id": "$policy"})),
             await self.send("/env/reset", {"env_id": "$counting", "seed": 8}),
             (await self.send("/policy/step", {"policy_id": "$policy"}))["tool_calls"],
             await self.send("/env/step", {"env_id": "$counting", "tool_calls": []}),
             await self.send("/env/terminate", {"env_id": "$counting"}),
-            await self.send("/env/step", {"env_id": "$crafter", "tool_calls": acts("do")}),
+            await self.send("/env/step", {"env_id": "$crafter", "tool_calls": act("do")}),
         ]
         played = told[2].pop("trajectories")
         told[2] = [step["tool_calls"] for step in played[0]["steps"]]
