@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any, NamedTuple, cast
 
-from starlette.responses import Response
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -239,13 +238,11 @@ class BoundedConnection(HttpToolsProtocol):
             self._silence = None
 
     def _refuse(self, error: ServiceError) -> None:
-        if not self.transport.is_closing():
-            self.transport.write(_bytes_of(self.respond(error)))
-            self.transport.close()
-
-
-def _bytes_of(response: Response) -> bytes:
-    """The bytes of a reply; there is no request yet that the app could answer."""
-    head = [f"HTTP/1.1 {response.status_code} {HTTPStatus(response.status_code).phrase}", "connection: close"]
-    head += [f"{name}: {value}" for name, value in response.headers.items()]
-    return "\r\n".join([*head, "", ""]).encode("latin-1") + bytes(response.body)
+        """Write the reply byte for byte, because there is no request yet that the app could answer."""
+        if self.transport.is_closing():
+            return
+        reply = self.respond(error)
+        head = [f"HTTP/1.1 {reply.status_code} {HTTPStatus(reply.status_code).phrase}", "connection: close"]
+        head += [f"{name}: {value}" for name, value in reply.headers.items()]
+        self.transport.write("\r\n".join([*head, "", ""]).encode("latin-1") + bytes(reply.body))
+        self.transport.close()

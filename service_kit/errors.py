@@ -115,7 +115,7 @@ class NoKeyConfigured(ServiceError, status=503):
 
     def __init__(self, variable: str) -> None:
         super().__init__(
-            "this service has no API key configured, so it answers nobody",
+            "this service has no API key configured, so it refuses every request",
             hint=f"Set {variable} and start it again.",
             code=f"missing_{variable.lower()}",
         )

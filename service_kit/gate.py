@@ -144,7 +144,7 @@ class SessionDoor:
 
 
 def proxy_error(scope: Scope, keys: Keys) -> ServiceError | None:
-    """Why a request that a proxy passes on may not enter a service without keys: anybody may have sent it."""
+    """Why a request that a proxy passes on may not enter a service without keys: its sender is unknown."""
     names = sorted(_FORWARDED.intersection(name for name, _ in scope["headers"]))
     if not names:
         return None
@@ -399,7 +399,7 @@ def asks_for_a_page(scope: Scope) -> bool:
 
 
 def names_this_machine(host: str) -> bool:
-    """Whether a Host header names the loopback; other names may be pointed at this machine by anybody."""
+    """Whether a Host header names the loopback; other names can be pointed at this machine by a stranger."""
     name = host_name(host)
     return name is not None and is_loopback(name)
 

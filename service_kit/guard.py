@@ -95,7 +95,7 @@ def _run(command: list[str], report: int, guard: int) -> "NoReturn":
 
 
 def _let_go(signals: int, ended: int | None) -> None:
-    """Close what the command alone should hold: its pipes end when it closes them."""
+    """Close the descriptors that only the command should hold, so that its pipes end when it closes them."""
     writes = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
     null = os.open(os.devnull, os.O_RDWR)
@@ -107,7 +107,7 @@ def _let_go(signals: int, ended: int | None) -> None:
 
 
 def _keep(child: int, signals: int, ended: int | None, is_guard: bool) -> "NoReturn":
-    """Wait for the child's end, or its parent's; kill what is left, and end as the child did."""
+    """Wait for the end of the child or its parent; kill the rest, and exit as the child did."""
     poll = select.poll()
     poll.register(signals, select.POLLIN)
     if ended is not None:
@@ -130,7 +130,7 @@ def _keep(child: int, signals: int, ended: int | None, is_guard: bool) -> "NoRet
 
 
 def _reap(child: int) -> int | None:
-    """Reap who has ended; return the child's status once it has."""
+    """Reap ended processes; return the child's status if it is among them."""
     found = None
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:

@@ -40,7 +40,7 @@ class NoReply(Exception):
 
 
 class ReplyMalformed(ReplyFault):
-    """What replied does not speak HTTP/1.1."""
+    """The server does not speak HTTP/1.1."""
 
 
 class Origin(NamedTuple):
@@ -105,7 +105,7 @@ class _Connection(asyncio.Protocol):
         return not self._transport.is_closing()
 
     def close(self) -> None:
-        """End the connection at once; what is under way has no reply."""
+        """Close the connection at once; a request under way gets no reply."""
         self._transport.abort()
 
     # asyncio's calls

@@ -37,7 +37,7 @@ def key_from_environ(environ: Mapping[str, str], variable: str) -> SecretStr | N
             value = read_text(Path(name)).strip()
         except (OSError, ValueError) as error:
             raise SettingsError(f"{file_variable} names {name!r}, which cannot be read: {error}") from error
-        if not value:  # an empty file would let everybody in, or nobody
+        if not value:  # an empty key would open the service to all, or close it to all
             raise SettingsError(f"{file_variable} names {name!r}, which is empty")
     if not value:
         return None

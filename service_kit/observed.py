@@ -112,7 +112,7 @@ class RequestObserver:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                self._requests.count(scope["method"], route_of(scope), status)
+                self._requests.count(scope["method"], find_route(scope), status)
                 message = {**message, "headers": _with_id(message.get("headers", ()), request_id)}
             await send(message)
 
@@ -121,32 +121,32 @@ class RequestObserver:
             await self._app(scope, receive, send_with_id)
         finally:
             if status == CLIENT_GONE:
-                self._requests.count(scope["method"], route_of(scope), status)
+                self._requests.count(scope["method"], find_route(scope), status)
             self._end(scope, status, start_s)
 
     def answer(
         self, plain: Callable[[Scope, bytes], PlainReply | None], scope: Scope, body: bytes
     ) -> PlainReply | None:
-        """Observe an answer at once (service_kit.connections.Posts); nothing, if there is none."""
+        """Observe an immediate answer (service_kit.connections.Posts); without one, count nothing."""
         start_s = time.perf_counter()
         request_id = self._begin(scope)
         reply = plain(scope, body)
         if reply is None:
             return None
-        self._requests.count(scope["method"], route_of(scope), reply.status)
+        self._requests.count(scope["method"], find_route(scope), reply.status)
         self._end(scope, reply.status, start_s)
         return reply._replace(headers=_with_id(reply.headers, request_id))
 
     def _begin(self, scope: Scope) -> bytes:
         """The request's id, which further log lines have."""
-        request_id = request_id_of(scope, self._keys)
+        request_id = choose_request_id(scope, self._keys)
         structlog.contextvars.clear_contextvars()
         structlog.contextvars.bind_contextvars(request_id=request_id.decode("ascii"))
         return request_id
 
     def _end(self, scope: Scope, status: int, start_s: float) -> None:
         duration_s = time.perf_counter() - start_s
-        method, route = scope["method"], route_of(scope)
+        method, route = scope["method"], find_route(scope)
         if route not in self._streams:
             self._requests.observe(route, duration_s)
         if self._debug:
@@ -161,7 +161,7 @@ def _with_id(headers: Iterable[tuple[bytes, bytes]], request_id: bytes) -> list[
     return named
 
 
-def request_id_of(scope: Scope, keys: Keys) -> bytes:
+def choose_request_id(scope: Scope, keys: Keys) -> bytes:
     """The caller's id, unless it is unfit for a log, is a key, or holds a key of this request."""
     headers = scope["headers"]
     caller_id = next((value for name, value in headers if name == HEADER), b"")
@@ -176,7 +176,7 @@ def request_id_of(scope: Scope, keys: Keys) -> bytes:
     return b"%016x" % random.getrandbits(64)
 
 
-def route_of(scope: Scope) -> str:
+def find_route(scope: Scope) -> str:
     """The template of the route that replied, such as /env/{env_id}/frame; `none` without a route."""
     path = getattr(scope.get("route"), "path", None)
     return path if isinstance(path, str) else _NO_ROUTE

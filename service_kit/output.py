@@ -1,4 +1,4 @@
-"""What a child process prints, as lines of its service's log up to a bound.
+"""The output of a child process as lines of its service's log, up to a bound.
 
 A thread drains the pipe, so a child that prints without an end neither waits for the service nor keeps its
 event loop busy.
@@ -89,12 +89,12 @@ class Output:
                 self._begin_period()
 
     def last_text(self) -> str:
-        """The end of what it printed so far."""
+        """The end of its output so far."""
         with self._lock:
             return _text(self._tail + self._rest)[-_TAIL_BYTES:]
 
     def end(self) -> None:
-        """Log what it has printed until now, and read no more: others may hold its pipe for ever."""
+        """Log its output until now and stop reading: other processes may hold its pipe for ever."""
         if self._end_signal < 0:
             return
         os.close(self._end_signal)
@@ -156,7 +156,7 @@ class Output:
 
     def _log(self, event: str, **facts: object) -> None:
         level = "debug" if self._is_for_debugging else "info" if "text" in facts else "warning"
-        # A log that cannot be written must not keep the child from going on.
+        # A log that cannot be written must not block the child.
         with suppress(OSError, ValueError):
             getattr(log, level)(event, **{self._kind: self._name}, **facts)
 

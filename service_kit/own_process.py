@@ -1,4 +1,4 @@
-"""What a child process of ours does itself: it imports quickly, says when it is ready, ends with its parent.
+"""The duties of our own child processes: import quickly, report when ready, end with the parent.
 
 It calls this before its slow imports, so that it does not survive a parent that is killed meanwhile.
 """
@@ -28,7 +28,7 @@ def begin_imports() -> None:
 
 
 def end_imports() -> None:
-    """Let it collect again, but never look through what was imported."""
+    """Enable garbage collection, which from now on skips the imported modules."""
     gc.freeze()
     gc.enable()
 

@@ -22,7 +22,7 @@ from service_kit.errors import ServiceError, SettingsError
 _FOLDERS: set[Path] = set()
 
 
-def module_of(file: Path, *, option: str) -> ModuleType:
+def load_module(file: Path, *, option: str) -> ModuleType:
     """Import the file, which may import its neighbours; `option` names it in errors, a key of a job or
     `--plugins`.
 
@@ -64,7 +64,7 @@ def _refuse_other_neighbours(folder: Path, place: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PackagePlug:
-    """What a package offers."""
+    """An entry point of a package."""
 
     name: str
     """Name of the entry point."""
@@ -80,13 +80,13 @@ def package_plugs(group: str) -> Iterator[PackagePlug]:
 
     Raises SettingsError where one cannot be imported; the log gets the traceback.
     """
-    for point in sorted(entry_points_of(group), key=lambda point: (point.name, point.value)):
+    for point in sorted(find_entry_points(group), key=lambda point: (point.name, point.value)):
         package = point.dist.name if point.dist is not None else "a package"
         place = f"{package}, entry point {point.name!r} of {group!r}"
         yield PackagePlug(point.name, point.value, _run(point.load, place), place)
 
 
-def entry_points_of(group: str) -> EntryPoints:
+def find_entry_points(group: str) -> EntryPoints:
     """The entry points of a group, by a scan of all packages that every group shares (some 8 ms)."""
     return _scan(tuple(_changed_at(place) for place in sys.path))(group=group)
 

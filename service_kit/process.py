@@ -186,7 +186,7 @@ class Child(Process):
         return False
 
     async def end_all(self) -> None:
-        """Kill it and what it has started, and release its pipes, also where the wait is cancelled."""
+        """Kill it and all that it has started, and release its pipes, even if the wait is cancelled."""
         end, cancellation = asyncio.ensure_future(self._end_all()), None
         while not end.done():
             try:
@@ -225,7 +225,7 @@ class Child(Process):
 
 @cache
 def can_guard() -> bool:
-    """Whether the system has what a guard needs; otherwise the log says once what is missing."""
+    """Whether the system supports guards; if not, the log says once what is missing."""
     with suppress(AttributeError, OSError):
         os.close(os.pidfd_open(os.getpid()))
         if sys.platform == "linux":
@@ -377,7 +377,7 @@ class Worker:
             self.restarts += 1
 
     async def end(self, process: Process) -> bool:
-        """End the process, and what it has left behind; return whether it was killed."""
+        """End the process and its leftovers; return whether it was killed."""
         was_killed = await process.end(self.stop_s)
         process.kill_rest()
         return was_killed
@@ -446,7 +446,7 @@ def name_exit(code: int) -> str:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a child's log that says something; empty where there is none."""
+    """The last line of a child's log that is not blank; empty without one."""
     return (last_lines(log) or [""])[-1].strip()
 
 

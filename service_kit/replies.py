@@ -1,4 +1,4 @@
-"""What a client takes from the reply of another service: bounded bytes, typed values, and no other address.
+"""Reading replies of other services: bounded bytes, typed values, and no redirect is followed.
 
     bytes     plain_session, plain_client,
               http_client                       as they came: none is inflated
@@ -49,7 +49,7 @@ PLAIN = {"Accept-Encoding": "identity"}
 
 
 class ReplyFault(Exception):
-    """A reply is not what its reader takes; each client raises its own error for it."""
+    """A reply that its reader cannot use; each client raises its own error for it."""
 
 
 class ReplyTooLarge(ReplyFault):
@@ -228,7 +228,7 @@ class Lines:
 
     @property
     def rest(self) -> bytes:
-        """What follows the last line feed: the last line of a stream that ends without one."""
+        """The text after the last line feed: the last line of a stream that ends without one."""
         return bytes(self._rest)
 
 

@@ -176,7 +176,7 @@ class Table(dict[str, Call], Generic[Error]):
         return b"result " + self[name].result.dump_json((result,))
 
     def write_error(self, error: Exception, name: str) -> bytes:
-        """The line of an error; one that is none of a service becomes a `failure`."""
+        """The line of an error; an error of no service becomes a `failure`."""
         if not isinstance(error, ServiceError):
             log.error("call_failed", call=name, exc_info=error)
             error = self.failure(f"{name!r} met {describe_error(error)}")
@@ -189,7 +189,7 @@ class Table(dict[str, Call], Generic[Error]):
             raise self.misfit(f"the error of {name!r}", error) from error
 
     def misfit(self, whole: str, error: ValueError, outer: int = 0) -> Error:
-        """What does not fit its type: where, what is allowed, and what stands there."""
+        """The error for a value of a wrong type: its place, what is allowed, and what was found."""
         fault = f": {error}"  # of bytes that are no array
         if isinstance(error, ValidationError):
             first = error.errors(include_url=False, include_context=False)[0]
@@ -230,7 +230,7 @@ class Reply:
         self.unwelcome: Exception | None = None
 
     def again(self) -> "Reply":
-        """What reads the reply of the same call where this one was broken off."""
+        """A reader for the same call, which is repeated after this reply was cut off."""
         reply = Reply(self._table, self.name, self.body, self._tell)
         reply.unwelcome = self.unwelcome
         return reply

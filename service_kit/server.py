@@ -102,7 +102,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                backlog=BACKLOG,  # uvicorn sets it anew on a socket that listens already
+                backlog=BACKLOG,  # uvicorn listens again with it on a listening socket
                 timeout_graceful_shutdown=5,
             )
         )

@@ -40,7 +40,7 @@ class Variable:
     name: str
 
     def read(self, environ: Mapping[str, str]) -> Any:
-        """What the variable holds; None: nothing."""
+        """The value of the variable; None if it is unset."""
         return environ.get(self.name)
 
 
@@ -60,7 +60,7 @@ class SettingsTable(Body):
 
 
 class LogSettings(SettingsTable):
-    """What every process writes to its log."""
+    """Level and format of a process's log."""
 
     log_level: Annotated[
         Literal["debug", "info", "warning", "error", "critical"], Variable("TURNWISE_LOG_LEVEL")
@@ -91,7 +91,7 @@ class ConnectionSettings(SettingsTable):
 
 
 class ServiceSettings(LogSettings, ConnectionSettings):
-    """What both services have."""
+    """Settings that both services share."""
 
     host: Annotated[str, Flag()] = Field(
         default="127.0.0.1",

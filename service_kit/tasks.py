@@ -17,7 +17,7 @@ async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
 async def racing(
     *work: Coroutine[Any, Any, Any] | asyncio.Future[Any],
 ) -> AsyncIterator[list[asyncio.Future[Any]]]:
-    """The tasks of all work, once the first is done; those of coroutines end with the context."""
+    """The tasks of all work, as soon as the first is done; tasks of coroutines end with the context."""
     tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(item) for item in work]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service_kit.connections import PlainReply, Posts
+from service_kit.connections import Posts
 from service_kit.gate import Deadline, Gate
 from service_kit.keys import TASK_APP_KEY, Keys
 from service_kit.observed import RequestObserver
@@ -147,12 +147,9 @@ def _add_middleware(task_app: TaskApp, services: Services) -> None:
         read=captures.read_body,
         large_body_hint="send a list in several requests; one document needs more TURNWISE_MAX_BODY_BYTES",
     )
-    app = CallErrors(ServerErrorMiddleware(gate, handler=internal_error_response), captures.dialect_of)
+    app = CallErrors(ServerErrorMiddleware(gate, handler=internal_error_response), captures.find_dialect)
     task_app.front = observer = RequestObserver(app, requests=services.metrics.requests, keys=keys)
-
-    def step_at_once(scope: Scope, body: bytes) -> PlainReply | None:
-        return steps.answer_at_once(services, scope, gate.plain_value(scope, body))
-
+    step_at_once = partial(steps.answer_at_once, services, gate.plain_value)
     task_app.posts = {steps.ROUTE.path.encode(): partial(observer.answer, step_at_once)}
 
 

@@ -37,7 +37,7 @@ def invalid(
     elif error["type"] == "too_short":
         count, least = error["ctx"]["actual_length"], error["ctx"]["min_length"]
         message = f"has {count} elements; at least {least} is needed"
-    return InvalidRequest(f"{place}: {message}{_value_of(error, place)}", where=place)
+    return InvalidRequest(f"{place}: {message}{_quote_value(error, place)}", where=place)
 
 
 def validated(model: type[M], value: Any, *, where: str) -> M:
@@ -68,7 +68,7 @@ def state_in(model: type[M], data: bytes) -> M:
         raise ValueError(f"{place}: {error['msg']}") from exc
 
 
-def _value_of(error: Mapping[str, Any], place: str) -> str:
+def _quote_value(error: Mapping[str, Any], place: str) -> str:
     """The beginning of the offending value, if it is a scalar and no secret."""
     value = error.get("input")
     secret = "key" in place or "ground_truth" in place

@@ -95,14 +95,14 @@ class NotReseedable(InvalidRequest, code="not_reseedable"):
 
 
 class UnknownId(TaskAppError, code="unknown_id", status=404):
-    """There is none of that id."""
+    """No object has this id."""
 
     def __init__(self, kind: str, unknown_id: str, *, where: str, hint: str | None = None) -> None:
         super().__init__(f"there is no {kind} {clipped(unknown_id)!r}", where=where, hint=hint)
 
 
 class Conflict(TaskAppError, code="conflict", status=409):
-    """The state of what the request names does not allow it."""
+    """The named object is in a state that does not allow the request."""
 
 
 class CursorExpired(Conflict, code="cursor_expired"):
@@ -131,7 +131,7 @@ class EpisodeOver(Conflict, code="episode_over"):
 
 
 def started(value: T | None) -> T:
-    """What an episode has from its first reset on; raises EpisodeOver before."""
+    """Return a value that exists from the first reset on; raise EpisodeOver before."""
     if value is None:
         raise EpisodeOver("no episode was started", hint="reset the environment with a seed first")
     return value
@@ -204,7 +204,7 @@ class AgentFailed(EpisodeFailed, code="agent_failed"):
 
 
 class CriticalError(EpisodeFailed, code="critical_error", recurs=True):
-    """A plug-in raised an unexpected error, or gave what no plug-in may give."""
+    """A plug-in raised an unexpected error, or returned a value of a wrong type."""
 
 
 def boundary(what: str, call: Callable[..., object] | None = None) -> Boundary:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from service_kit.errors import SettingsError
-from service_kit.plugin_file import module_of, package_plugs
+from service_kit.plugin_file import load_module, package_plugs
 from task_app.captures.agents import PREFIX, Agent, agent_plugin
 from task_app.plugins import EnvironmentPlugin, PlugBoards, PolicyPlugin, RewardPlugin
 from task_app.protocols import RewardFunction
@@ -31,7 +31,7 @@ def with_plugins(boards: PlugBoards, files: Sequence[Path]) -> PlugBoards:
     """The plug boards with the entries of the files added."""
     for file in files:
         place = f"--plugins {file}"
-        module = module_of(file, option="--plugins")
+        module = load_module(file, option="--plugins")
         if not any(hasattr(module, name) for name in _KINDS):
             raise SettingsError(f"{place} defines none of {', '.join(_KINDS)}")
         for board in _KINDS:

@@ -15,7 +15,7 @@ from shared_schemas.prefixes import PREFIXES, list_prefixes
 from shared_schemas.rollouts import EnvSpec
 from task_app.board import Board
 from task_app.complaints import validated
-from task_app.environments.foreign.kinds import kind_of
+from task_app.environments.foreign.kinds import find_kind
 from task_app.environments.foreign.peer import LOCAL
 from task_app.episode.state_keys import PromptKey, StateKey, keys_by_name
 from task_app.errors import InvalidRequest, TaskAppError, UnknownName, boundary
@@ -39,7 +39,7 @@ B = TypeVar("B", bound=Body)
 
 @dataclass(frozen=True, slots=True)
 class InteractionEntry:
-    """The class and config of an interaction, which each episode builds anew."""
+    """The class and config of an interaction; each episode builds its own object."""
 
     name: str
     kind: type[BaseInteraction]
@@ -61,7 +61,7 @@ class InteractionEntry:
         return self.kind({**deepcopy(dict(self.config)), "name": self.name})
 
 
-def config_of(model: type[B], config: Mapping[str, Any]) -> B:
+def validate_config(model: type[B], config: Mapping[str, Any]) -> B:
     """Validate the config of a built-in interaction.
 
     Raises:
@@ -155,34 +155,17 @@ def _crafter() -> EnvironmentPlugin[Any]:
     )
 
 
-def _babyai() -> EnvironmentPlugin[Any]:
-    from task_app.environments.babyai.environment import BABYAI_STATE_KEYS, BabyAIConfig, BabyAIEnvironment
+def _environment(
+    name: str, classes: str, *, keys: str | None = None, needs: str | None = None
+) -> Callable[[], EnvironmentPlugin[Any]]:
+    """Make the entry of an environment, by its module, its classes' name and that of its state keys."""
 
-    return EnvironmentPlugin(BabyAIConfig, BabyAIEnvironment, BABYAI_STATE_KEYS, needs="minigrid")
+    def load() -> EnvironmentPlugin[Any]:
+        module = import_module(f"task_app.environments.{name}.environment")
+        config, build = (getattr(module, classes + part) for part in ("Config", "Environment"))
+        return EnvironmentPlugin(config, build, getattr(module, keys) if keys else {}, needs=needs)
 
-
-def _dialogue() -> EnvironmentPlugin[Any]:
-    from task_app.environments.dialogue.environment import DialogueConfig, DialogueEnvironment
-
-    return EnvironmentPlugin(DialogueConfig, DialogueEnvironment)
-
-
-def _documents() -> EnvironmentPlugin[Any]:
-    from task_app.environments.documents.environment import DocumentsConfig, DocumentsEnvironment
-
-    return EnvironmentPlugin(DocumentsConfig, DocumentsEnvironment)
-
-
-def _orders() -> EnvironmentPlugin[Any]:
-    from task_app.environments.orders.environment import ORDERS_STATE_KEYS, OrdersConfig, OrdersEnvironment
-
-    return EnvironmentPlugin(OrdersConfig, OrdersEnvironment, ORDERS_STATE_KEYS)
-
-
-def _sokoban() -> EnvironmentPlugin[Any]:
-    from task_app.environments.sokoban import environment as sokoban
-
-    return EnvironmentPlugin(sokoban.SokobanConfig, sokoban.SokobanEnvironment, sokoban.SOKOBAN_STATE_KEYS)
+    return load
 
 
 def _openai() -> PolicyPlugin[Any]:
@@ -224,11 +207,11 @@ def _without_model(module: str, config: str, policy: str) -> Callable[[], Policy
 ENVIRONMENTS: Mapping[str, EnvironmentPlugin[Any]] = Board(
     {
         "crafter": _crafter,
-        "babyai": _babyai,
-        "dialogue": _dialogue,
-        "documents": _documents,
-        "orders": _orders,
-        "sokoban": _sokoban,
+        "babyai": _environment("babyai", "BabyAI", keys="BABYAI_STATE_KEYS", needs="minigrid"),
+        "dialogue": _environment("dialogue", "Dialogue"),
+        "documents": _environment("documents", "Documents"),
+        "orders": _environment("orders", "Orders", keys="ORDERS_STATE_KEYS"),
+        "sokoban": _environment("sokoban", "Sokoban", keys="SOKOBAN_STATE_KEYS"),
     }
 )
 
@@ -278,7 +261,7 @@ class PlugBoards:
 
     def environment_name(self, name: str, *, where: str = "") -> str:
         """The name on the board, also for an alias; a foreign environment's is its own."""
-        if name not in self.environments and kind_of(name) is not None:
+        if name not in self.environments and find_kind(name) is not None:
             return name
         resolved = _resolve_name(name, self.environments, ENVIRONMENT_ALIASES)
         if resolved is not None:
@@ -350,7 +333,7 @@ class PlugBoards:
         on_board = self.environment_name(name, where=where)
         if on_board in self.environments:
             return self.environments[on_board]
-        foreign = kind_of(name)
+        foreign = find_kind(name)
         assert foreign is not None, "environment_name refuses all other names"
         kind, argument = foreign
         return EnvironmentPlugin(kind.config, lambda config: kind.build(argument, config, self.reach))

@@ -16,7 +16,7 @@ from shared_schemas.urls import is_loopback
 from task_app.app import TaskApp, create_app
 from task_app.errors import CapacityReached
 from task_app.interactions.config_file import load_interactions, package_interactions
-from task_app.observing.spans import spans_of
+from task_app.observing.spans import configure_spans
 from task_app.operator_plugins import with_packages, with_plugins
 from task_app.plugins import default_plug_boards
 from task_app.replicas import run_replicas
@@ -48,7 +48,7 @@ def run(settings: Settings) -> int:
     # A variable that is set and empty is a secret that failed, and no wish to have none.
     wants_key = any(name.startswith(TASK_APP_KEY) for name in os.environ)
     needs_key = wants_key or not is_loopback(settings.host)
-    app = create_app(settings, boards=boards, needs_key=needs_key, spans=spans_of(os.environ))
+    app = create_app(settings, boards=boards, needs_key=needs_key, spans=configure_spans(os.environ))
     listener = Listener(settings.host, settings.port)
     if not settings.api_keys:
         told = "every route answers 503" if needs_key else "only this machine is answered"
@@ -56,13 +56,13 @@ def run(settings: Settings) -> int:
     log.info("starting", address=listener.url)
     end_imports()
     gc.set_threshold(_OBJECTS_A_COLLECTION)
-    server = server_of(app, ready=lambda: announce(listener.url))
+    server = build_server(app, ready=lambda: announce(listener.url))
     server.run_on(listener, exit_with_parent=settings.exit_with_parent)
     log.info("stopped", address=listener.url)
     return 0
 
 
-def server_of(app: TaskApp, *, ready: Callable[[], None]) -> Server:
+def build_server(app: TaskApp, *, ready: Callable[[], None]) -> Server:
     """Make a server that drains on a stop signal: it still answers, but accepts no new work."""
     services: Services = app.state.services
     settings = services.settings

@@ -220,7 +220,7 @@ class RestorableEnvironment(Environment, Protocol):
     """
 
     def snapshot(self) -> bytes:
-        """The state that the future and `messages` depend on, without the config, which is stored beside it.
+        """The state that the future and `messages` depend on; the config is stored separately.
 
         Raises EpisodeOver before the first reset.
         """
@@ -257,7 +257,7 @@ class ClosableEnvironment(Environment, Protocol):
         """Give back what is held; may take milliseconds.
 
         Called once, in a thread, when the episode or session has ended in any way; a step that hangs may
-        still run then. A later reset takes anew what it needs.
+        still run then. A later reset acquires it again.
         """
 
 
@@ -349,8 +349,8 @@ class AgentPolicy(Protocol):
 
         Returns:
             action: {"type": "tool_call", "name", "arguments": dict | str}, or several of them as
-                {"type": "tool_call", "tool_calls": [{"id", "name", "arguments"}, ...]}, with the text beside
-                the calls as "content" if there is one; {"type": "text", "content": str,
+                {"type": "tool_call", "tool_calls": [{"id", "name", "arguments"}, ...]}, with any
+                text next to the calls as "content"; {"type": "text", "content": str,
                 "invalid_reason": str | None}; or {"type": "terminate"}.
             raw_policy_output: all that the model wrote; None for policies without a model.
             log_probs: for exact tokens the fields of PolicyLogprobs, otherwise any JSON; both go into the

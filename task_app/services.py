@@ -73,8 +73,8 @@ class Services:
             rejects_form=settings.structured_output is StructuredOutput.REJECT,
         )
         self.runner = RolloutRunner(
-            settings, boards, self._context_of, self.interactions, self.captures,
-            instance_id=self.instance_id, spans=self.spans, on_end=self.metrics.rollout_ended,
+            settings, boards, self._build_context, self.interactions, self.captures,
+            instance_id=self.instance_id, spans=self.spans, on_end=self.metrics.count_rollout,
         )  # fmt: skip
         self.threads = Threads(most=settings.max_plugin_threads, stuck_after_s=settings.plugin_stuck_after_s)
         self.database = Database(
@@ -119,19 +119,19 @@ class Services:
             client=self.client,
             rollout_id=rollout_id or f"policy/{secrets.token_hex(8)}",
             inference_key=inference_key,
-            on_retry=self.metrics.inference_retried,
+            on_retry=self.metrics.count_retry,
             threads=self.threads,
             seed=seed,
         )
 
-    def _context_of(self, request: RolloutRequest) -> PolicyContext:
+    def _build_context(self, request: RolloutRequest) -> PolicyContext:
         spec = request.policy
         return self.policy_context(
             inference_key=spec.inference_key, rollout_id=request.rollout_id, seed=spec.seed
         )
 
     def _watch(self, session: EnvironmentSession) -> None:
-        session.on_decision = self.metrics.session_decided
+        session.on_decision = self.metrics.count_decision
         session.threads = self.threads
         session.lock.at_most_s = self.settings.session_wait_s
 
@@ -140,7 +140,7 @@ class Services:
         session.begin_close()
 
     def expire(self) -> None:
-        """Forget idle sessions and results that nobody fetched."""
+        """Forget idle sessions, and old results that were never fetched."""
         self.runner.expire()
         environments, policies = self.environments.expire(), self.policies.expire()
         for policy_id, session in policies.items():
@@ -153,7 +153,7 @@ class Services:
                 captures=len(captures),
             )  # fmt: skip
 
-    async def tools_of(self, environment: Environment) -> tuple[ToolSpec, ...]:
+    async def fetch_tools(self, environment: Environment) -> tuple[ToolSpec, ...]:
         """The environment's tools; a foreign one may have to ask for them first."""
         if steps_quickly(environment):
             return list_tools(environment)
@@ -225,7 +225,7 @@ class Services:
         self.database.close()
 
 
-def services_of(request: Request) -> Services:
+def get_services(request: Request) -> Services:
     services = request.app.state.services
     assert isinstance(services, Services)
     return services

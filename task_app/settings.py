@@ -86,7 +86,7 @@ class _Keys(Key):
 
 
 class Reach(SettingsTable):
-    """How far foreign environments reach: what the operator's settings allow them."""
+    """The hosts, programs and bounds that the operator allows foreign environments."""
 
     allowed_environment_hosts: tuple[Host, ...] = Field(
         default=LOOPBACK, description="hosts (or host:port) that the URL in an env_name may name"

@@ -182,7 +182,7 @@ class EnvironmentContract:
             calls = self._calls(environment, source)
             outcome = self._decide(environment, calls)
             is_same = self._decide(other, calls) == outcome
-            check(is_same, "the restored moment went on differently for the same calls")
+            check(is_same, "the restored moment continued differently for the same calls")
             check(other.outcome_reward() == environment.outcome_reward(), "outcome_reward() was not restored")
             observation = outcome.observation
             if outcome.terminated or outcome.truncated:

@@ -68,7 +68,7 @@ class Threads:
             self.stuck_count += 1
             await asyncio.wait({future})
             self.stuck_count -= 1
-        future.exception()  # read even if nobody waits, or asyncio logs it as never retrieved
+        future.exception()  # otherwise asyncio logs an exception that no caller retrieved
 
 
 async def in_thread(threads: Threads | None, what: str, call: Callable[..., T], *arguments: Any) -> T:

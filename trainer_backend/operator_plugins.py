@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from service_kit.boundary import Boundary, describe_line
 from service_kit.errors import SettingsError
-from service_kit.plugin_file import module_of, package_plugs
+from service_kit.plugin_file import load_module, package_plugs
 from shared_schemas.base import did_you_mean
 from trainer_backend.core.advantages.episodes import (
     Advantages,
@@ -446,7 +446,7 @@ def _load(file: Path, option: str) -> str:
         return digest
     _unload(file)
     try:
-        plugs = list(_plugs_in(vars(module_of(file, option=option)), str(file)))
+        plugs = list(_plugs_in(vars(load_module(file, option=option)), str(file)))
     except SettingsError as error:
         raise JobError(str(error)) from error
     if not plugs:

@@ -1,1 +1,1 @@
-"""Captured endpoints: an agent that somebody else wrote asks its model here, and each call is a decision."""
+"""Captured endpoints: a third-party agent asks its model here, and each call becomes a decision."""

@@ -30,16 +30,16 @@ def split_path(scope: Scope) -> tuple[str, str]:
 class CallErrors:
     """Translates the problem bodies of answers below a capture's /v1.
 
-    `dialect_of` tells the dialect of a path behind /v1/, or of the headers.
+    `find_dialect` tells the dialect of a path behind /v1/, or of the headers.
     """
 
-    def __init__(self, app: ASGIApp, dialect_of: Callable[[str, Mapping[bytes, bytes]], Dialect]) -> None:
-        self._app, self._dialect_of = app, dialect_of
+    def __init__(self, app: ASGIApp, find_dialect: Callable[[str, Mapping[bytes, bytes]], Dialect]) -> None:
+        self._app, self._find_dialect = app, find_dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         capture_id, path = split_path(scope) if scope["type"] == "http" else ("", "")
         if capture_id or path:
-            send = _Translation(self._dialect_of(path, dict(scope["headers"])), send)
+            send = _Translation(self._find_dialect(path, dict(scope["headers"])), send)
         await self._app(scope, receive, send)
 
 

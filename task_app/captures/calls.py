@@ -63,7 +63,7 @@ class Answer:
     ignored: tuple[str, ...] = ()
     """Settings of the call without effect."""
     dropped: tuple[str, ...] = ()
-    """Those of them that are options and that the policy does not follow."""
+    """The ignored options that the policy does not follow."""
 
 
 class Dialect(Protocol):
@@ -148,6 +148,12 @@ class Keys:
             value = {"type": kind, "json_schema": {"name": "answer", **inner}}
         self.options[RESPONSE_FORMAT] = value
 
+    def form_in(self, name: str) -> None:
+        """Note the form at `format` of this key, whose other settings have no effect."""
+        part = self.take(name, dict, {})
+        self.form(part.get("format"), f"{name}.format")
+        self.ignored += [f"{name}.{clipped(other)}" for other in part if other != "format"]
+
     def max_tokens(self, *names: str) -> int | None:
         values = [value for name in names if (value := self.take(name, int)) is not None]
         for name in names:
@@ -170,6 +176,18 @@ class Keys:
         full = [name for name, value in self.body.items() if value not in ([], {})]
         unread = [clipped(name) for name in full if name not in self._read]
         return tuple(dict.fromkeys([*self.ignored, *unread]))
+
+    def call(self, messages: Iterable[Message], read_tool: Callable[["Item"], ToolSpec], **own: Any) -> Call:
+        """The call with the keys that all dialects share, and the dialect's own facts; read last."""
+        return Call(
+            model=self.take("model", str, ""),
+            messages=tuple(messages),
+            tools=self.tools(read_tool),
+            stream=self.take("stream", bool, False),
+            ignored=self.rest(),
+            options=self.options,
+            **own,
+        )
 
     def messages(self) -> list["Item"]:
         """The messages, at least one."""
@@ -195,7 +213,7 @@ class Item:
         return self.value.get(name, default)
 
     def refusal(self, name: str, fault: str, *, hint: str | None = None) -> InvalidRequest:
-        """The refusal of what it has under a key."""
+        """The refusal of its value under a key."""
         return refusal_at(f"{self.where}.{name}", fault, hint=hint)
 
     def part(self, name: str, kind: type, needed: str) -> Any:

@@ -24,16 +24,12 @@ class ChatCompletions:
         keys.form(keys.take("response_format", (str, dict)), "response_format")
         keys.skip("user", "metadata", "store", "safety_identifier", "prompt_cache_key")
         stream_options = keys.take("stream_options", dict, {})
-        return Call(
-            model=keys.take("model", str, ""),
-            messages=tuple(map(_message, messages)),
-            tools=keys.tools(_tool),
+        return keys.call(
+            map(_message, messages),
+            _tool,
             max_tokens=keys.max_tokens("max_completion_tokens", "max_tokens"),
             stop=keys.stop("stop"),
-            stream=keys.take("stream", bool, False),
             include_usage=bool(stream_options.get("include_usage")),
-            ignored=keys.rest(),
-            options=keys.options,
         )
 
     def body(self, answer: Answer, call: Call) -> Json:

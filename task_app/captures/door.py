@@ -52,7 +52,7 @@ class Captures:
         capture.end(StopReason.ENVIRONMENT_DONE)
         capture.hold(-capture.held_bytes)
 
-    def url_of(self, capture: Capture) -> str:
+    def find_url(self, capture: Capture) -> str:
         """The address of a capture on this machine, without /v1."""
         if self.address is None or self.address[1] is None:
             raise InvalidRequest("agents reach this service over TCP, and it was asked over another socket")

@@ -44,20 +44,10 @@ class AnthropicMessages:
             _add(messages, item)
         keys.skip("metadata", "service_tier")
         keys.refuse(_THREAD, (), "send the whole conversation in each call")
-        output = keys.take("output_config", dict, {})
-        keys.form(output.get("format"), "output_config.format")
+        keys.form_in("output_config")
         keys.form(keys.take("output_format", dict), "output_format")  # its name while it was a beta
-        keys.ignored += [f"output_config.{clipped(name)}" for name in output if name != "format"]
-        return Call(
-            model=keys.take("model", str, ""),
-            messages=tuple(messages),
-            tools=keys.tools(_tool),
-            max_tokens=keys.max_tokens("max_tokens"),
-            stop=keys.stop("stop_sequences"),
-            stream=keys.take("stream", bool, False),
-            ignored=keys.rest(),
-            options=keys.options,
-        )
+        limit, stop = keys.max_tokens("max_tokens"), keys.stop("stop_sequences")
+        return keys.call(messages, _tool, max_tokens=limit, stop=stop)
 
     def body(self, answer: Answer, call: Call) -> Json:
         usage = {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens}

@@ -32,20 +32,11 @@ class Responses:
         keys.refuse("previous_response_id", (), whole)
         keys.refuse("conversation", (), whole)
         keys.refuse("background", (False,), "wait for the answer")
-        text = keys.take("text", dict, {})
-        keys.form(text.get("format"), "text.format")
-        keys.ignored += [f"text.{clipped(name)}" for name in text if name != "format"]
+        keys.form_in("text")
         keys.skip("user", "metadata", "store", "include", "safety_identifier", "prompt_cache_key",
                   "stream_options", "truncation", "service_tier")  # fmt: skip
-        return Call(
-            model=keys.take("model", str, ""),
-            messages=_messages(keys.take("instructions", str, ""), keys.take("input", (str, list), [])),
-            tools=keys.tools(_tool),
-            max_tokens=keys.max_tokens("max_output_tokens"),
-            stream=keys.take("stream", bool, False),
-            ignored=keys.rest(),
-            options=keys.options,
-        )
+        messages = _messages(keys.take("instructions", str, ""), keys.take("input", (str, list), []))
+        return keys.call(messages, _tool, max_tokens=keys.max_tokens("max_output_tokens"))
 
     def body(self, answer: Answer, call: Call) -> Json:
         is_cut = answer.finish_reason == "length"

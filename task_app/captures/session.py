@@ -68,7 +68,7 @@ MakePolicy = Callable[[int], AgentPolicy]
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """A conversation of the agent: what its next call begins with, and the ids of that."""
+    """A conversation of the agent: the prompt that its next call continues, and its token ids."""
 
     policy: AgentPolicy
     keys: tuple[int, ...] = ()
@@ -82,7 +82,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class CaptureSpec:
-    """What a capture is opened with."""
+    """The settings of a new capture."""
 
     env_name: str
     """Its name in the trajectory."""
@@ -264,7 +264,7 @@ class Capture:
             names = ", ".join(sorted(self._ignored))
             warnings.append(f"settings of the agent without effect, since the policy's apply: {names}")
         if not self._rewards and self._episode_reward is None:
-            warnings.append("nobody rewarded this episode or one of its calls")
+            warnings.append("neither this episode nor one of its calls has a reward")
         return Trajectory(
             env_name=self._spec.env_name,
             policy_name=self._policy_name,
@@ -298,7 +298,7 @@ class Capture:
             self._held.check_room()
 
     def _as_sampled(self, message: Message) -> Message:
-        """The message with the calls as the policy wrote them: some clients write their arguments anew."""
+        """The message with the calls as the policy wrote them, because clients may reformat arguments."""
         calls = tuple(self._calls.get(_call_key(call), call) for call in message.tool_calls or ())
         is_same = calls == (message.tool_calls or ())
         return message if is_same else message.model_copy(update={"tool_calls": calls})
@@ -425,7 +425,7 @@ class Capture:
         )
 
     def _hold_step(self, step: StepData, others: Sequence[ToolSpec | str]) -> None:
-        """Count a decision, and what else of its call the trajectory shows, unless that became too large."""
+        """Record a decision and the facts of its call, unless the trajectory would become too large."""
         size = len(to_json([step, *others]))
         total, most = self._trajectory_bytes + size + _REWARD_BYTES, self._spec.max_bytes
         if most is not None and total > most:

@@ -38,13 +38,13 @@ class AgentWorker:
         capture = self._capture = self._captures.open(spec)
         try:
             async with capture.lock:  # in use: it does not expire
-                await self._play(capture, self._captures.url_of(capture))
+                await self._play(capture, self._captures.find_url(capture))
         except EpisodeFailed as exc:
             exc.decisions_done = self.decisions_done
             raise
         finally:
             capture.end(StopReason.DEADLINE)  # without effect after another end
-            with suppress(UnknownId):  # somebody deleted it
+            with suppress(UnknownId):  # a client deleted it
                 self._captures.sessions.remove(capture.capture_id, where="capture_id")
         messages = [message for conversation in capture.conversations for message in conversation]
         return list(capture.steps), messages, self._request.ground_truth

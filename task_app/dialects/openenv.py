@@ -23,7 +23,7 @@ from task_app.dialects.openenv_wire import (
     schemas,
 )
 from task_app.routes.wire import NULL_IS_EMPTY, EnvId, ForeignBody, ReplyJSON, Router
-from task_app.services import services_of
+from task_app.services import get_services
 
 router = Router(prefix="/openenv/{env_name}", tags=["openenv"])
 
@@ -78,7 +78,7 @@ async def reset_openenv(
     body: Annotated[HttpReset, NULL_IS_EMPTY, Body(default_factory=HttpReset)],
 ) -> Response:
     """Start an episode in a new session, or in the one that `session_id` names."""
-    services = services_of(request)
+    services = get_services(request)
     if body.session_id is None or body.config is not None:
         session = await OpenEnvSession.start(services, env_name, body)
     else:
@@ -90,7 +90,7 @@ async def reset_openenv(
 @router.post("/step", response_model=OpenEnvReply)
 async def step_openenv(request: Request, env_name: Name, body: HttpStep) -> Response:
     """One decision; `metadata.ignored` names `timeout_s`, because a step cannot be interrupted."""
-    session = OpenEnvSession.of(services_of(request), env_name, body.session_id)
+    session = OpenEnvSession.of(get_services(request), env_name, body.session_id)
     ignored = sorted((body.model_extra or {}).keys() - STEP_KEYS)
     return ReplyJSON(await session.step(body.action, where="action", ignored=ignored))
 
@@ -102,20 +102,20 @@ async def show_openenv_state(
     """The episode and its number of steps (decisions); null and 0 without a session."""
     if session_id is None:
         return ReplyJSON(NO_EPISODE)
-    return ReplyJSON(OpenEnvSession.of(services_of(request), env_name, session_id).state())
+    return ReplyJSON(OpenEnvSession.of(get_services(request), env_name, session_id).state())
 
 
 @router.get("/schema", response_model=OpenEnvSchemas)
 async def show_openenv_schema(request: Request, env_name: Name) -> Response:
     """JSON Schemas of `action`, `observation`, `reset_observation` and `state`."""
-    environment = services_of(request).boards.environment(env_name, {}, where="")
-    return ReplyJSON(schemas(await services_of(request).tools_of(environment)))
+    environment = get_services(request).boards.environment(env_name, {}, where="")
+    return ReplyJSON(schemas(await get_services(request).fetch_tools(environment)))
 
 
 @router.get("/metadata")
 async def show_openenv_metadata(request: Request, env_name: Name) -> OpenEnvMetadata:
     """OpenEnv's description of an environment."""
-    environment = services_of(request).boards.environment(env_name, {}, where="")
+    environment = get_services(request).boards.environment(env_name, {}, where="")
     return OpenEnvMetadata(
         name=environment.name,
         description=f"{environment.name} of a Turnwise task app, scored by the "
@@ -127,7 +127,7 @@ async def show_openenv_metadata(request: Request, env_name: Name) -> OpenEnvMeta
 @router.get("/openapi.json", response_model=OpenApiDocument)
 async def show_openenv_document(request: Request, env_name: Name) -> Response:
     """These routes alone, as a server with this one environment would describe them (`openenv validate`)."""
-    services_of(request).boards.environment(env_name, {}, where="")
+    get_services(request).boards.environment(env_name, {}, where="")
     url = str(request.url).removesuffix("/openapi.json")
     return ReplyJSON(document(request.app.openapi(), prefix=router.prefix, url=url))
 
@@ -135,5 +135,5 @@ async def show_openenv_document(request: Request, env_name: Name) -> Response:
 @router.get("/health")
 async def show_openenv_health(request: Request, env_name: Name) -> OpenEnvHealth:
     """Healthy, if the environment exists."""
-    services_of(request).boards.environment(env_name, {}, where="")
+    get_services(request).boards.environment(env_name, {}, where="")
     return OpenEnvHealth(status="healthy")

@@ -18,7 +18,7 @@ from task_app.dialects.openenv_session import OpenEnvSession
 from task_app.dialects.openenv_wire import OpenEnvMeta, OpenEnvReset, OpenEnvTool, tools_json
 from task_app.errors import CriticalError, InvalidRequest, TaskAppError, UnknownId
 from task_app.routes.wire import ReplyJSON, Router
-from task_app.services import Services, services_of
+from task_app.services import Services, get_services
 
 router = Router(prefix="/openenv/{env_name}", tags=["openenv"])
 
@@ -67,7 +67,7 @@ async def call_openenv_mcp(
     request: Request, env_name: Name, message: Annotated[dict[str, Any], Body()]
 ) -> Response:
     """Answer one JSON-RPC request; errors are JSON-RPC errors with status 200."""
-    return ReplyJSON(await rpc(services_of(request), env_name, message, session=None))
+    return ReplyJSON(await rpc(get_services(request), env_name, message, session=None))
 
 
 async def rpc(
@@ -100,13 +100,13 @@ async def _result(
         return {"session_id": target.session_id}
     if method == "tools/list" and session is None and "session_id" not in params:
         environment = services.boards.environment(env_name, {})
-        return {"tools": tools_json(await services.tools_of(environment))}
+        return {"tools": tools_json(await services.fetch_tools(environment))}
     target = session or OpenEnvSession.of(services, env_name, str(params.get("session_id", "")))
     if method == "openenv/session/close":
         target.end()
         return {"session_id": target.session_id, "closed": True}
     if method == "tools/list":
-        return {"tools": tools_json(await services.tools_of(target.session.environment))}
+        return {"tools": tools_json(await services.fetch_tools(target.session.environment))}
     call = {"tool_name": params.get("name"), "arguments": params.get("arguments", {})}
     step = await target.step({"type": "call_tool", **call}, where="params", ignored=[])
     # A CallToolObservation without our `data`, which the client would take for the tool's result.

@@ -110,7 +110,7 @@ class OpenEnvState(Reply):
 def read_action(
     action: Mapping[str, Any], tools: Sequence[ToolSpec], *, at_most: int, where: str
 ) -> tuple[ToolRequest, ...]:
-    calls = _calls_of({name: value for name, value in action.items() if name != "metadata"}, tools)
+    calls = _find_calls({name: value for name, value in action.items() if name != "metadata"}, tools)
     if calls is None:
         names = ", ".join(tool.function.name for tool in tools)
         raise InvalidRequest(
@@ -120,7 +120,7 @@ def read_action(
     return read_calls(calls, at_most=at_most, where=where)
 
 
-def _calls_of(action: Mapping[str, Any], tools: Sequence[ToolSpec]) -> list[Mapping[str, Any]] | None:
+def _find_calls(action: Mapping[str, Any], tools: Sequence[ToolSpec]) -> list[Mapping[str, Any]] | None:
     calls = action.get("tool_calls")
     if isinstance(calls, list) and all(isinstance(call, dict) for call in calls):
         return calls

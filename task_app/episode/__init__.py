@@ -1,1 +1,1 @@
-"""One episode: the worker and what it passes through: prompt, action, record, ending."""
+"""One episode: the worker, and its prompts, actions, records and endings."""

@@ -144,7 +144,7 @@ def _wire_request(call: Mapping[str, Any], index: int) -> ToolRequest:
 
 
 def name_and_arguments(call: Mapping[str, Any]) -> tuple[Any, Any]:
-    """What a call on the wire holds under any of their keys; None for what is not there."""
+    """Name and arguments of a call on the wire, under any of their keys; None for an absent one."""
     function = call.get("function")
     source = function if isinstance(function, dict) else call
     return _first_value(source, _NAMES), _first_value(source, _ARGUMENTS)

@@ -38,7 +38,7 @@ class Ids:
         return f"; refused {', '.join(self.refusals[:MAX_REASONS])}{more}"
 
 
-def refusal_of(history: History, msg_id: Any, *, deleted: frozenset[int] | None = None) -> str | None:
+def explain_refusal(history: History, msg_id: Any, *, deleted: frozenset[int] | None = None) -> str | None:
     """Why this message may not be edited, beginning with its id; None if it may."""
     if deleted is None:
         deleted = frozenset(history.deleted_msg_ids) - summaries(history)
@@ -72,7 +72,7 @@ Quote = Annotated[str, Field(min_length=1, max_length=2_000)]
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The rest of an episode's budget; None if nobody counts it."""
+    """The rest of an episode's budget; a part that is not counted is None."""
 
     used_tokens: int | None = None
     """Tokens of the last prompt and its answer, as the server counted them."""
@@ -136,7 +136,7 @@ class ContextEditor:
         end: Annotated[Quote, Field(description="its last words")],
     ) -> str:
         """Delete a part of a message: from the words of `start` to the words of `end`, both included."""
-        if (reason := refusal_of(self.history, msg_id)) is not None:
+        if (reason := explain_refusal(self.history, msg_id)) is not None:
             return f"deleted nothing; refused {reason}"
         entry = self.history[msg_id]
         before = self.history.changes().get(msg_id)
@@ -194,7 +194,7 @@ class ContextEditor:
         accepted: dict[int, None] = {}
         refusals = []
         for one in ids:
-            reason = refusal_of(self.history, one, deleted=deleted)
+            reason = explain_refusal(self.history, one, deleted=deleted)
             if reason is None and one in accepted:
                 reason = f"{one} (named twice)"
             if reason is None:
@@ -307,7 +307,7 @@ def _deletable(history: History) -> list[Proposal]:
     for msg_id in range(len(view) - 1, -1, -1):
         message = view[msg_id]
         chars = len(message.content or "") - len(history.stub(msg_id).content or "")
-        if chars > 0 and refusal_of(history, msg_id, deleted=deleted) is None:
+        if chars > 0 and explain_refusal(history, msg_id, deleted=deleted) is None:
             words = _words(history[msg_id].message.content)
             use = len(words & words_in_use) / len(words) if words else 0.0
             proposals.append(Proposal(msg_id, chars, (msg_id / len(view) + use) / 2))
@@ -337,7 +337,7 @@ class EditResult:
 
 
 def context_specs(names: Sequence[str] = PUBLISHED) -> tuple[ToolSpec, ...]:
-    """The named context tools, which the loop offers beside the environment's tools."""
+    """The named context tools, which the loop offers together with the environment's tools."""
     return tuple(function_tool(getattr(ContextEditor, name)).spec for name in names)
 
 

@@ -91,7 +91,7 @@ class History:
         text = encodable(text)
         message = Message(role="tool", content=text, tool_call_id=call.id)
         entry = Entry(self._length, message, message, invoking, call.function.name)
-        return self._append(replace(entry, shown=self._text_of(entry, text, fields or {"message": text})))
+        return self._append(replace(entry, shown=self.with_text(entry, text, fields)))
 
     def with_edit(self, changes: Mapping[int, Change]) -> "History":
         """The history after one edit, after which nothing can be redone; an empty edit changes nothing."""
@@ -171,14 +171,14 @@ class History:
             messages.append(Message(**{**dict(entry.message), **(entry.message.model_extra or {}), **ids}))
         return tuple(messages)
 
-    def with_text(self, entry: Entry, text: str) -> Message:
-        """A message of this history with another text; ids are kept, and a tool result stays one."""
-        return self._text_of(entry, text, {"message": text})
+    def with_text(self, entry: Entry, text: str, fields: Mapping[str, Any] | None = None) -> Message:
+        """A message of this history with another text; ids are kept, and a tool result stays one.
 
-    def _text_of(self, entry: Entry, text: str, fields: Mapping[str, Any]) -> Message:
+        `fields` are the content of a tool result that is an object.
+        """
         if entry.tool_name is None or not self.shows_ids:
             return entry.message.model_copy(update={"content": text})
-        content = {MSG_ID: entry.msg_id, INVOKING: entry.invoking, **fields}
+        content = {MSG_ID: entry.msg_id, INVOKING: entry.invoking, **(fields or {"message": text})}
         return entry.message.model_copy(update={"content": json.dumps(content, ensure_ascii=False)})
 
     def stub(self, msg_id: int, summary: str | None = None) -> Message:

@@ -1,4 +1,4 @@
-"""The end of an environment's life: what it holds outside of this process is given back."""
+"""The end of an environment: its resources outside of this process are released."""
 
 import asyncio
 from contextlib import suppress
@@ -16,7 +16,7 @@ def close(environment: Environment) -> None:
 
 
 def begin_close(environment: Environment) -> asyncio.Future[None] | None:
-    """Close it in a thread of its own, also if nobody waits; None if there is nothing to close."""
+    """Start to close it in its own thread; None if there is nothing to close."""
     if not isinstance(environment, ClosableEnvironment):
         return None
     return begin("environment.close", close, environment)

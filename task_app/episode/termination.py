@@ -43,7 +43,7 @@ class EpisodeFacts:
 def stop_reason(
     facts: EpisodeFacts, limits: RolloutLimits, *, max_episode_tokens: int | None = None
 ) -> StopReason | None:
-    """The first reason that holds, in the order of `StopReason`; None while the episode goes on."""
+    """The first reason that holds, in the order of `StopReason`; None while the episode continues."""
     too_many_tokens = max_episode_tokens is not None and facts.sampled_tokens >= max_episode_tokens
     reasons = (
         (StopReason.CRITICAL_ERROR, facts.critical_error),

@@ -58,7 +58,7 @@ from task_app.protocols import (
     policy_name,
     steps_quickly,
 )
-from task_app.snapshots.starts import EpisodeStart, world_of
+from task_app.snapshots.starts import EpisodeStart, start_at_seed
 from task_app.threads import Threads, in_thread
 
 log = structlog.get_logger("task_app")
@@ -113,10 +113,10 @@ class RLRolloutWorker:
         opening = task_definition.messages
         self._first_prompt = opening
         if environment is None:
-            environment, opening = _environment_of(task_definition)
+            environment, opening = _create_environment(task_definition)
         self._environment, self._seed = environment, seed
         self.agent_policy, self._policy_name = agent_policy, policy_name(agent_policy)
-        self._start_at = start or world_of(seed, threads)
+        self._start_at = start or start_at_seed(seed, threads)
         self._limits = task_definition.limits
         self._signals_the_end = termination_signal(self._limits)
         self._step_rewards = step_rewards or StepRewards()
@@ -426,8 +426,8 @@ class RLRolloutWorker:
         return self._clock() - self._start_s
 
 
-def _environment_of(task: TaskDefinitionModel) -> tuple[Environment, tuple[Message, ...]]:
-    """The environment that a task names, and those of its messages that the environment does not say."""
+def _create_environment(task: TaskDefinitionModel) -> tuple[Environment, tuple[Message, ...]]:
+    """Create the environment of a task; return it with the opening messages that it does not say itself."""
     config, opening = dict(task.base_resource_config), task.messages
     boards = default_plug_boards()
     try:

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from shared_schemas.base import Body
 from shared_schemas.numbers import Number, last_number, read_number
-from task_app.plugins import config_of
+from task_app.plugins import validate_config
 from task_app.protocols import BaseInteraction
 
 Method = Literal["strict", "flexible"]
@@ -106,7 +106,7 @@ class Gsm8kInteraction(BaseInteraction):
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
-        self._settings = config_of(Gsm8kConfig, config)
+        self._settings = validate_config(Gsm8kConfig, config)
         self._instance_dict: dict[str, dict[str, str]] = {}
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:

@@ -193,7 +193,7 @@ class LiveInteraction:
         return score
 
     async def close(self) -> None:
-        """Finalise the interaction; the first call goes on to its end, even if its caller is cancelled.
+        """Finalise the interaction; the first call runs to its end, even if its caller is cancelled.
 
         An error of the class is only logged here: the episode is over, and its data is right.
         """
@@ -272,7 +272,7 @@ def loop_in_thread(name: str) -> asyncio.AbstractEventLoop:
         asyncio.set_event_loop(loop)
         try:
             loop.run_forever()
-            loop.run_until_complete(_end_of(asyncio.all_tasks(loop)))
+            loop.run_until_complete(_cancel_tasks(asyncio.all_tasks(loop)))
             loop.run_until_complete(loop.shutdown_asyncgens())
         finally:
             loop.close()
@@ -281,7 +281,7 @@ def loop_in_thread(name: str) -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def _end_of(tasks: set[asyncio.Task[Any]]) -> None:
+async def _cancel_tasks(tasks: set[asyncio.Task[Any]]) -> None:
     """Cancel the tasks that a class left behind, and give them a moment to end."""
     for task in tasks:
         task.cancel()

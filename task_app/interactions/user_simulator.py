@@ -12,7 +12,7 @@ from shared_schemas.messages import Message
 from shared_schemas.trajectory import TokenLimit
 from task_app.errors import InteractionFailed, InvalidRequest
 from task_app.interactions.gsm8k import compute_score, last_answer, read_truth
-from task_app.plugins import POLICIES, PolicyContext, config_of
+from task_app.plugins import POLICIES, PolicyContext, validate_config
 from task_app.policies.openai_config import OpenAIConfig, chat_completions_url
 from task_app.protocols import AgentPolicy, BaseInteraction, PolicyObservation
 from task_app.settings import Settings, VariableName
@@ -62,7 +62,7 @@ class UserSimulatorInteraction(BaseInteraction):
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
-        self._settings = config_of(UserSimulatorConfig, config)
+        self._settings = validate_config(UserSimulatorConfig, config)
         self._user: AgentPolicy | None = None
         self._instructions = ""
         self._score = 0.0

@@ -37,21 +37,21 @@ class Metrics:
             "turnwise_inference_retries", "Attempts to ask a model after the first."
         )
 
-    def rollout_ended(self, record: Record) -> None:
+    def count_rollout(self, record: Record) -> None:
         """Count a rollout by its stop reason, or by the code of its failure."""
         self._rollouts_ended.labels(record.status, record.reason).inc()
         for counter, number in zip(self._of_rollouts, (record.decisions, record.env_steps), strict=True):
             counter.inc(number)
 
-    def session_decided(self, env_steps: int) -> None:
+    def count_decision(self, env_steps: int) -> None:
         """Count a decision of a session with its env steps."""
         decided, stepped = self._of_sessions
         decided.inc()
         stepped.inc(env_steps)
 
-    def options_dropped(self, names: Iterable[str]) -> None:
+    def count_dropped_options(self, names: Iterable[str]) -> None:
         for name in names:
             self._options_dropped.labels(name).inc()
 
-    def inference_retried(self) -> None:
+    def count_retry(self) -> None:
         self._inference_retries.inc()

@@ -162,7 +162,7 @@ class Replay:
 
     def picture(self, side: int) -> Picture:
         """The environment as it is at this moment; `side` of the square in pixels."""
-        assert isinstance(self.environment, Pictured), "replay_of and replay_in check it"
+        assert isinstance(self.environment, Pictured), "build_replay and replay_in check it"
         with boundary("environment.frame"):
             return self.environment.frame(side, side)
 
@@ -200,7 +200,7 @@ def _departure(turn: int) -> ReplayDeparts:
     )
 
 
-def replay_of(record: Record, boards: PlugBoards) -> Replay:
+def build_replay(record: Record, boards: PlugBoards) -> Replay:
     """Return the replay of a rollout that this service has.
 
     Raises:

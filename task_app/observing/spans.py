@@ -38,7 +38,7 @@ _TOTALS = ("outcome_reward", "env_steps", "terminated", "truncated")
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """Takes what is known at the end of a span; without a span it does nothing."""
+    """Adds facts to a span when it ends; without a span it does nothing."""
 
     span: Span | None = None
 
@@ -69,7 +69,7 @@ class Notes:
             _set(self.span, {f"turnwise.{name}": value for name, value in facts.items()})
 
     def end(self, trajectory: Trajectory) -> None:
-        """Note who played an episode, and how it ended."""
+        """Note the policy of an episode, and how it ended."""
         if self.span is not None:
             self.span.update_name(f"invoke_agent {trajectory.policy_name}")
             self.span.set_attribute("gen_ai.agent.name", trajectory.policy_name)
@@ -187,7 +187,7 @@ def _fail(span: Span, code: str) -> None:
     span.set_status(Status(StatusCode.ERROR, code))
 
 
-def spans_of(environ: Mapping[str, str]) -> Spans:
+def configure_spans(environ: Mapping[str, str]) -> Spans:
     """The spans that the standard variables ask for.
 
     They are on with OTEL_TRACES_EXPORTER = otlp or console, or an OTLP endpoint, and off with

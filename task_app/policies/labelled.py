@@ -1,4 +1,4 @@
-"""A model that plays while a teacher labels: every decision records what the teacher would have done there.
+"""A model plays and a teacher labels: every decision also records the teacher's choice.
 
 A model that imitates games of a teacher is never told what to do where its own mistakes have led it.
 Here it plays, so the states are its own, and [warmup] of a job imitates the labels.

@@ -125,7 +125,7 @@ def decision_seed(seed: int, turn: int) -> int:
 
 
 class ModelAccess(TypedDict, total=False):
-    """The arguments of `OpenAIAgentPolicy` beside its config that a service gives it."""
+    """What a service passes to `OpenAIAgentPolicy` in addition to the config."""
 
     client: HttpClient | None
     allowed_hosts: Collection[str] | None

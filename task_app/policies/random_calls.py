@@ -57,7 +57,7 @@ class ByChance(Generic[C]):
         return {"random": [version, list(numbers), gauss]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Set the generator to the state of a snapshot; ValueError if it is none."""
+        """Set the generator to the state in a snapshot; ValueError for anything else."""
         try:
             version, numbers, gauss = state["random"]
             self._random.setstate((version, tuple(numbers), gauss))
@@ -79,7 +79,7 @@ D = TypeVar("D", bound=DetourConfig)
 
 
 class DetourTeacher(ByChance[D]):
-    """A teacher whose detours are played, and not imitated: so states off its way are in what it teaches."""
+    """A teacher that sometimes plays a random detour, which is not imitated, to teach states off its way."""
 
     def makes_detour(self) -> bool:
         """Draw whether this decision is one by chance; without an epsilon nothing is drawn."""

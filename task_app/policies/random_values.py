@@ -89,7 +89,7 @@ class _Draws:
         return None if kind == "null" else self._text(schema)
 
     def _join(self, schema: Schema, references: set[str], *, is_deep: bool) -> dict[str, Any]:
-        """The schema in one with what it refers to, all of `allOf`, and a branch of each choice."""
+        """The schema with its references, all of `allOf`, and one branch of each choice merged into it."""
         if not isinstance(schema, Mapping):
             return {}
         joined, others = dict(schema), list(_list(schema, "allOf"))
@@ -210,7 +210,7 @@ def _list(schema: Mapping[str, Any], key: str) -> Sequence[Any]:
 
 
 def _resolve(reference: str, root: Schema) -> Schema:
-    """The schema that a reference within the document names; True, which says nothing, if there is none."""
+    """The schema at a reference within the document; True, which allows anything, if there is none."""
     part = root
     for name in unquote(reference.removeprefix("#")).split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
@@ -235,7 +235,7 @@ def _may_miss(schema: Schema) -> bool:
 
 
 def _fits(value: Any, schema: Schema) -> bool:
-    """Whether the value is one of the schema; also where the schema is none to judge by."""
+    """Whether the value fits the schema; a schema that cannot be applied accepts every value."""
     from jsonschema.exceptions import UnknownType
     from referencing.exceptions import Unresolvable
 
@@ -248,7 +248,7 @@ def _fits(value: Any, schema: Schema) -> bool:
 
 @lru_cache(64)
 def _validator(schema: str) -> "Draft202012Validator | None":
-    """The validator of a schema, with no way to fetch others; None if the schema is none."""
+    """The validator of a schema, which fetches no other document; None for an invalid schema."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError
     from referencing import Registry

@@ -348,7 +348,7 @@ def _string(value: Any) -> str | None:
 
 
 def _table(source: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The object below a key; empty if it is none."""
+    """The object below a key; empty if the value is no object."""
     value = source.get(name)
     return value if isinstance(value, dict) else {}
 

@@ -11,7 +11,7 @@ from shared_schemas.trajectory import RewardPart, StepData, Trajectory, UserRewa
 from task_app.errors import RewardFunctionFailed, clipped
 
 
-def episode_of(
+def build_arguments(
     trajectory: Trajectory, messages: Sequence[Message], ground_truth: Any, *, rollout_id: str
 ) -> dict[str, Any]:
     """The keyword arguments of a reward function for one episode, as JSON.

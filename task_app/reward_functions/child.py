@@ -24,7 +24,7 @@ from pydantic import ValidationError
 
 from service_kit.errors import ServiceError
 from service_kit.logs import configure_logs
-from service_kit.plugin_file import module_of
+from service_kit.plugin_file import load_module
 from shared_schemas.evaluate_result import EvaluateResult
 from task_app.errors import boundary
 from task_app.protocols import RewardFunction
@@ -41,7 +41,7 @@ def main(source: str, name: str) -> None:
         try:
             with boundary(f"{source}: reward function {name!r}"):
                 function: RewardFunction = (
-                    module_of(Path(source), option="--plugins").REWARD_FUNCTIONS[name]
+                    load_module(Path(source), option="--plugins").REWARD_FUNCTIONS[name]
                     if source.endswith(".py")
                     else EntryPoint(name, source, "turnwise.reward_functions").load()
                 )
@@ -49,7 +49,7 @@ def main(source: str, name: str) -> None:
             _say(replies, {"error": exc.detail})
             return
         _say(replies, {})
-        for line in iter(_lines_of(requests).get, None):
+        for line in iter(_queue_lines(requests).get, None):
             _say(replies, _answer(function, json.loads(line), runner, name))
 
 
@@ -65,7 +65,7 @@ def _exchange() -> tuple[BinaryIO, BinaryIO]:
     return requests, replies
 
 
-def _lines_of(requests: BinaryIO) -> "queue.SimpleQueue[bytes | None]":
+def _queue_lines(requests: BinaryIO) -> "queue.SimpleQueue[bytes | None]":
     """Lines as they arrive; a thread reads them, so it notices the end while the function runs."""
     lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 

@@ -82,7 +82,7 @@ def reward_function(
     Args:
         mode: a "pointwise" function is called with the `messages` and the `ground_truth` of one episode, a
             "batch" function with the lists `rollouts_messages` and `ground_truth` of the episodes that wait
-            at the moment: one or more, of any group. `alignment.episode_of` lists the further arguments,
+            at the moment: one or more, of any group. `alignment.build_arguments` lists the further arguments,
             which batch mode gives as lists too.
 
     Raises:

@@ -14,7 +14,7 @@ from shared_schemas.messages import Message
 from shared_schemas.trajectory import Trajectory
 from task_app.errors import CriticalError, RewardFunctionFailed
 from task_app.plugins import PlugBoards, RewardPlugin
-from task_app.reward_functions.alignment import episode_of, with_user_reward
+from task_app.reward_functions.alignment import build_arguments, with_user_reward
 from task_app.reward_functions.process import DEADLINE, RewardProcess
 from task_app.settings import Settings
 
@@ -46,7 +46,7 @@ class RewardFunctions:
         if pool is None:
             plugin = self._boards.reward_function(name)
             pool = self._pools[name] = RewardPool(name, plugin, self._settings)
-        episode = episode_of(trajectory, messages, truth, rollout_id=rollout_id)
+        episode = build_arguments(trajectory, messages, truth, rollout_id=rollout_id)
         try:
             return with_user_reward(trajectory, await pool.judge(episode), name=name, rollout_id=rollout_id)
         except RewardFunctionFailed as exc:

@@ -168,7 +168,7 @@ def branch_policies(
     wants two answers.
     """
 
-    def policy_of(branch: int) -> AgentPolicy:
+    def make_policy(branch: int) -> AgentPolicy:
         if not branch:
             return boards.policy(name, config, context, where=where)
         seed = config.get("seed", context.seed)
@@ -177,7 +177,7 @@ def branch_policies(
         seeded = {"seed": own} if "seed" in config else {}
         return boards.policy(name, {**config, **seeded}, apart, where=where)
 
-    return policy_of
+    return make_policy
 
 
 def _prompts(
@@ -199,7 +199,7 @@ def _prompts(
     if interaction is None:
         if not environment.outcome_definition and request.reward_function is None:
             raise InvalidRequest(
-                f"nobody would score what is said in {environment.name!r}",
+                f"conversations in {environment.name!r} have no score of their own",
                 where=where + "interaction",
                 hint="name an interaction, or a reward_function",
             )

@@ -79,7 +79,7 @@ class Record:
         return self.status in END_STATES
 
 
-def page_of(records: Iterable[Record], *, at_most: int, at_most_bytes: int) -> list[Record]:
+def cut_page(records: Iterable[Record], *, at_most: int, at_most_bytes: int) -> list[Record]:
     """The first records within both bounds; at least one, or a large one would never be delivered."""
     page: list[Record] = []
     size = 0
@@ -166,7 +166,7 @@ class Results:
 
     def failure_json(self, record: Record, exc: TaskAppError) -> bytes:
         decisions_done = exc.decisions_done if isinstance(exc, EpisodeFailed) else 0
-        failure = failure_of(exc, decisions_done=decisions_done)
+        failure = build_failure(exc, decisions_done=decisions_done)
         if isinstance(exc, ContextLengthExceeded):
             failure = failure.model_copy(update={"detail": _too_long(record, failure.detail)})
         log.warning("rollout_failed", code=exc.code, detail=failure.detail, decisions=decisions_done)
@@ -213,7 +213,7 @@ class Results:
         self._held.check_room()
 
     def expire(self, *, before_s: float) -> int:
-        """Forget results that nobody acknowledged; return their number."""
+        """Forget results that were never acknowledged; return their number."""
         old = [record for record in self._records.values() if record.has_ended and record.end_s < before_s]
         for record in old:
             self.forget(record)
@@ -222,7 +222,7 @@ class Results:
     def cursor(self, sequence: int) -> str:
         return f"{self.instance_id}.{sequence}"
 
-    def sequence_of(self, cursor: str | None) -> int:
+    def read_cursor(self, cursor: str | None) -> int:
         """The number in a cursor; 0 without a cursor."""
         if not cursor:
             return 0
@@ -246,7 +246,7 @@ def split_batch(
     new: dict[str, NewRequest] = {}
     known: list[str] = []
     for index, request in enumerate(batch.rollouts):
-        fingerprint, rollout_id = fingerprint_of(request), request.rollout_id
+        fingerprint, rollout_id = take_fingerprint(request), request.rollout_id
         record = find(rollout_id)
         earlier = record.fingerprint if record else new[rollout_id][2] if rollout_id in new else None
         if earlier is None:
@@ -262,14 +262,14 @@ def split_batch(
     return list(new.values()), known
 
 
-def fingerprint_of(request: RolloutRequest) -> Fingerprint:
+def take_fingerprint(request: RolloutRequest) -> Fingerprint:
     """The fingerprint of the request without its key, since a retry may carry a new key."""
     text = request.model_dump_json().encode()
     return Fingerprint(hashlib.blake2b(text, digest_size=16).digest(), len(text))
 
 
 def _too_long(record: Record, sentence: str) -> str:
-    """What a failure says of a first prompt, with the sentence of the model's server, which has its counts.
+    """The sentence of a failure for a first prompt that is too long, with the server's own sentence.
 
     A group's name ends with the row of a data set.
     """
@@ -283,7 +283,7 @@ def _too_long(record: Record, sentence: str) -> str:
     )
 
 
-def failure_of(exc: TaskAppError, *, decisions_done: int) -> RolloutFailure:
+def build_failure(exc: TaskAppError, *, decisions_done: int) -> RolloutFailure:
     """The error that ended an episode, as its record tells it."""
     return RolloutFailure(
         code=exc.code,

@@ -1,6 +1,6 @@
 """Accepts rollouts, plays them with bounded concurrency, and serves their results.
 
-A rollout that goes wrong becomes a recorded failure; the runner goes on.
+A rollout that fails is recorded as a failure; the runner continues.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from task_app.observing.spans import Spans
 from task_app.plugins import PlugBoards, PolicyContext
 from task_app.reward_functions.pool import RewardFunctions
 from task_app.rollouts.assembly import Assembly, Worker
-from task_app.rollouts.results import Fingerprint, Record, Results, fingerprint_of, page_of, split_batch
+from task_app.rollouts.results import Fingerprint, Record, Results, cut_page, split_batch, take_fingerprint
 from task_app.rollouts.runs import RunLife, Runs
 from task_app.settings import Settings
 from task_app.snapshots.starts import Worlds
@@ -95,10 +95,10 @@ class RolloutRunner:
 
     async def poll(self, run_id: str, cursor: str | None, wait_s: float) -> bytes:
         """A `RolloutPage` as JSON: the results since the cursor, after waiting for the first one."""
-        after = self.results.sequence_of(cursor)
+        after = self.results.read_cursor(cursor)
         await self._wait_for_news(run_id, after, wait_s)
         run = self.runs.find(run_id)
-        records = page_of(
+        records = cut_page(
             self.results.since(run_id, after),
             at_most=self._settings.max_page_rollouts,
             at_most_bytes=self._settings.max_page_bytes,
@@ -128,7 +128,7 @@ class RolloutRunner:
         self._check_open()
         self.runs.check_not_aborted(request.run_id, where="run_id")
         self.results.check_room(1, self._settings)
-        record = self._enqueue(request, fingerprint_of(request), worker)
+        record = self._enqueue(request, take_fingerprint(request), worker)
         end = self._waiters[record.rollout_id] = asyncio.get_running_loop().create_future()
         self._start_next()
         try:
@@ -157,7 +157,7 @@ class RolloutRunner:
         return {"queued": len(self._queue), "running": len(self._running)}
 
     def expire(self) -> None:
-        """Forget old results that nobody fetched."""
+        """Forget old results that were never fetched."""
         count = self.results.expire(before_s=self._clock() - self._settings.finished_expiry_s)
         if count:
             log.warning("results_expired", count=count)

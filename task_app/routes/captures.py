@@ -25,9 +25,9 @@ from task_app.captures.responses import Responses
 from task_app.captures.session import Capture, CaptureSpec
 from task_app.errors import InvalidRequest, TaskAppError, clipped, refuse_used
 from task_app.rollouts.assembly import branch_policies
-from task_app.rollouts.results import failure_of
+from task_app.rollouts.results import build_failure
 from task_app.routes.wire import LONGEST_ID, OK, Ok, ReplyJSON, Router, reply_body, while_connected
-from task_app.services import Services, services_of
+from task_app.services import Services, get_services
 from task_app.sessions import idempotency
 
 router = Router(prefix="/captures", tags=["captures"])
@@ -279,7 +279,7 @@ class CaptureState(Body):
 @router.post("")
 async def open_capture(request: Request, body: CaptureOpen) -> CaptureOpened:
     """Open a capture for an agent that runs anywhere."""
-    services = services_of(request)
+    services = get_services(request)
     context = services.policy_context(inference_key=body.policy.inference_key, seed=body.policy.seed)
     make_policy = branch_policies(services.boards, body.policy.policy_name, body.policy.config, context)
     make_policy(0)  # a wrong config is told now, not at the first call
@@ -324,7 +324,7 @@ async def end_capture(request: Request, capture_id: str = CaptureId) -> CaptureS
 @router.delete("/{capture_id}")
 async def forget_capture(request: Request, capture_id: str = CaptureId) -> Ok:
     """End the capture, and forget it."""
-    services_of(request).captures.sessions.remove(capture_id, where="capture_id")
+    get_services(request).captures.sessions.remove(capture_id, where="capture_id")
     return OK
 
 
@@ -383,7 +383,7 @@ DIALECTS: Mapping[str, Dialect] = {
 _COUNTING = frozenset({"responses/input_tokens", "messages/count_tokens"})
 
 
-def dialect_of(path: str, headers: Mapping[bytes, bytes]) -> Dialect:
+def find_dialect(path: str, headers: Mapping[bytes, bytes]) -> Dialect:
     """The dialect of a path behind /v1/; of another path that of the library that asks."""
     is_anthropic = b"anthropic-version" in headers
     default = "messages" if is_anthropic else "chat/completions"
@@ -407,7 +407,7 @@ class CallWay:
         self._app, self._services = app, services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        capture_id, path = _place_of(scope)
+        capture_id, path = _split_path(scope)
         if JSON_BODY not in scope or path not in DIALECTS or idempotency.HEADER in dict(scope["headers"]):
             # The route reads the body again; dropping this copy saves memory.
             scope.pop(JSON_BODY, None)
@@ -419,7 +419,7 @@ class CallWay:
         await response(scope, receive, send)
 
 
-def _place_of(scope: Scope) -> tuple[str, str]:
+def _split_path(scope: Scope) -> tuple[str, str]:
     """Capture and dialect in the path of a model call; both are empty for another request."""
     return split_path(scope) if scope["type"] == "http" and scope["method"] == "POST" else ("", "")
 
@@ -429,7 +429,7 @@ def read_body(scope: Scope, body: bytes) -> Any:
 
     A model call that cannot be read is an InvalidRequest here, which its dialect answers.
     """
-    path = _place_of(scope)[1]
+    path = _split_path(scope)[1]
     return _read_call(body) if path in DIALECTS or path in _COUNTING else read_json(body)
 
 
@@ -442,7 +442,7 @@ def _read_call(body: bytes) -> Any:
 
 async def _answer_request(request: Request, capture_id: str, path: str) -> Response:
     body = _read_call(await request.body())
-    return await _answer(services_of(request), capture_id, DIALECTS[path], body, request.receive)
+    return await _answer(get_services(request), capture_id, DIALECTS[path], body, request.receive)
 
 
 async def _answer(
@@ -457,7 +457,7 @@ async def _answer(
         return problem_response(error)
     if answer is None:
         return Response(status_code=499)
-    services.metrics.options_dropped(answer.dropped)
+    services.metrics.count_dropped_options(answer.dropped)
     # Without line breaks, and no longer than clients read: these are keys of the caller's body.
     ignored = clipped(", ".join(answer.ignored).encode("unicode_escape").decode(), _LONGEST_HEADER)
     headers = {IGNORED_HEADER: ignored} if ignored else {}
@@ -488,7 +488,7 @@ async def _stream(events: Iterable[Event]) -> AsyncIterator[bytes]:
 
 
 def _capture(request: Request, capture_id: str) -> Capture:
-    return services_of(request).captures.sessions.get(capture_id, where="capture_id")
+    return get_services(request).captures.sessions.get(capture_id, where="capture_id")
 
 
 def _state(capture: Capture) -> CaptureState:
@@ -499,5 +499,5 @@ def _state(capture: Capture) -> CaptureState:
         status="failed" if failure else "ended" if has_ended else "open",
         calls=count,
         trajectory=capture.trajectory() if has_ended and count else None,
-        failure=failure_of(failure, decisions_done=count) if failure else None,
+        failure=build_failure(failure, decisions_done=count) if failure else None,
     )

@@ -30,7 +30,7 @@ from task_app.routes.wire import (
     Router,
     observation_json,
 )
-from task_app.services import Services, services_of
+from task_app.services import Services, get_services
 from task_app.sessions.sessions import EnvironmentSession
 from task_app.sessions.switches import agree_on_step_rewards, take_step_rewards
 
@@ -92,7 +92,7 @@ class EnvResetReply(Reply):
 @router.post("/create", response_model=EnvCreateReply)
 async def create_env(request: Request, body: EnvCreate) -> Response:
     """Make an environment and start the world of the seed."""
-    return ReplyJSON(await create_session(services_of(request), body))
+    return ReplyJSON(await create_session(get_services(request), body))
 
 
 async def create_session(services: Services, body: EnvCreate) -> dict[str, Any]:
@@ -161,7 +161,7 @@ async def open_session(
 @router.post("/reset", response_model=EnvResetReply)
 async def reset_env(request: Request, body: EnvReset) -> Response:
     """Start again, in the same world or in another one."""
-    session = services_of(request).environments.get(body.env_id, where="env_id")
+    session = get_services(request).environments.get(body.env_id, where="env_id")
     observation = await session.reset(session.seed if body.seed is None else body.seed)
     return ReplyJSON(
         {"observation": observation_json(observation), "info": {"seed": session.seed}, "step_idx": 0}
@@ -171,5 +171,5 @@ async def reset_env(request: Request, body: EnvReset) -> Response:
 @router.post("/terminate")
 async def terminate_env(request: Request, body: EnvTerminate) -> Ok:
     """Forget the environment session."""
-    services_of(request).environments.remove(body.env_id, where="env_id")
+    get_services(request).environments.remove(body.env_id, where="env_id")
     return OK

@@ -13,7 +13,7 @@ from shared_schemas.rollouts import GroundTruth, InteractionKwargs, InteractionN
 from task_app.errors import EpisodeOver
 from task_app.interactions.service import InteractionSession
 from task_app.routes.wire import LONGEST_ID, OK, ForeignBody, Ok, ReplyJSON, Router
-from task_app.services import services_of
+from task_app.services import get_services
 
 router = Router(prefix="/interaction", tags=["interaction"])
 
@@ -66,7 +66,7 @@ class InteractionScoreReply(Reply):
 @router.post("/start")
 async def start_interaction(request: Request, body: InteractionStart) -> InteractionStartReply:
     """Begin an episode with an interaction; after too long without use it is finalised."""
-    services = services_of(request)
+    services = get_services(request)
     sessions = services.interaction_sessions
     sessions.check_capacity()
     live = services.interactions.live(
@@ -84,7 +84,7 @@ async def start_interaction(request: Request, body: InteractionStart) -> Interac
 @router.post("/respond", response_model=InteractionRespondReply)
 async def respond_interaction(request: Request, body: InteractionRespond) -> Response:
     """The user's answer to the last assistant message, and the score of that message."""
-    session = services_of(request).interaction_sessions.get(body.interaction_id, where="interaction_id")
+    session = get_services(request).interaction_sessions.get(body.interaction_id, where="interaction_id")
     async with session.lock:
         if session.live.terminated:
             raise EpisodeOver(
@@ -100,7 +100,7 @@ async def respond_interaction(request: Request, body: InteractionRespond) -> Res
 @router.post("/score")
 async def score_interaction(request: Request, body: InteractionRequest) -> InteractionScoreReply:
     """The score that calculate_score returns now; /interaction/respond returns the score of an answer."""
-    session = services_of(request).interaction_sessions.get(body.interaction_id, where="interaction_id")
+    session = get_services(request).interaction_sessions.get(body.interaction_id, where="interaction_id")
     async with session.lock:
         return InteractionScoreReply(score=await session.live.score())
 
@@ -108,6 +108,6 @@ async def score_interaction(request: Request, body: InteractionRequest) -> Inter
 @router.post("/finalize")
 async def finalize_interaction(request: Request, body: InteractionRequest) -> Ok:
     """Release the interaction, after the answer that it is working on."""
-    session = services_of(request).interaction_sessions.remove(body.interaction_id, where="interaction_id")
+    session = get_services(request).interaction_sessions.remove(body.interaction_id, where="interaction_id")
     await session.live.close()
     return OK

@@ -25,7 +25,7 @@ from task_app.protocols import (
     policy_name,
 )
 from task_app.routes.wire import OK, CreateBody, ForeignBody, Ok, ReplyJSON, Router
-from task_app.services import Services, services_of
+from task_app.services import Services, get_services
 from task_app.sessions.sessions import PolicySession
 from task_app.sessions.snapshots import PolicySnapshot
 from task_app.sessions.switches import agree_on_step_rewards, take_step_rewards
@@ -105,7 +105,7 @@ async def create_policy(request: Request, body: PolicyCreate) -> PolicyCreateRep
 
     The switches stand in `config` or in `env.config`, as in a rollout request, or in `training` or `rollout`.
     """
-    services = services_of(request)
+    services = get_services(request)
     services.policies.check_capacity()
     config, switches = take_step_rewards(
         body.config, where="config", training=body.training, rollout=body.rollout
@@ -138,11 +138,11 @@ async def create_policy(request: Request, body: PolicyCreate) -> PolicyCreateRep
 @router.post("/step", response_model=PolicyStepReply)
 async def step_policy(request: Request, body: PolicyStep) -> Response:
     """Choose tool calls; `meta.decision_rewards` tells what the last decision in the bound env earned."""
-    services = services_of(request)
+    services = get_services(request)
     session = services.policies.get(body.policy_id, where="policy_id")
     async with session.lock, _blame_caller(session):
         observation, environment, metadata = await _observe(services, session, body)
-        specs = await services.tools_of(environment) if environment else ()
+        specs = await services.fetch_tools(environment) if environment else ()
         tools = [tool.model_dump(mode="json") for tool in specs]
         meta: dict[str, Any] = {"policy_name": policy_name(session.policy)}
         meta |= metadata.model_dump(mode="json", exclude_none=True)
@@ -175,7 +175,7 @@ async def step_policy(request: Request, body: PolicyStep) -> Response:
 @router.post("/terminate")
 async def terminate_policy(request: Request, body: PolicyTerminate) -> Ok:
     """Forget the policy and its training switches; a bound environment stays."""
-    services = services_of(request)
+    services = get_services(request)
     services.unbind(body.policy_id, services.policies.remove(body.policy_id, where="policy_id"))
     return OK
 

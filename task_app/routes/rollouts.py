@@ -19,7 +19,7 @@ from shared_schemas.rollouts import (
 from task_app.errors import InvalidRequest
 from task_app.rollouts.runs import RunState
 from task_app.routes.wire import ForeignBody, Router
-from task_app.services import services_of
+from task_app.services import get_services
 
 router = Router(prefix="/rollouts", tags=["rollouts"])
 
@@ -29,7 +29,7 @@ JSON = "application/json"
 @router.post("", status_code=202)
 async def accept_rollouts(request: Request, batch: RolloutBatch) -> RolloutsAccepted:
     """Queue rollouts; posting the same id with the same body again changes nothing."""
-    services = services_of(request)
+    services = get_services(request)
     services.captures.address = request.scope.get("server")
     return services.runner.accept(batch)
 
@@ -42,7 +42,7 @@ async def poll_rollouts(
     wait_s: Annotated[float, Query(ge=0.0, allow_inf_nan=False)] = 0.0,
 ) -> Response:
     """The rollouts of a run that ended since the cursor; waits up to `wait_s` seconds for the first one."""
-    services = services_of(request)
+    services = get_services(request)
     if wait_s > services.settings.max_wait_s:
         raise InvalidRequest(
             f"wait_s is {wait_s:g}; at most {services.settings.max_wait_s:g}", where="wait_s"
@@ -53,19 +53,19 @@ async def poll_rollouts(
 @router.post("/ack")
 async def ack_rollouts(request: Request, body: RolloutAck) -> RolloutAcked:
     """Forget rollouts that the caller has stored."""
-    return services_of(request).runner.results.ack(body)
+    return get_services(request).runner.results.ack(body)
 
 
 @router.get("/{rollout_id:path}", response_model=Rollout)
 async def show_rollout(request: Request, rollout_id: str) -> Response:
     """One rollout; a finished one has its trajectory."""
-    return Response(services_of(request).runner.state(rollout_id), media_type=JSON)
+    return Response(get_services(request).runner.state(rollout_id), media_type=JSON)
 
 
 @router.delete("/{rollout_id:path}", response_model=Rollout)
 async def cancel_rollout(request: Request, rollout_id: str) -> Response:
     """End an unfinished rollout and return its state; repeating this changes nothing."""
-    return Response(await services_of(request).runner.cancel(rollout_id), media_type=JSON)
+    return Response(await get_services(request).runner.cancel(rollout_id), media_type=JSON)
 
 
 runs_router = Router(prefix="/run", tags=["rollouts"])
@@ -111,11 +111,11 @@ async def abort_run(request: Request, body: RunAbort) -> dict[str, Any]:
 
     Repeating this changes nothing, and finished rollouts stay finished.
     """
-    run, stopped = await services_of(request).runner.abort(body.run_id)
+    run, stopped = await get_services(request).runner.abort(body.run_id)
     return {"ok": True, "run_id": body.run_id, "stopped": stopped, **run.to_json()}
 
 
 @runs_router.get("/status/{run_id:path}", response_model=RunReply)
 async def show_run(request: Request, run_id: str = Path(min_length=1, max_length=200)) -> dict[str, Any]:
     """The state of a run (running, completed, failed if nothing finished, or aborted) with its counts."""
-    return {"run_id": run_id, **services_of(request).runner.runs.get(run_id).to_json()}
+    return {"run_id": run_id, **get_services(request).runner.runs.get(run_id).to_json()}

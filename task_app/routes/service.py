@@ -27,7 +27,7 @@ from task_app.episode.release import begin_close
 from task_app.errors import InvalidRequest, ShuttingDown
 from task_app.protocols import Environment
 from task_app.routes.wire import LegacyObservation, Router, legacy_observation, observation_json
-from task_app.services import Services, services_of
+from task_app.services import Services, get_services
 
 router = Router(tags=["service"])
 
@@ -203,10 +203,10 @@ async def show_root() -> RootReply:
 @router.get("/health", response_model_exclude_none=True)
 async def show_health(request: Request) -> HealthReply:
     """Whether the service is healthy; a request with an API key also learns whether the key is valid."""
-    keys = services_of(request).keys
+    keys = get_services(request).keys
     if not keys.configured and keys.needed:
         raise NoKeyConfigured(keys.variable)
-    if services_of(request).draining:
+    if get_services(request).draining:
         raise ShuttingDown(
             "draining: running work may end and be fetched, nothing new is taken", code="draining"
         )
@@ -223,7 +223,7 @@ async def show_health(request: Request) -> HealthReply:
 @router.get("/metrics", response_class=Response, responses={200: {"content": METRICS_CONTENT}})
 async def show_metrics(request: Request) -> Response:
     """Counts, latencies and current state in Prometheus' text format (docs/operations.md)."""
-    services, sockets = services_of(request), request.app.state.openenv_sockets.open
+    services, sockets = get_services(request), request.app.state.openenv_sockets.open
     return metrics_response(
         lambda: families(services, version=request.app.version, sockets=sockets),
         accept=request.headers.get("accept", ""),
@@ -240,7 +240,7 @@ QuerySeed = Annotated[int, Field(ge=SEED_RANGE[0], le=SEED_RANGE[1])]
 @info_router.get("/info", response_model=InfoReply)
 async def show_info(request: Request) -> Response:
     """What the service offers, and its limits, in both published shapes."""
-    return _reply(_info(services_of(request), request))
+    return _reply(_info(get_services(request), request))
 
 
 def _reply(content: Any) -> Response:
@@ -298,7 +298,7 @@ async def show_task_info(
     env_name: Annotated[str | None, Query(max_length=200)] = None,
 ) -> Response:
     """The set of tasks; with one `seed` its task, with several (also as `seeds`) a list of tasks."""
-    services = services_of(request)
+    services = get_services(request)
     seeds_in_order = (*seed, *seeds)
     if len(seeds_in_order) > services.settings.max_seeds_per_request:
         raise InvalidRequest(
@@ -308,7 +308,7 @@ async def show_task_info(
     name = boards.environment_name(env_name) if env_name else next(iter(boards.environments))
     environment = boards.environment(name, {})
     if not seeds_in_order:
-        about = _about(services, environment, await services.tools_of(environment))
+        about = _about(services, environment, await services.fetch_tools(environment))
         taskset = {
             "id": f"{name}_procedural",
             "name": name,

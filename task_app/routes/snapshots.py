@@ -21,7 +21,7 @@ from task_app.environment_calls import list_tools
 from task_app.errors import InvalidRequest, TaskAppError, UnknownId, clipped
 from task_app.routes.policy import PolicyCreateReply
 from task_app.routes.wire import EnvId, ForeignBody, ObservationReply, ReplyJSON, Router, observation_json
-from task_app.services import Services, services_of
+from task_app.services import Services, get_services
 from task_app.sessions.sessions import EnvironmentSession, PolicySession
 from task_app.sessions.snapshots import FROM_SNAPSHOT, EnvironmentSnapshot, PolicySnapshot
 from task_app.sessions.switches import agree_on_step_rewards
@@ -114,7 +114,7 @@ class PolicyRestoreReply(PolicyCreateReply):
 @router.post("/env/snapshot", response_model=EnvSnapshotReply)
 async def snapshot_env(request: Request, body: EnvSnapshotRequest) -> Response:
     """A snapshot of the whole session, which goes on unchanged."""
-    services = services_of(request)
+    services = get_services(request)
     session = services.environments.get(body.env_id, where="env_id")
     async with session.lock:
         snapshot = EnvironmentSnapshot.take(session, services.boards, where="env_id")
@@ -127,7 +127,7 @@ async def snapshot_env(request: Request, body: EnvSnapshotRequest) -> Response:
 @router.post("/env/restore", response_model=EnvRestoreReply)
 async def restore_env(request: Request, body: Restore) -> Response:
     """A new session that continues from the snapshot: equal calls give equal observations and rewards."""
-    services = services_of(request)
+    services = get_services(request)
     services.environments.check_capacity()
     data = _snapshot_bytes(services, body)
     snapshot = EnvironmentSnapshot.open(data, at_most_bytes=services.settings.max_snapshot_bytes)
@@ -149,7 +149,7 @@ async def restore_env(request: Request, body: Restore) -> Response:
 async def snapshot_policy(request: Request, body: PolicySnapshotRequest) -> Response:
     """A snapshot of the policy with its generator, memory and count of decisions, without its
     inference_key."""
-    services = services_of(request)
+    services = get_services(request)
     session = services.policies.get(body.policy_id, where="policy_id")
     async with session.lock:
         snapshot = PolicySnapshot.take(session, where="policy_id")
@@ -162,7 +162,7 @@ async def snapshot_policy(request: Request, body: PolicySnapshotRequest) -> Resp
 @router.post("/policy/restore")
 async def restore_policy(request: Request, body: PolicyRestore) -> PolicyRestoreReply:
     """A new policy that continues from the snapshot, bound as before or to `bound_env_id`."""
-    services = services_of(request)
+    services = get_services(request)
     services.policies.check_capacity()
     data = _snapshot_bytes(services, body)
     snapshot = PolicySnapshot.open(data, at_most_bytes=services.settings.max_snapshot_bytes)
@@ -250,7 +250,7 @@ async def branch_sessions(request: Request, body: Branch) -> BranchReply:
     A policy whose environment is copied too is bound copy by copy to the environment's copies; otherwise its
     copies are bound to the same environment.
     """
-    services = services_of(request)
+    services = get_services(request)
     _check(services, body)
     environments = [await _environments(services, env_id, body.num_children) for env_id in body.env_ids]
     policies = [await _policies(services, policy_id, body.num_children) for policy_id in body.policy_ids]

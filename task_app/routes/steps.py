@@ -1,7 +1,7 @@
 """POST /env/step and /env/step_many: decisions in environments that callers step, with a short way."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -25,7 +25,7 @@ from task_app.routes.wire import (
     reply_body,
     step_json,
 )
-from task_app.services import Services, services_of
+from task_app.services import Services, get_services
 from task_app.sessions import idempotency
 from task_app.sessions.sessions import EnvironmentSession
 
@@ -75,7 +75,7 @@ class EnvStepManyReply(Reply):
 @router.post("/step", response_model=EnvStepReply)
 async def step_env(request: Request, body: EnvStep) -> Response:
     """Carry out the calls of one decision; a refused call runs one noop, and `info` says why."""
-    services = services_of(request)
+    services = get_services(request)
     session = services.environments.get(body.env_id, where="env_id")
     return ReplyJSON(await decide(services, session, body.tool_calls))
 
@@ -87,7 +87,7 @@ async def step_many(request: Request, body: EnvStepMany) -> Response:
     Each has its own result: `{"status": 200, ...}` as from /env/step, or `{"status": 4xx, "problem": ...}`; a
     refused decision takes no step and stops none of the others.
     """
-    services = services_of(request)
+    services = get_services(request)
     count, most = len(body.steps), services.settings.max_steps_per_request
     if count > most:
         raise InvalidRequest(f"{count} steps in one request; at most {most}", where="steps")
@@ -144,15 +144,19 @@ KEYS = EnvStep.model_fields.keys()
 JSON = (b"content-type", b"application/json")
 
 
-def answer_at_once(services: Services, scope: Scope, body: Any) -> PlainReply | None:
+def answer_at_once(
+    services: Services, read: Callable[[Scope, bytes], Any], scope: Scope, body: bytes
+) -> PlainReply | None:
     """The reply to a plain POST /env/step without FastAPI, which costs as much as a step; None for others.
 
     A request is plain if it has no Idempotency-Key, its session is free, and the environment promises quick
     steps: then it needs no deadline, lock, thread or stored answer. All other requests, and faulty bodies, go
-    to the route. `body` is the value that service_kit.gate has read.
+    to the route. `read` is the gate's `plain_value`; a keyed request is passed on before it.
     """
-    decision = _plain_body(body)
-    if decision is None or any([name == idempotency.HEADER for name, _ in scope["headers"]]):
+    if any([name == idempotency.HEADER for name, _ in scope["headers"]]):
+        return None
+    decision = _plain_body(read(scope, body))
+    if decision is None:
         return None
     env_id, tool_calls = decision
     try:

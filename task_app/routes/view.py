@@ -26,9 +26,9 @@ from shared_schemas.replay import (
     ReplaySnapshot,
 )
 from task_app.errors import InvalidRequest, UnknownId, boundary
-from task_app.observing.replaying import Pictured, animated_gif, png, replay_in, replay_of
+from task_app.observing.replaying import Pictured, animated_gif, build_replay, png, replay_in
 from task_app.routes.wire import Router
-from task_app.services import services_of
+from task_app.services import get_services
 from task_app.sessions.sessions import EnvironmentSession, RecentDecision
 from task_app.threads import Threads
 
@@ -67,7 +67,7 @@ async def show_env_page(
     request: Request, env_id: Annotated[str, Path(min_length=1, max_length=200)]
 ) -> Response:
     """A page with picture, text, facts and last decisions; a browser sends the API key as a password."""
-    services = services_of(request)
+    services = get_services(request)
     session = services.environments.find(env_id)
     if session is None:
         raise UnknownId("env", env_id, where="env_id", hint="terminated, or idle for too long?")
@@ -176,7 +176,7 @@ async def draw_env(
     height: Side = 288,
 ) -> Response:
     """A PNG of the environment as it is now."""
-    services = services_of(request)
+    services = get_services(request)
     session = services.environments.get(env_id, where="env_id")
     if not isinstance(session.environment, Pictured):
         hint = f"environment {session.environment.name!r} draws none"
@@ -204,16 +204,16 @@ async def draw_rollout(
     It is played again from its seed and calls, and held against its record. Episodes longer than `max_frames`
     show every n-th decision and the last; the header `X-Frames-Every` is n.
     """
-    services = services_of(request)
+    services = get_services(request)
     settings, runner = services.settings, services.runner
     if runner.results.find(f"{rollout_id}/frames") is not None:
         # An id may hold slashes, and end like this route: then its own route would never reach it.
         return Response(runner.state(f"{rollout_id}/frames"), media_type="application/json")
     record = runner.results.get(rollout_id)
 
-    # One at a time: a replay is for people, and takes the processor from everybody who plays.
+    # One at a time: a replay is for people, and takes the processor from all episodes.
     async with request.app.state.replays:
-        replay = replay_of(record, services.boards)
+        replay = build_replay(record, services.boards)
         every = replay.every(settings.max_frames) if turn is None else 1
         turns = replay.turns(every) if turn is None else replay.only(turn)
 
@@ -235,7 +235,7 @@ async def replay_episode(request: Request, body: ReplayRequest) -> ReplayReply:
     record says; 404 `no_pictures`, 400 `not_restorable`: its environment draws none, or has no snapshots. At
     most `max_frames` pictures in one request.
     """
-    services = services_of(request)
+    services = get_services(request)
     settings, drawn, kept = services.settings, {*body.frames}, {*body.snapshots}
     if len(drawn) > settings.max_frames:
         raise InvalidRequest(

@@ -158,7 +158,7 @@ def step_json(session: EnvironmentSession, before: Observation, outcome: Decisio
 
 
 MISSPELT = "misspelt_key"
-# High enough to accept real keys of other task apps: `run_id` beside our `rl_run_id`, `parent_env_id`.
+# High enough to accept real keys of other task apps, such as `run_id`, which resembles our `rl_run_id`.
 _CUTOFF = 0.85
 _LONGEST = 40
 # Each unknown key is compared with all known ones.
@@ -166,7 +166,7 @@ MOST_UNKNOWN = 100
 
 LONGEST_ID = 200
 
-# Names of switches, which would have no effect beside the config.
+# Names of switches, which have an effect only inside the config.
 SWITCHES = frozenset({KEY, *StepRewardKeys.model_fields})
 
 EnvId = Annotated[str, Field(min_length=1, max_length=LONGEST_ID)]

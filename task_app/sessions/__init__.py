@@ -1,1 +1,1 @@
-"""Environments and policies that a client steps itself, and what a kill must not lose of them."""
+"""Environments and policies that a client steps itself, and their journal, which survives a kill."""

@@ -104,7 +104,7 @@ class Once:
         try:
             self._finish(work, answer_to_keep)
         except JournalFailed as error:
-            answer = _answer_of(error)
+            answer = _to_answer(error)
         await _send(answer, send)
 
     def _finish(self, work: Work, answer: Answer) -> None:
@@ -146,7 +146,7 @@ def _key(headers: list[bytes]) -> str:
         raise InvalidRequest(
             f"Idempotency-Key must be one header of 1 to {LONGEST_KEY} printable ASCII characters",
             where="header Idempotency-Key",
-            hint="for example a UUID, made anew for every request that is not a retry",
+            hint="for example a new UUID for every request; only a retry repeats it",
         )
     return key
 
@@ -162,7 +162,7 @@ def _check_same(earlier: str, digest: str) -> None:
 
 def _answer_lost(reason: str) -> Answer:
     """The reply to a retry whose request may have been carried out, but whose answer is lost."""
-    return _answer_of(
+    return _to_answer(
         AnswerLost(
             f"the first request with this Idempotency-Key may have been carried out, but {reason}",
             where="header Idempotency-Key",
@@ -171,7 +171,7 @@ def _answer_lost(reason: str) -> Answer:
     )
 
 
-def _answer_of(error: ServiceError) -> Answer:
+def _to_answer(error: ServiceError) -> Answer:
     response = problem_response(error)
     return Answer(response.status_code, tuple(response.raw_headers), bytes(response.body))
 

@@ -399,7 +399,7 @@ class SessionJournal:
             raise
 
     def ready(self, session: Session) -> None:
-        """Write what is not written yet, before the session is used; raises JournalFailed."""
+        """Write pending changes before the session is used; raises JournalFailed."""
         self._database.ready(self._id)
 
     def reset(self, session: EnvironmentSession) -> None:

@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 
 class Journal(Protocol):
-    """Writes a session: `task_app.sessions.journal.SessionJournal`, which says what each method does."""
+    """Writes a session; `task_app.sessions.journal.SessionJournal` describes each method."""
 
     def ready(self, session: "EnvironmentSession | PolicySession") -> None: ...
 
@@ -180,7 +180,7 @@ class EnvironmentSession:
     def _forget_task(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # read even if nobody waits, or asyncio logs it as never retrieved
+            task.exception()  # otherwise asyncio logs an exception that no caller retrieved
 
     def begin_close(self) -> None:
         """Close the environment of a session that is forgotten, after the step that still runs, if any."""
@@ -188,7 +188,7 @@ class EnvironmentSession:
             self._start(self._close())
 
     async def wait_closed(self, within_s: float) -> None:
-        """Wait for what still runs, at most so long."""
+        """Wait for running tasks, for at most `within_s`."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=within_s)
 

@@ -33,11 +33,11 @@ from task_app.snapshots.envelope import open_envelope, seal, to_text
 from task_app.snapshots.starts import (
     EpisodeStart,
     StartView,
-    refusal_of,
     require_restorable,
     reseed,
     restore,
     restore_in_thread,
+    wrap_refusal,
 )
 from task_app.threads import Threads
 
@@ -202,7 +202,7 @@ class PolicySnapshot(Body):
             try:
                 policy.restore(self.state)
             except ValueError as exc:
-                raise refusal_of(policy_name(policy), exc) from exc
+                raise wrap_refusal(policy_name(policy), exc) from exc
         return PolicySession(
             policy=policy,
             spec=spec.model_copy(update={"inference_key": context.inference_key}),

@@ -1,7 +1,7 @@
 """Pure: find the training switches in a request, and check that they agree.
 
 A config holds them as `step_rewards`, or as a table `training` with the names of a job's [training]; requests
-that create something also accept that table beside the config. As in source 1, a table `rollout` may hold
+that create something also accept that table next to the config. As in source 1, a table `rollout` may hold
 the same names among others.
 """
 

@@ -49,7 +49,7 @@ def open_envelope(kind: Kind, data: bytes, *, at_most_bytes: int) -> tuple[dict[
 
     SnapshotRefused: the bytes are no snapshot, of another version or kind, cut short, changed, or too large.
     """
-    inside = _decompress(_body_of(data), at_most_bytes=at_most_bytes)
+    inside = _decompress(_read_body(data), at_most_bytes=at_most_bytes)
     (length,) = _HEAD_LENGTH.unpack_from(inside.ljust(_HEAD_LENGTH.size, b"\0"))
     start = _HEAD_LENGTH.size + length
     try:
@@ -83,7 +83,7 @@ def from_text(text: str, *, where: str) -> bytes:
     return data
 
 
-def _body_of(data: bytes) -> bytes:
+def _read_body(data: bytes) -> bytes:
     """The compressed body, after its length and checksum were checked."""
     if len(data) < _PREFIX.size or not data.startswith(MAGIC):
         raise SnapshotRefused(

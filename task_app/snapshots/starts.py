@@ -37,7 +37,7 @@ class EpisodeStart:
     is_snapshot: bool = False
 
 
-def world_of(seed: int, threads: Threads | None = None) -> EpisodeStart:
+def start_at_seed(seed: int, threads: Threads | None = None) -> EpisodeStart:
     """Start in the world of a seed, which a thread makes, because that takes milliseconds."""
 
     async def begin(environment: Environment) -> StartView:
@@ -53,7 +53,7 @@ def restore(environment: Environment, state: bytes) -> Observation:
         try:
             return restorable.restore(state)
         except ValueError as exc:
-            raise refusal_of(environment.name, exc) from exc
+            raise wrap_refusal(environment.name, exc) from exc
 
 
 def require_restorable(environment: Environment, *, where: str) -> RestorableEnvironment:
@@ -87,7 +87,7 @@ async def restore_in_thread(environment: Environment, state: bytes, threads: Thr
     return await in_thread(threads, "environment.restore", restore, environment, state)
 
 
-def refusal_of(name: str, exc: ValueError) -> SnapshotRefused:
+def wrap_refusal(name: str, exc: ValueError) -> SnapshotRefused:
     """The error for a state that the plug-in refuses."""
     first_line = (str(exc).splitlines() or [""])[0][:300]
     return SnapshotRefused(f"{name!r} cannot continue from this snapshot: {first_line}")
@@ -106,7 +106,7 @@ class Worlds:
 
         async def begin(environment: Environment) -> StartView:
             if not isinstance(environment, RestorableEnvironment):
-                return await world_of(seed, threads).begin(environment)
+                return await start_at_seed(seed, threads).begin(environment)
             while (event := self._events.get(name)) is not None:
                 await event.wait()
             state = self._cache.get(name)

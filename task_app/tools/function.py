@@ -62,13 +62,13 @@ def function_tool(function: Callable[..., str]) -> FunctionTool:
         TypeError: a parameter has no type, or one that allows anything, or cannot be given by name; or the
             function is async, returns something else than str, or has no docstring.
     """
-    spec, arguments = _spec_of(getattr(function, "__func__", function))
+    spec, arguments = _describe_function(getattr(function, "__func__", function))
     return FunctionTool(spec, arguments, function)
 
 
 # Cached by function, because every episode binds its own method and a schema costs a millisecond.
 @lru_cache(maxsize=256)
-def _spec_of(function: Callable[..., str]) -> tuple[ToolSpec, type[BaseModel]]:
+def _describe_function(function: Callable[..., str]) -> tuple[ToolSpec, type[BaseModel]]:
     name = function.__name__
     _refuse_no_text(function)
     hints = get_type_hints(function, include_extras=True)

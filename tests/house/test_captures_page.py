@@ -14,7 +14,7 @@ from task_app.plugins import default_plug_boards
 from tests.house.pages import cut, documents
 from tests.house.sources import ROOT
 from tests.task_app.counting import PlannedPolicy, boards, rollout
-from tests.task_app.rollout_client import all_of
+from tests.task_app.rollout_client import wait_for_all
 from tests.task_app.served import served_app
 from trainer_backend.job.load import parse_job
 
@@ -42,7 +42,7 @@ async def test_the_agent_of_the_page_plays_and_rewards_its_second_answer(tmp_pat
         request = rollout("a1", env=env, policy={"policy_name": "mine"}, limits=limits)
         answer = await client.post("/rollouts", json={"rollouts": [request]})
         assert answer.status_code == 202, answer.text
-        result = (await all_of(client, 1))["a1"]
+        result = (await wait_for_all(client, 1))["a1"]
     parts = [[part.value for part in step.reward_parts] for step in result.trajectory.steps]
     assert parts == [[], [1.0]]
     assert policy.seen[1][0].content == "What is 3 + 4?"

@@ -14,7 +14,7 @@ from task_app.settings import Settings
 from task_app.testing import EnvironmentContract
 from tests.task_app.counting import PlannedPolicy, boards, rollout, running_app
 from tests.task_app.playing import post
-from tests.task_app.rollout_client import accept, all_of
+from tests.task_app.rollout_client import accept, wait_for_all
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
@@ -79,7 +79,7 @@ async def test_the_policy_of_the_page_finds_every_number_of_100_within_7_guesses
     spec = {"env": {"env_name": "guess"}, "policy": policy, "limits": {"max_decisions": 7}}
     async with running_app(with_plugins(default_plug_boards(), files)) as client:
         await accept(client, *(rollout(str(seed), start={"seed": seed}, **spec) for seed in range(30)))
-        ended = await all_of(client, 30)
+        ended = await wait_for_all(client, 30)
     assert {one.trajectory.outcome_reward for one in ended.values()} == {1.0}
 
 
@@ -109,7 +109,7 @@ async def test_the_tool_of_the_page_is_called_first_and_then_the_interaction_is_
     spec = {"env": {"env_name": "lexicon", "config": CONFIGS["lexicon"]}, "interaction": {"name": "gsm8k"}}
     async with running_app(replace(plugs, interactions=users)) as client:
         await accept(client, rollout("a", policy={"policy_name": "planned"}, ground_truth="144", **spec))
-        (ended,) = (await all_of(client, 1)).values()
+        (ended,) = (await wait_for_all(client, 1)).values()
     looked, answered = ended.trajectory.steps
     assert (looked.step_info.tool_result, looked.reward_parts) == ("144", ())
     assert [part.value for part in answered.reward_parts] == [1.0]
@@ -125,7 +125,7 @@ async def test_the_reward_function_of_the_page_judges_what_the_policy_of_the_pag
     }
     async with running_app(with_plugins(default_plug_boards(), files)) as client:
         await accept(client, *(rollout(str(seed), start={"seed": seed}, **spec) for seed in range(4)))
-        ended = await all_of(client, 4)
+        ended = await wait_for_all(client, 4)
     for one in ended.values():
         found = one.trajectory
         assert found.outcome_reward == 1.0 / len(found.steps), "halver finds every number"

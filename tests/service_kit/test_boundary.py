@@ -124,7 +124,9 @@ def test_a_coroutine_that_is_closed_from_outside_ends():
             await entered.wait()
             return task.get_coro()
 
-        runner.run(start()).close()
+        coroutine = runner.run(start())
+        coroutine.close()
+        assert coroutine.cr_frame is None, "it has ended"
 
 
 def test_ctrl_c_stays_one_where_a_signal_raises_it():

@@ -250,12 +250,16 @@ async def test_a_connection_that_is_not_needed_is_closed(monkeypatch: pytest.Mon
         assert not client._idle
 
 
-async def test_a_cancelled_request_ends_its_connection_so_that_the_server_sees_it():
+@pytest.mark.parametrize(("end", "error"), [("cancel", asyncio.CancelledError), ("close", NoReply)])
+async def test_a_cancelled_request_or_a_closed_client_ends_the_connection(end: str, error: type[Exception]):
     async with peer([]) as at, HttpClient() as client:
         task = asyncio.ensure_future(ask(client, at.url))
         await at.asked.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
+        if end == "cancel":
+            task.cancel()
+        else:
+            await client.close()
+        with pytest.raises(error):
             await task
         await asyncio.wait_for(at.ended.wait(), 30)
 
@@ -265,15 +269,6 @@ async def test_a_silent_server_is_given_up_in_time():
         with pytest.raises(TimeoutError):
             await ask(client, at.url, timeout_s=0.05)
         await asyncio.wait_for(at.ended.wait(), 30)
-
-
-async def test_a_closed_client_ends_what_is_under_way():
-    async with peer([]) as at, HttpClient() as client:
-        task = asyncio.ensure_future(ask(client, at.url))
-        await at.asked.wait()
-        await client.close()
-        with pytest.raises(NoReply):
-            await task
 
 
 async def test_no_server_and_no_such_host_are_told_with_their_address():

@@ -69,3 +69,5 @@ def test_every_value_that_is_known_can_be_used(written):
     for variable, name in ((LEVEL_VARIABLE, "log_level"), (FORM_VARIABLE, "log_format")):
         for value in get_args(LogSettings.model_fields[name].annotation):
             configure_logs_from({variable: value})
+            structlog.get_logger("trainer").critical("seen")
+            assert "seen" in written(), (variable, value)

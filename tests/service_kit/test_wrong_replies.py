@@ -296,7 +296,7 @@ LOST = {
 }
 
 
-def page_of(*rollouts: bytes) -> bytes:
+def build_page(*rollouts: bytes) -> bytes:
     return b'{"cursor": "2", "rollouts": [%s], "unfinished": 0, "instance_id": "i"}' % b" , ".join(rollouts)
 
 
@@ -315,7 +315,7 @@ def collects() -> Iterator[tuple[Dispatcher, Queue, TaskAppClient, list[str]]]:
 @pytest.mark.parametrize("detail", LOST)
 def test_a_rollout_of_a_wrong_form_is_lost_alone(detail: str, collects: Any):
     dispatcher, queue, client, _ = collects
-    kept, lost = read_page(page_of(json.dumps(ROLLOUT).encode(), LOST[detail]), "GET /rollouts").rollouts
+    kept, lost = read_page(build_page(json.dumps(ROLLOUT).encode(), LOST[detail]), "GET /rollouts").rollouts
     assert lost.failure is not None and f"GET /rollouts: {detail}" in lost.failure.detail
     dispatcher.end(client, kept)
     dispatcher.end(client, lost)
@@ -334,7 +334,7 @@ def test_a_rollout_of_a_wrong_form_is_lost_alone(detail: str, collects: Any):
 )
 def test_a_result_that_belongs_to_no_request_is_counted_and_told(text: bytes, collects: Any):
     dispatcher, queue, client, told = collects
-    (lost,) = read_page(page_of(text), "GET /rollouts").rollouts
+    (lost,) = read_page(build_page(text), "GET /rollouts").rollouts
     dispatcher.end(client, lost)
     assert queue.failures == {WRONG_ROLLOUT: 1} and len(queue.unfinished) == 2
     assert told == [f"{lost.failure.detail}; no request can be found for this result"]
@@ -344,7 +344,12 @@ def test_a_result_that_belongs_to_no_request_is_counted_and_told(text: bytes, co
 
 @pytest.mark.parametrize(
     "page",
-    [b"<html>", page_of(b'{"rollout_id": "r', BAD_TEXT), page_of(b'{"a": [1}', BAD_TEXT), page_of()[:-1]],
+    [
+        b"<html>",
+        build_page(b'{"rollout_id": "r', BAD_TEXT),
+        build_page(b'{"a": [1}', BAD_TEXT),
+        build_page()[:-1],
+    ],
 )
 def test_a_page_whose_rollouts_cannot_be_told_apart_says_so(page: bytes):
     with pytest.raises(ReplyInvalid, match=r"JSON is needed \(.*\); its rollouts cannot be told apart"):

@@ -22,6 +22,18 @@ from tests.openapi import Document
 KEY = "the-primary-key-of-the-tests"
 
 
+class Clock:
+    """Seconds that a test sets."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def tick(self) -> None:
+        self.now_s += 1.0
+
+
 class CountingConfig(Body):
     length: int = Field(default=1_000, ge=1)
 

@@ -62,6 +62,10 @@ def completion(message: dict[str, Any], *, reply: Any = None, choice: Any = None
     return lambda asked: web.json_response(body)
 
 
+def says(text: str) -> Answer:
+    return completion({"role": "assistant", "content": text})
+
+
 def calling(*names: str, reply: Any = None, choice: Any = None) -> Answer:
     """The model calls `add` with these names."""
     function = {"name": "add", "arguments": json.dumps({"names": list(names)})}

@@ -15,7 +15,7 @@ async def page(client, cursor=None, wait_s=20.0, run_id="r"):
     return RolloutPage.model_validate_json(answer.content)
 
 
-async def all_of(client, count, run_id="r"):
+async def wait_for_all(client, count, run_id="r"):
     """Poll as a trainer does until `count` rollouts ended."""
     found, cursor = {}, None
     while len(found) < count:

@@ -11,7 +11,7 @@ from service_kit.server import Listener, Server
 from task_app.app import create_app
 from task_app.observing.spans import Spans
 from task_app.plugins import PlugBoards
-from task_app.process import server_of
+from task_app.process import build_server
 from task_app.settings import Settings
 from tests.task_app.counting import KEY, boards
 
@@ -29,7 +29,7 @@ async def served_app(
     app = create_app(own, boards=plug_boards or boards(), needs_key=bool(own.api_keys), spans=spans)
     listener = Listener("127.0.0.1", 0)
     ready = asyncio.Event()
-    server = server_of(app, ready=ready.set)
+    server = build_server(app, ready=ready.set)
     # Not serve(), which would take over pytest's signals.
     serving = asyncio.create_task(server._serve([listener.socket]))
     await ready.wait()

@@ -42,7 +42,7 @@ class SlowEnvironment(CountingEnvironment):
 
 
 def slow_boards(gates: Gates, **policies: Callable[[], Any]) -> PlugBoards:
-    """The boards of `counting`, with `slow` beside its environment."""
+    """The boards of `counting`, with the environment `slow` too."""
     plugged = boards(**policies)
     slow = EnvironmentPlugin(CountingConfig, lambda config: SlowEnvironment(config, gates))
     return PlugBoards({**plugged.environments, "slow": slow}, plugged.policies)

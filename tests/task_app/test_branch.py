@@ -17,7 +17,7 @@ async def test_children_and_parent_go_on_alike_and_apart():
         children = answer["env_branches"][env_id]
         assert answer["policy_branches"] == {}
         assert len({env_id, *children}) == 4
-        # The first child walks away before anybody else moves: nobody else is anywhere else by that.
+        # The first child walks away before the others move, which does not move them.
         await step(client, children[0], "move_left", "noop")
         others = (env_id, *children[1:])
         one, *rest = [await step(client, other, "move_down", "move_right", "do") for other in others]

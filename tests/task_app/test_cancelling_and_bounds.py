@@ -15,7 +15,7 @@ from tests.task_app.counting import (
     rollout,
     running_app,
 )
-from tests.task_app.rollout_client import WAITING, accept, all_of, page, waiting_boards
+from tests.task_app.rollout_client import WAITING, accept, page, wait_for_all, waiting_boards
 
 LONG = {
     "env": {"env_name": "counting", "config": {"length": 1_000_000}},
@@ -49,7 +49,7 @@ async def test_a_cancelled_rollout_leaves_the_queue_with_its_worker():
         assert list(runner._queue) == ["c"]
         policies[0].go.set()
         policies[2].go.set()
-        found = await all_of(client, 3)
+        found = await wait_for_all(client, 3)
     assert {name: one.status for name, one in found.items()} == {
         "a": "finished", "b": "cancelled", "c": "finished",
     }  # fmt: skip
@@ -59,7 +59,7 @@ async def test_a_cancelled_rollout_leaves_the_queue_with_its_worker():
 async def test_held_results_are_bounded_in_bytes_until_they_are_acknowledged():
     async with running_app(max_held_bytes=1) as client:
         await accept(client, rollout("a"))
-        await all_of(client, 1)
+        await wait_for_all(client, 1)
         full = await accept(client, rollout("b"))
         assert (full.status_code, full.json()["code"]) == (429, "capacity_reached")
         assert (await accept(client, rollout("a"))).json()["known"] == ["a"], "a retry takes no room"
@@ -82,7 +82,7 @@ async def test_what_is_queued_counts_in_bytes_until_it_is_acknowledged_or_ended(
         assert (await accept(client, rollout("c", **long))).status_code == 202
         for policy in policies:
             policy.go.set()
-        await all_of(client, 2)
+        await wait_for_all(client, 2)
         await client.post("/rollouts/ack", json={"run_id": "r", "rollout_ids": ["a", "c"]})
         assert client._transport.app.state.services.captures.held.total == 0
 
@@ -98,7 +98,7 @@ async def test_of_a_rollout_that_ended_only_its_result_is_left_and_after_its_ack
         if way == "deleted":
             await waiting.asked.wait()
             await client.delete("/rollouts/a")
-        await all_of(client, 1)
+        await wait_for_all(client, 1)
         await live.until_gone(CountingEnvironment)
         assert live.count(Record) == 1
         await client.post("/rollouts/ack", json={"run_id": "r", "rollout_ids": ["a"]})
@@ -110,7 +110,7 @@ async def test_a_page_is_bounded_in_bytes_but_holds_one_rollout_at_least():
     async def sizes(**settings):
         async with running_app(**settings) as client:
             await accept(client, *(rollout(f"{i}") for i in range(4)))
-            await all_of(client, 4)
+            await wait_for_all(client, 4)
             found, cursor = [], None
             while not found or found[-1]:
                 one = await page(client, cursor)

@@ -14,7 +14,7 @@ from task_app.plugins import EnvironmentPlugin, PlugBoards, PolicyPlugin
 from task_app.protocols import DecisionOutcome, Observation
 from task_app.tools.environment import ToolEnvironment
 from tests.task_app.counting import CountingEnvironment, NoConfig, PlannedPolicy, add, rollout, running_app
-from tests.task_app.rollout_client import accept, all_of
+from tests.task_app.rollout_client import accept, wait_for_all
 
 KINDS: dict[str, type[BaseException]] = {
     kind.__name__: kind
@@ -96,7 +96,7 @@ async def test_every_error_at_every_place_fails_its_rollout_alone_and_is_named()
             ),
         )
         assert answer.status_code == 202, answer.text
-        found = await all_of(client, len(requests) + 1)
+        found = await wait_for_all(client, len(requests) + 1)
     assert found.pop("good").status == "finished"
     for name, one in found.items():
         place, kind, _ = name.split("-")
@@ -173,7 +173,7 @@ async def test_values_of_numpy_become_numbers_and_lists_on_every_route():
         ).json()
         asked = (await client.post("/policy/step", json={"policy_id": policy["policy_id"]})).json()
         await accept(client, rollout("a"))
-        played = (await all_of(client, 1))["a"]
+        played = (await wait_for_all(client, 1))["a"]
     assert made["observation"]["data"] == data
     assert made["observation"]["achievements_counts"] == {"a": 0, "b": 0}
     assert (step["env_rewards"], step["reward"], step["observation"]["data"]) == ([0.5], 0.5, data)
@@ -258,7 +258,7 @@ async def test_a_wrong_result_that_our_own_code_meets_has_the_line_of_the_plug_i
     async with running_app(plug_boards) as client:
         env, policy = {"env_name": "unsound"}, {"policy_name": "mute"}
         await accept(client, rollout("env", env=env), rollout("policy", policy=policy))
-        found = await all_of(client, 2)
+        found = await wait_for_all(client, 2)
     for name, method in (("env", Unsound.outcome_reward), ("policy", Mute.get_action)):
         line = method.__code__.co_firstlineno
         assert found[name].failure.detail.endswith(f"(test_contained_plugins.py:{line})"), found[name].failure

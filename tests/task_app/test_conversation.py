@@ -17,8 +17,8 @@ from task_app.errors import ContextLengthExceeded
 from task_app.interactions.gsm8k import RIGHT, WRONG, Gsm8kInteraction
 from task_app.plugins import InteractionEntry, default_plug_boards
 from tests.task_app.counting import CountingEnvironment, PlannedPolicy, add, running_app
-from tests.task_app.fake_inference import completion, fake_inference, status
-from tests.task_app.rollout_client import accept, all_of
+from tests.task_app.fake_inference import completion, fake_inference, says, status
+from tests.task_app.rollout_client import accept, wait_for_all
 
 QUESTION = "What is 6 * 7? Answer with #### and the number."
 
@@ -54,10 +54,6 @@ class Plain(Watched):
         self.config = config
         super().__init__({"name": config["name"]})
         self.config = config
-
-
-def says(text):
-    return completion({"role": "assistant", "content": text})
 
 
 def calls(*functions, text=None):
@@ -100,7 +96,7 @@ async def playing(*answers):
 async def played(client, *requests):
     answer = await accept(client, *requests)
     assert answer.status_code == 202, answer.text
-    return list((await all_of(client, len(requests))).values())
+    return list((await wait_for_all(client, len(requests))).values())
 
 
 @pytest.mark.parametrize(
@@ -124,7 +120,7 @@ async def test_every_answer_is_scored_and_every_instance_finalised_once(answers,
     assert (episode.stop_reason, episode.outcome_reward) == (ending, scores[-1])
     assert "last answer" in episode.outcome_definition
     assert episode.terminated == (ending == "interaction_done")
-    assert len(fake.bodies) == len(answers), "nobody is asked once the episode has ended"
+    assert len(fake.bodies) == len(answers), "no model is asked once the episode has ended"
     assert "42" not in str([body["messages"] for body in fake.bodies]).replace("#### 42", "")
 
 
@@ -148,7 +144,7 @@ async def test_a_conversation_grows_and_the_wire_with_it_and_not_with_its_square
     assert [(m.role, m.content, m.model_extra["msg_id"]) for m in episode.full_history] == [
         (m["role"], m["content"], number) for number, m in enumerate(said)
     ]
-    assert RIGHT not in str(episode.full_history), "feedback that nobody answers is not shown"
+    assert RIGHT not in str(episode.full_history), "feedback after the last answer is not shown"
     again_and_over = ["GENERATING", "INTERACTING"] * 2 + ["COMPLETED"]
     assert list(episode.states) == ["PENDING", "GENERATING", "INTERACTING", *again_and_over]
     assert Trajectory.model_validate_json(episode.model_dump_json()) == episode
@@ -180,7 +176,7 @@ async def test_an_outage_in_the_middle_fails_the_rollout_and_finalises():
     assert events == ["start", "score 0", "finalize"]
 
 
-async def test_a_tool_call_in_a_dialogue_is_refused_in_a_result_of_its_own_and_scored_by_nobody():
+async def test_a_tool_call_in_a_dialogue_is_refused_in_its_own_result_and_not_scored():
     async with playing(calls(("look", {})), says("#### 42")) as (client, request, fake, events):
         [rollout] = await played(client, request())
     first = rollout.trajectory.steps[0]
@@ -193,6 +189,7 @@ async def test_a_tool_call_in_a_dialogue_is_refused_in_a_result_of_its_own_and_s
 
 
 CRAFTER = {"env": {"env_name": "crafter"}}
+DOCUMENTS = {"env": {"env_name": "documents", "config": {"generate": {}}}, "ground_truth": None}
 
 
 def opening_with(*roles):
@@ -200,10 +197,17 @@ def opening_with(*roles):
     return {"env": {"env_name": "dialogue", "config": {"prompt": prompt}}}
 
 
+def reading_with(*tools, enabled=True):
+    return {
+        **DOCUMENTS, "interaction": None,
+        "multi_turn": {"statelm_enabled": enabled, "context_tools": list(tools)},
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("changes", "where", "told"),
     [
-        ({"interaction": None}, "interaction", "nobody would score"),
+        ({"interaction": None}, "interaction", "have no score of their own"),
         ({"interaction": {"name": "gsm8"}}, "interaction.name", "Did you mean 'gsm8k'"),
         (CRAFTER, "interaction", "no effect in 'crafter'"),
         ({**CRAFTER, "interaction": None, "multi_turn": {"max_user_turns": 1}}, "multi_turn", "no effect"),
@@ -211,16 +215,19 @@ def opening_with(*roles):
         (opening_with(), "env.config.prompt", "prompt is [] (list); it is a text or a list of messages"),
         (opening_with("robot"), "env.config.prompt", "prompt[0].role is 'robot' (str); known: system, user,"),
         (opening_with("user"), "env.config.prompt", "prompt[0].content is None (NoneType); it is a text"),
+        (DOCUMENTS, "interaction", "never be asked in 'documents', where only tool calls count"),
+        (reading_with("deleteContex"), "multi_turn.context_tools", "Did you mean 'deleteContext'?"),
+        (reading_with("undoEdit", "undoEdit"), "multi_turn.context_tools", "'undoEdit' is named more"),
+        (reading_with("undoEdit", enabled=False), "multi_turn", "none of them would be offered"),
     ],
 )  # fmt: skip
 async def test_what_would_have_no_effect_is_refused_with_its_place(changes, where, told):
-    async with playing(says("x")) as (client, request, _, _events):
+    async with playing(says("x")) as (client, request, _, events):
         answer = await accept(client, request(**changes))
     problem = answer.json()
-    assert answer.status_code in (404, 422), problem
-    assert problem["where"].startswith(f"rollouts.0.{where}") and told in problem["detail"] + str(
-        problem.get("hint")
-    ), problem
+    assert answer.status_code == 422 and not events, problem
+    assert problem["where"] == f"rollouts.0.{where}", problem
+    assert told in problem["detail"] + str(problem.get("hint")), problem
 
 
 DOCUMENT = "\n\n".join(
@@ -323,7 +330,7 @@ async def test_a_context_that_is_full_costs_the_last_decision_its_penalty():
     assert (warning["log_level"], warning["turn"], warning["penalty"]) == ("warning", 1, -1.0)
 
 
-async def test_a_prompt_that_is_fresh_each_time_is_nobodys_fault_when_it_does_not_fit():
+async def test_a_fresh_prompt_that_does_not_fit_costs_no_penalty():
     policy = PlannedPolicy(add("a"), ContextLengthExceeded("too long"))
     worker = RLRolloutWorker(
         task_definition=TaskDefinitionModel(resource_type="counting"),

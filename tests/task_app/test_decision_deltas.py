@@ -30,20 +30,18 @@ def test_a_decision_that_achieved_nothing_has_a_record_of_zeros():
 
 
 @pytest.mark.parametrize(
-    "switches",
+    ("switches", "counts"),
     [
-        StepRewards(),
-        StepRewards(enabled=True, mode="off"),
-        StepRewards(enabled=True, mode="env_sparse"),
-        StepRewards(enabled=False, mode="decision_stepwise"),
+        (StepRewards(), {"a": 1}),
+        (StepRewards(enabled=True, mode="off"), {"a": 1}),
+        (StepRewards(enabled=True, mode="env_sparse"), {"a": 1}),
+        (StepRewards(enabled=False, mode="decision_stepwise"), {"a": 1}),
+        (ON, {}),
     ],
 )
-def test_no_record_unless_enabled_and_decision_stepwise(switches):
-    assert step_metadata({"a": 0}, {"a": 1}, turn=1, step_rewards=switches).decision_rewards is None
-
-
-def test_no_record_for_an_environment_without_achievements():
-    assert step_metadata({}, {}, turn=1, step_rewards=ON).decision_rewards is None
+def test_no_record_unless_enabled_and_decision_stepwise_or_without_achievements(switches, counts):
+    metadata = step_metadata(dict.fromkeys(counts, 0), counts, turn=1, step_rewards=switches)
+    assert metadata.decision_rewards is None
 
 
 def test_status_and_added_follow_the_counters():

@@ -138,7 +138,7 @@ async def test_a_refused_call_runs_one_noop_and_says_why(tool_calls):
     assert (answer.json()["step_idx"], answer.json()["info"]["executed_actions"]) == (1, ["noop"])
 
 
-async def test_a_step_after_the_end_is_a_conflict_and_a_reset_starts_anew():
+async def test_a_step_after_the_end_is_a_conflict_and_a_reset_starts_again():
     async with running_app() as client:
         made = await created(client)
         ended = (await stepped(client, made["env_id"], calls("a", "end", "b"))).json()
@@ -147,14 +147,9 @@ async def test_a_step_after_the_end_is_a_conflict_and_a_reset_starts_anew():
         assert (after.status_code, after.json()["code"]) == (409, "episode_over")
         again = (await client.post("/env/reset", json={"env_id": made["env_id"]})).json()
         assert (again["step_idx"], again["info"]["seed"]) == (0, 3)
+        other = await client.post("/env/reset", json={"env_id": made["env_id"], "seed": 9})
+        assert other.json()["info"]["seed"] == 9
         assert (await stepped(client, made["env_id"], calls("a"))).json()["info"]["turn"] == 1
-
-
-async def test_a_reset_may_change_the_world():
-    async with running_app() as client:
-        made = await created(client)
-        again = await client.post("/env/reset", json={"env_id": made["env_id"], "seed": 9})
-    assert again.json()["info"]["seed"] == 9
 
 
 async def test_an_unknown_or_terminated_id_is_a_404():
@@ -255,7 +250,7 @@ async def test_an_alias_names_an_environment_wherever_its_own_name_does(name):
     assert state.status_code == 200
 
 
-async def test_what_other_task_apps_send_besides_is_taken():
+async def test_further_keys_of_other_task_apps_are_taken():
     async with running_app() as client:
         await created(client, rl_run_id="run-1", parent_env_id=None)
 

@@ -104,7 +104,7 @@ class Broken(CountingEnvironment):
         return found if self._steps or not self._changes.get("result") else found[:1]
 
 
-def contract_of(**changes: Any) -> EnvironmentContract:
+def build_contract(**changes: Any) -> EnvironmentContract:
     contract = EnvironmentContract()
     contract.make = lambda: Broken(**changes)
     return contract
@@ -139,5 +139,5 @@ def contract_of(**changes: Any) -> EnvironmentContract:
 )
 def test_a_broken_promise_is_named(changes: dict[str, Any], test: str, sentence: str):
     with pytest.raises(AssertionError) as caught:
-        getattr(contract_of(**changes), f"test_{test}")()
+        getattr(build_contract(**changes), f"test_{test}")()
     assert sentence in str(caught.value)

@@ -19,21 +19,17 @@ from task_app.errors import (
     DeadlineExceeded,
     PolicyUnavailable,
 )
-from tests.task_app.counting import CountingConfig, CountingEnvironment, PlannedPolicy, WaitingPolicy, add
+from tests.task_app.counting import (
+    Clock,
+    CountingConfig,
+    CountingEnvironment,
+    PlannedPolicy,
+    WaitingPolicy,
+    add,
+)
 
 ON = StepRewards(enabled=True, mode="decision_stepwise")
 TEXT = {"type": "text", "content": "I think."}
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def tick(self) -> None:
-        self.now_s += 1.0
 
 
 def task(**facts):
@@ -100,13 +96,6 @@ async def test_a_worker_runs_one_episode_and_has_no_trajectory_before_its_end():
     for error in (PolicyUnavailable, Conflict):  # its environment is closed
         with pytest.raises(error):
             await failing.run_episode()
-
-
-async def test_only_the_last_step_is_done():
-    trajectory = await played(add("a"), add("end"))
-    assert [step.is_done for step in trajectory.steps] == [False, True]
-    last = trajectory.steps[-1]
-    assert (last.terminated, last.truncated, last.stop_reason) == (True, False, StopReason.ENVIRONMENT_DONE)
 
 
 async def test_switched_off_the_steps_are_the_same_but_for_the_record():
@@ -208,21 +197,43 @@ async def test_the_policy_cannot_change_what_was_recorded():
     assert one.trajectory().steps[0].observation_data.messages == tuple(policy.seen[0])
 
 
-async def test_a_limit_inside_the_environment_truncates():
-    trajectory = await played(add("a", "a"), length=3)
-    assert trajectory.stop_reason is StopReason.ENVIRONMENT_DONE
-    assert (trajectory.terminated, trajectory.truncated, trajectory.env_steps) == (False, True, 3)
+# Moves, options; stop reason, decisions, env steps, and whether the task itself ended.
+ENDS = [
+    ([add("a"), add("end")], {}, "environment_done", 2, 2, True),
+    ([add("a", "a")], {"length": 3}, "environment_done", 2, 3, False),
+    ([add("a"), {"type": "terminate"}], {}, "terminate_action", 2, 1, True),
+    ([TEXT], {"max_episode_steps": 50, "max_invalid_decisions": 4}, "invalid_action", 4, 4, False),
+    # A valid decision between does not reset the count of invalid ones.
+    (
+        [TEXT, add("a"), TEXT],
+        {"max_invalid_decisions": 2, "max_episode_steps": 9},
+        "invalid_action",
+        3,
+        3,
+        False,
+    ),
+    ([add("a"), ContextLengthExceeded("9 of 8 tokens")], {}, "context_length", 1, 1, False),
+]
 
 
-async def test_a_terminate_action_ends_without_an_env_step():
-    trajectory = await played(add("a"), {"type": "terminate"})
-    assert trajectory.stop_reason is StopReason.TERMINATE_ACTION
-    assert trajectory.steps[-1].env_rewards == ()
-    assert (trajectory.terminated, trajectory.truncated, trajectory.env_steps) == (True, False, 1)
+@pytest.mark.parametrize(("moves", "options", "reason", "decisions", "env_steps", "is_over"), ENDS)
+async def test_an_episode_ends_for_its_reason_and_only_its_last_step_is_done(
+    moves, options, reason, decisions, env_steps, is_over
+):
+    trajectory = await played(*moves, **options)
+    assert (trajectory.stop_reason, len(trajectory.steps)) == (reason, decisions)
+    assert trajectory.env_steps == env_steps
+    assert (trajectory.terminated, trajectory.truncated) == (is_over, not is_over)
+    assert [step.is_done for step in trajectory.steps] == [False] * (decisions - 1) + [True]
+    last = trajectory.steps[-1]
+    assert (last.terminated, last.truncated, last.stop_reason) == (is_over, not is_over, reason)
+    for step, move in zip(trajectory.steps, moves, strict=False):
+        assert bool(step.step_info.invalid_reason) == (move is TEXT)
 
 
 async def test_a_terminate_decision_is_not_paid_again_for_the_last_env_step():
     trajectory = await played(add("a"), {"type": "terminate"})
+    assert trajectory.steps[-1].env_rewards == ()
     paid = [step.next_observation.reward_last_step for step in trajectory.steps if step.next_observation]
     assert paid == [1.0, 0.0]
     assert trajectory.steps[-1].next_observation.achievements_counts == {"a": 1, "b": 0}
@@ -234,38 +245,12 @@ async def test_a_single_call_may_stand_in_the_action_itself():
     assert trajectory.steps[0].tool_calls[0].function.arguments == '{"names": ["a"]}'
 
 
-async def test_a_model_that_never_calls_the_tool_ends_as_invalid_action():
-    trajectory = await played(TEXT, max_episode_steps=50, max_invalid_decisions=4)
-    assert trajectory.stop_reason is StopReason.INVALID_ACTION
-    assert len(trajectory.steps) == 4
-    assert all(step.step_info.invalid_reason for step in trajectory.steps)
-    assert all(step.env_rewards == (0.0,) for step in trajectory.steps)
-    assert (trajectory.terminated, trajectory.truncated) == (False, True)
-
-
 async def test_a_refused_decision_pays_the_penalty_and_no_other_one_does():
     trajectory = await played(TEXT, add("a"), invalid_action_penalty=-0.25)
     assert [step.reward_parts for step in trajectory.steps[:2]] == [
         (RewardPart(source="penalty", value=-0.25),),
         (),
     ]
-
-
-async def test_valid_decisions_between_do_not_reset_the_count_of_invalid_ones():
-    trajectory = await played(TEXT, add("a"), TEXT, max_invalid_decisions=2, max_episode_steps=9)
-    assert trajectory.stop_reason is StopReason.INVALID_ACTION
-    assert len(trajectory.steps) == 3
-
-
-async def test_a_prompt_that_no_longer_fits_ends_the_episode_at_the_last_completed_decision():
-    trajectory = await played(add("a"), ContextLengthExceeded("9 of 8 tokens"))
-    assert trajectory.stop_reason is StopReason.CONTEXT_LENGTH
-    assert (len(trajectory.steps), trajectory.truncated) == (1, True)
-
-
-async def test_a_first_prompt_that_does_not_fit_is_a_failure():
-    with pytest.raises(ContextLengthExceeded):
-        await played(ContextLengthExceeded("9 of 8 tokens"))
 
 
 async def test_slowness_after_a_completed_decision_is_data():
@@ -277,35 +262,31 @@ async def test_slowness_after_a_completed_decision_is_data():
     assert trajectory.steps[0].step_info.policy_s == 1.0
 
 
-async def test_a_policy_that_never_answers_runs_into_the_deadline():
-    with pytest.raises(DeadlineExceeded) as caught:
-        await played(policy=WaitingPolicy(), timeout_s=0.05)
-    assert caught.value.decisions_done == 0
-
-
 class FailingPolicy(WaitingPolicy):
     """Retries for ever."""
 
     pending_failure = "status 503"
 
 
-async def test_a_deadline_that_falls_into_an_outage_is_a_failure_and_no_slowness():
-    with pytest.raises(PolicyUnavailable, match=r"limits.timeout_s passed during an outage: status 503"):
-        await played(policy=FailingPolicy(), timeout_s=0.05)
+# Moves or a policy; the error, its words, and the decisions before it.
+FAILURES = [
+    ([ContextLengthExceeded("9 of 8 tokens")], ContextLengthExceeded, "9 of 8 tokens", 0),
+    (WaitingPolicy, DeadlineExceeded, "", 0),
+    (FailingPolicy, PolicyUnavailable, "limits.timeout_s passed during an outage: status 503", 0),
+    ([add("a"), add("a"), PolicyUnavailable("down")], PolicyUnavailable, "down", 2),
+    ([add("a"), add("boom")], CriticalError, "environment.step raised KeyError: 'boom'", 1),
+    ([ZeroDivisionError("oh")], CriticalError, "policy planned raised ZeroDivisionError", 0),
+    ([{"type": "dance"}], CriticalError, "'dance'", 0),
+]
 
 
-async def test_an_unavailable_policy_fails_the_episode_whatever_was_done_before():
-    one = worker(add("a"), add("a"), PolicyUnavailable("down"))
-    with pytest.raises(PolicyUnavailable) as caught:
+@pytest.mark.parametrize(("given", "error", "words", "decisions"), FAILURES)
+async def test_what_hinders_an_episode_fails_it_and_is_no_end_of_its_own(given, error, words, decisions):
+    one = worker(*given) if isinstance(given, list) else worker(policy=given(), timeout_s=0.05)
+    with pytest.raises(error) as caught:
         await one.run_episode()
-    assert caught.value.decisions_done == 2
-
-
-async def test_a_broken_environment_is_a_critical_error():
-    one = worker(add("a"), add("boom"))
-    with pytest.raises(CriticalError, match=r"environment.step raised KeyError: 'boom'") as caught:
-        await one.run_episode()
-    assert caught.value.decisions_done == 1
+    assert words in str(caught.value)
+    assert caught.value.decisions_done == decisions
 
 
 class NaNEnvironment(CountingEnvironment):
@@ -322,13 +303,6 @@ async def test_a_reward_that_is_no_number_is_a_critical_error_and_never_a_zero()
     )
     with pytest.raises(CriticalError, match="env_rewards is"):
         await one.run_episode()
-
-
-async def test_a_broken_policy_is_a_critical_error():
-    with pytest.raises(CriticalError, match="policy planned raised ZeroDivisionError"):
-        await played(ZeroDivisionError("oh"))
-    with pytest.raises(CriticalError, match="'dance'"):
-        await played({"type": "dance"})
 
 
 class CountingTokens(PlannedPolicy):
@@ -353,7 +327,7 @@ async def test_where_a_limit_cuts_the_episode_short_the_prompt_of_the_decision_n
     assert trajectory.achievements_counts["a"] == 3, "and what was answered is not carried out"
     inside = await played(policy=CountingTokens(add("a")), final_view=True, length=2)
     assert (inside.stop_reason, inside.final_view.prompt_token_ids) == (StopReason.ENVIRONMENT_DONE, (7,) * 3)
-    assert (await played(policy=CountingTokens(add("a")))).final_view is None, "nobody asked for it"
+    assert (await played(policy=CountingTokens(add("a")))).final_view is None, "it was not requested"
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ async def test_info_shows_the_service_its_limits_and_its_plug_ins():
     assert {"env", "policy", "rollout", "branch", "run"} <= set(info["service"]["endpoints"])
     assert "base_url" in info["inference"]
     assert info["limits"]["max_rollouts_per_request"] == 77
-    told_nobody = {"api_keys", "state_dir", "interaction_config_path", "mcp_servers"}
-    told_nobody |= {"host", "port", "plugins", "replicas", "exit_with_parent"}
-    told_nobody |= {"verifiers_python", "textarena_python", "reasoning_gym_python"}
-    assert set(info["limits"]) == set(Settings.model_fields) - told_nobody
+    hidden = {"api_keys", "state_dir", "interaction_config_path", "mcp_servers"}
+    hidden |= {"host", "port", "plugins", "replicas", "exit_with_parent"}
+    hidden |= {"verifiers_python", "textarena_python", "reasoning_gym_python"}
+    assert set(info["limits"]) == set(Settings.model_fields) - hidden
     assert info["environments"]["counting"]["properties"]["length"]["default"] == 1_000
     assert info["capabilities"]["policies"] == ["openai", "planned"]
     textarena = info["environment_prefixes"]["textarena"]

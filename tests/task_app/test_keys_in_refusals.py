@@ -5,7 +5,7 @@ from structlog.testing import capture_logs
 
 from tests.task_app.counting import rollout, running_app
 from tests.task_app.fake_inference import fake_inference, status
-from tests.task_app.rollout_client import accept, all_of
+from tests.task_app.rollout_client import accept, wait_for_all
 
 KEY = "sk-a-very-secret-key-0123456789"
 
@@ -17,19 +17,19 @@ def logged():
         yield events
 
 
-async def failure_of(*answers):
+async def play_failing(*answers):
     async with fake_inference(*answers) as fake, running_app() as client:
         config = {"inference_url": fake.url, "model": "m", "max_attempts": 2}
         policy = {"policy_name": "openai", "config": config, "inference_key": KEY}
         await accept(client, rollout("a", policy=policy))
-        return (await all_of(client, 1))["a"].failure
+        return (await wait_for_all(client, 1))["a"].failure
 
 
 @pytest.mark.parametrize("code", [401, 403])
 async def test_of_a_refused_key_only_status_and_code_are_kept(code, logged):
     sentence = f"Incorrect API key provided: {KEY[:8]}*****{KEY[-4:]}, that is {KEY}."
     error = {"error": {"code": "invalid_api_key", "message": sentence}}
-    failure = await failure_of(status(code, error))
+    failure = await play_failing(status(code, error))
     assert failure.code == "inference_refused"
     assert failure.detail == f"the inference server refused: status {code} invalid_api_key"
     written = str(logged)
@@ -41,7 +41,7 @@ async def test_of_a_refused_key_only_status_and_code_are_kept(code, logged):
 async def test_a_repeated_key_is_replaced_everywhere_else(code, logged):
     # Near the cut at 300 characters: cut before replacing, half of the key would stay.
     error = {"error": {"code": f"bad {KEY}", "message": f"you sent {KEY} {'x' * 250} {KEY} again"}}
-    failure = await failure_of(status(code, error))
+    failure = await play_failing(status(code, error))
     assert "bad [key] you sent [key]" in failure.detail
     written = str(logged)
     assert "rollout_failed" in written

@@ -6,7 +6,7 @@ from structlog.testing import capture_logs
 
 from service_kit.logs import configure_logs
 from tests.task_app.counting import KEY, rollout, running_app
-from tests.task_app.rollout_client import accept, all_of
+from tests.task_app.rollout_client import accept, wait_for_all
 
 BOOM = [{"tool": "add", "args": {"names": ["boom"]}}]
 
@@ -31,33 +31,29 @@ async def test_a_request_has_an_id_in_its_answer_and_in_every_line(logs):
     assert (logs[1]["route"], logs[1]["status"]) == ("/env/step", 424)
 
 
-async def test_a_rollout_logs_its_own_ids_and_not_those_of_whoever_started_it(logs):
+async def test_a_rollout_logs_its_own_ids_and_not_those_of_the_request_that_started_it(logs):
     broken = rollout("b", policy={"policy_name": "planned", "config": {"names": ["boom"]}})
     async with running_app(max_concurrent_rollouts=1) as client:
         await accept(client, rollout("a"), broken)
-        await all_of(client, 2)
+        await wait_for_all(client, 2)
     told = {line["event"]: line for line in logs if "rollout_id" in line}
     assert (told["rollout_finished"]["run_id"], told["rollout_finished"]["rollout_id"]) == ("r", "a")
     assert (told["boundary"]["rollout_id"], told["rollout_failed"]["rollout_id"]) == ("b", "b")
     assert not [line for line in told.values() if "request_id" in line]
 
 
-@pytest.mark.parametrize(
-    "sent", ["", "two words", "x" * 129, "schlüssel", f"trace-{KEY}", KEY, "a\tb", '"quoted"']
-)
-async def test_an_id_that_is_no_id_or_holds_a_key_is_replaced(sent, logs):
+IDS = ["", "two words", "x" * 129, "schlüssel", f"trace-{KEY}", KEY, "a\tb", '"quoted"']
+
+
+@pytest.mark.parametrize(("sent", "presented"), [*((one, KEY) for one in IDS), (KEY, "")])
+async def test_an_id_that_is_no_id_or_holds_a_key_is_replaced(sent, presented, logs):
     async with running_app() as client:
-        answer = await client.get("/health", headers={"X-Request-ID": sent.encode()})
+        headers = {"X-Request-ID": sent.encode(), "X-API-Key": presented}
+        answer = await client.get("/health", headers=headers)
     found = answer.headers["x-request-id"]
     assert found != sent
     assert len(found) == 16
     assert [line["request_id"] for line in logs] == [found]
-    assert KEY not in str(logs)
-
-
-async def test_an_id_that_is_the_key_is_replaced_also_where_no_key_is_presented(logs):
-    async with running_app() as client:
-        answer = await client.get("/", headers={"X-Request-ID": KEY, "X-API-Key": ""})
     assert KEY not in str(answer.headers) + str(logs)
 
 

@@ -86,7 +86,7 @@ async def test_what_is_off_is_not_sent():
     assert "authorization" not in fake.headers[0]
 
 
-async def test_a_server_of_somebody_elses_is_asked_in_its_own_words():
+async def test_a_third_party_server_is_asked_in_its_own_words():
     async with asking(
         calling("a"),
         ask_token_ids=False,
@@ -106,7 +106,7 @@ async def test_a_server_of_somebody_elses_is_asked_in_its_own_words():
         }
     ]
     assert ROLLOUT_HEADER.lower() not in fake.headers[0]
-    assert log_probs["sampling"] is None  # with the server's own temperature nobody knows how it was drawn
+    assert log_probs["sampling"] is None  # the server's own temperature is unknown
 
 
 async def test_a_seed_that_was_not_sent_is_not_recorded():
@@ -175,12 +175,6 @@ async def test_missing_log_probs_are_none_and_not_zero():
     assert log_probs.get("token_ids") is None
 
 
-async def test_ids_that_were_never_seen_cannot_be_reused():
-    with pytest.raises(PolicyUnavailable, match="5 ids reused of 0") as caught:
-        await answer_to(calling("a", **tokens([9], 5, [7])))
-    assert caught.value.code == "inference_protocol"
-
-
 async def test_several_calls_of_a_message_are_one_action():
     def call(name, arguments):
         return {"id": "", "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -196,7 +190,7 @@ async def test_several_calls_of_a_message_are_one_action():
     assert raw_output == "ok"
 
 
-async def test_a_single_call_has_the_form_of_source_2_beside_the_text_that_was_sampled():
+async def test_a_single_call_has_the_form_of_source_2_and_keeps_the_sampled_text():
     """Source 2, Task 2.2: {"type": "tool_call", "name": "tool_name", "arguments": {...}}."""
     sampled = '{"names":  ["a"]}'  # the next prompt has to repeat these two spaces
     call = {"id": "7", "type": "function", "function": {"name": "add", "arguments": sampled}}
@@ -236,7 +230,8 @@ async def test_where_no_tool_is_offered_words_are_not_told_to_miss_a_call(tools)
     withheld = completion({"content": None}, choice={"finish_reason": "content_filter"})
     async with asking(withheld) as (_, policy):
         action, _, _, _ = await policy.get_action(SEEN, tools)
-    assert action["invalid_reason"] == WITHHELD
+    assert action == {"type": "text", "content": "", "invalid_reason": WITHHELD}
+    assert (await answer_to(withheld))[0] == action, "also where tools are offered"
 
 
 @pytest.mark.parametrize("raw_text", ["<call>add a</call>", ""])
@@ -252,14 +247,8 @@ async def test_how_the_reply_ended_is_kept_without_any_tokens(finish_reason):
     assert log_probs["finish_reason"] == finish_reason
     step = await recorded(completion({"content": "x"}, choice=choice))
     assert (step.policy_logprobs, step.step_info.finish_reason) == (None, finish_reason)
-
-
-async def test_a_reply_that_the_server_withheld_says_so_to_the_model():
-    choice = {"finish_reason": "content_filter"}
-    action, _, _, _ = await answer_to(completion({"content": None}, choice=choice))
-    assert action == {"type": "text", "content": "", "invalid_reason": WITHHELD}
     called, _, _, _ = await answer_to(calling("a", choice=choice))
-    assert called["type"] == "tool_call"
+    assert called["type"] == "tool_call", "a call counts however the reply ended"
 
 
 @pytest.mark.parametrize(
@@ -287,12 +276,6 @@ async def recorded(*answers):
     return steps[0]
 
 
-async def test_half_a_character_is_replaced_so_that_it_can_be_recorded():
-    text = '{"choices": [{"message": {"content": "\\ud83d!"}}]}'
-    action, raw_output, _, _ = await answer_to(raw(text))
-    assert (raw_output, action["content"]) == ("?!", "?!")
-
-
 async def test_the_reason_of_a_server_that_could_not_parse_a_call_is_kept():
     action, _, _, _ = await answer_to(completion({"content": "<tool", "tool_call_error": "no end tag"}))
     assert action["invalid_reason"] == "no end tag"
@@ -306,39 +289,32 @@ def spoilt(level, **changes):
     return calling("a", **{**GOOD, level: {**GOOD[level], **changes}})
 
 
-NONSENSE = {
-    "no JSON": raw("<html>"),
-    "JSON, but no object": raw("[]"),
-    "deeply nested": raw("[" * 100_000),
-    "no choices": raw("{}"),
-    "empty choices": raw('{"choices": []}'),
-    "no message": raw('{"choices": [{}]}'),
-    "lists of different length": spoilt("choice", token_logprobs=[-1.0]),
-    "NaN": spoilt("choice", token_logprobs=[0, float("nan")]),
-    "strings for ids": spoilt("choice", token_ids=["x", "y"]),
-    "negative reuse": spoilt("reply", prompt_ids_reused=-1),
-}
+def told_later(seconds):
+    return lambda asked: web.json_response({}, status=429, headers={"Retry-After": seconds})
 
 
-@pytest.mark.parametrize("name", NONSENSE)
-async def test_a_server_that_answers_nonsense_is_a_protocol_failure(name):
-    with pytest.raises(PolicyUnavailable) as caught:
-        await answer_to(NONSENSE[name])
-    assert caught.value.code == "inference_protocol"
+SILENT = {"silent": True, "request_timeout_s": 0.05}
+# Every wrong field of a reply is in tests/service_kit/test_wrong_replies.py.
+FAILURES = [
+    ("no JSON", [raw("<html>")], {}, "protocol", "answered nonsense", 1),
+    ("deeply nested", [raw("[" * 100_000)], {}, "protocol", "answered nonsense", 1),
+    ("other lengths", [spoilt("choice", token_logprobs=[-1.0])], {}, "protocol", "answered nonsense", 1),
+    ("unseen ids", [calling("a", **tokens([9], 5, [7]))], {}, "protocol", "5 ids reused of 0", 1),
+    ("endless", [raw("x" * 5_000)], {"max_reply_bytes": 1_000}, "protocol", "more than 1000 bytes", 1),
+    ("busy", [status(503, {})], {}, "unavailable", "status 503", 2),
+    ("asks for too long", [told_later("3"), calling("a")], {}, "unavailable", "status 429", 1),
+    ("slow", [], SILENT, "unavailable", r"no answer within 0.05 s", 2),
+    ("refuses", [status(404, {"error": {"message": "no model"}})], {}, "refused", "no model", 1),
+]
 
 
-async def test_an_endless_reply_is_cut_off():
-    with pytest.raises(PolicyUnavailable, match="more than 1000 bytes") as caught:
-        await answer_to(raw("x" * 5_000), max_reply_bytes=1_000)
-    assert caught.value.code == "inference_protocol"
-
-
-async def test_a_redirect_is_not_followed():
-    def elsewhere(asked):
-        return web.Response(status=307, headers={"Location": "http://169.254.169.254/"})
-
-    with pytest.raises(PolicyUnavailable, match="status 307"):
-        await answer_to(elsewhere)
+@pytest.mark.parametrize(("answers", "options", "code", "words", "requests"), [one[1:] for one in FAILURES],
+                         ids=[one[0] for one in FAILURES])  # fmt: skip
+async def test_a_server_that_cannot_be_used_fails_with_its_code(answers, options, code, words, requests):
+    async with asking(*answers, **options) as (fake, policy):
+        with pytest.raises(PolicyUnavailable, match=words) as caught:
+            await policy.get_action(SEEN, TOOLS)
+    assert (caught.value.code, len(fake.bodies)) == (f"inference_{code}", requests)
 
 
 @pytest.mark.parametrize("code", [429, 500, 503])
@@ -350,25 +326,11 @@ async def test_later_is_tried_again_and_then_asks_for_the_whole_prompt(code):
     assert [body.get("return_token_ids") for body in fake.bodies] == [True, None, True]
 
 
-async def test_a_server_that_stays_busy_is_unavailable():
-    async with asking(status(503, {})) as (fake, policy):
-        with pytest.raises(PolicyUnavailable, match="status 503") as caught:
-            await policy.get_action(SEEN, TOOLS)
-    assert (caught.value.code, len(fake.bodies)) == ("inference_unavailable", 2)
-
-
 async def test_a_server_that_says_when_is_asked_then():
     later = told_later("0")
     async with asking(later, later, calling("a"), max_attempts=3) as (fake, policy):
         await policy.get_action(SEEN, TOOLS)
     assert len(fake.bodies) == 3
-
-
-async def test_a_server_that_wants_more_time_than_there_is_gets_no_second_request():
-    async with asking(told_later("3"), calling("a"), retry_budget_s=2.0) as (fake, policy):
-        with pytest.raises(PolicyUnavailable, match="status 429") as caught:
-            await policy.get_action(SEEN, TOOLS)
-    assert (caught.value.code, len(fake.bodies)) == ("inference_unavailable", 1)
 
 
 async def test_a_wait_counts_against_what_is_left_of_the_budget():
@@ -381,10 +343,6 @@ async def test_a_wait_counts_against_what_is_left_of_the_budget():
         with pytest.raises(PolicyUnavailable, match="status 429"):
             await policy.get_action(SEEN, TOOLS)
     assert len(fake.bodies) == 2
-
-
-def told_later(seconds):
-    return lambda asked: web.json_response({}, status=429, headers={"Retry-After": seconds})
 
 
 @pytest.mark.parametrize(
@@ -429,12 +387,6 @@ async def test_a_server_that_is_killed_in_its_reply_is_asked_the_same_again_and_
     assert len(asked) == 2 and asked[0] == asked[1]
 
 
-async def test_a_server_that_is_slow_is_unavailable_after_its_attempts():
-    with pytest.raises(PolicyUnavailable, match=r"no answer within 0.05 s") as caught:
-        await answer_to(silent=True, request_timeout_s=0.05)
-    assert caught.value.code == "inference_unavailable"
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -446,13 +398,6 @@ async def test_a_server_that_is_slow_is_unavailable_after_its_attempts():
 async def test_a_prompt_that_does_not_fit_is_told_apart(body):
     with pytest.raises(ContextLengthExceeded):
         await answer_to(status(400, body))
-
-
-async def test_another_refusal_is_not_tried_again():
-    async with asking(status(404, {"error": {"message": "no model job/actor"}})) as (fake, policy):
-        with pytest.raises(PolicyUnavailable, match="no model job/actor") as caught:
-            await policy.get_action(SEEN, TOOLS)
-    assert (caught.value.code, len(fake.bodies)) == ("inference_refused", 1)
 
 
 async def test_what_is_left_of_an_episode_bounds_a_decision_and_is_recorded():

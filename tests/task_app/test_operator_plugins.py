@@ -20,7 +20,7 @@ from task_app.plugins import ENVIRONMENTS, PolicyContext, PolicyPlugin, default_
 from task_app.policies.scripted import RandomPolicy
 from task_app.settings import Settings
 from tests.task_app.counting import rollout, running_app
-from tests.task_app.rollout_client import accept, all_of
+from tests.task_app.rollout_client import accept, wait_for_all
 
 PLUGINS = """
 from helper_of_{name} import Config
@@ -144,7 +144,7 @@ async def test_a_service_plays_what_its_operator_gave_it_and_no_other_file(tmp_p
         assert told == sorted(["reef", *ENVIRONMENTS])
         spec = {"env": {"env_name": "reef"}, "policy": {"policy_name": "reef_player", "config": {"level": 2}}}
         assert (await accept(client, rollout("a", **spec))).status_code == 202
-        assert (await all_of(client, 1))["a"].status == "finished"
+        assert (await wait_for_all(client, 1))["a"].status == "finished"
         refused = await accept(client, rollout("b", env={"env_name": str(tmp_path / "reef.py")}))
     assert refused.json()["code"] == "unknown_name"
 
@@ -191,7 +191,7 @@ guide = caves:Guide
 
 
 def install(folder: Path, points: str, code: str = PACKAGE) -> None:
-    """As pip would: the module, and the metadata beside it."""
+    """As pip would: the module and its metadata in one folder."""
     (folder / "caves.py").write_text(code)
     metadata = folder / "caves-1.0.dist-info"
     metadata.mkdir(exist_ok=True)
@@ -233,7 +233,7 @@ async def test_what_an_installed_package_offers_is_known_and_judges_in_its_own_p
     )  # fmt: skip
     async with running_app(boards, reward_variables=("PYTHONPATH",)) as client:
         await accept(client, wish)
-        ended = await all_of(client, 1)
+        ended = await wait_for_all(client, 1)
     assert ended["a"].trajectory.outcome_reward == 0.75
 
 

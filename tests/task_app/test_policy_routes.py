@@ -13,12 +13,12 @@ ON = {"enabled": True, "mode": "decision_stepwise"}
 CALLS = [{"tool": "add", "args": {"names": ["a"]}}]
 
 
-async def env_id_of(client, **config):
+async def create_env(client, **config):
     made = await client.post("/env/create", json={"env_name": "counting", "config": config})
     return made.json()["env_id"]
 
 
-async def policy_id_of(client, name="planned", **body):
+async def create_policy(client, name="planned", **body):
     made = await client.post("/policy/create", json={"policy_name": name, **body})
     assert made.status_code == 200, made.text
     return made.json()["policy_id"]
@@ -30,8 +30,8 @@ async def asked(client, policy_id, **body):
 
 async def test_a_bound_policy_and_its_environment_play_together():
     async with running_app() as client:
-        env_id = await env_id_of(client)
-        policy_id = await policy_id_of(client, bound_env_id=env_id, config={"step_rewards": ON})
+        env_id = await create_env(client)
+        policy_id = await create_policy(client, bound_env_id=env_id, config={"step_rewards": ON})
         first = (await asked(client, policy_id)).json()
         assert first["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"names": ["a"]}'}
         assert "decision_rewards" not in first["meta"], "no decision was taken yet"
@@ -47,7 +47,7 @@ async def test_a_bound_policy_waits_for_the_step_that_is_under_way():
     gates = Gates()
     async with running_app(slow_boards(gates)) as client:
         env_id = (await client.post("/env/create", json={"env_name": "slow"})).json()["env_id"]
-        policy_id = await policy_id_of(client, bound_env_id=env_id)
+        policy_id = await create_policy(client, bound_env_id=env_id)
         step = {"env_id": env_id, "tool_calls": CALLS}
         gates.entered.clear()
         stepping = asyncio.create_task(client.post("/env/step", json=step))
@@ -65,8 +65,8 @@ async def test_a_bound_policy_waits_for_the_step_that_is_under_way():
 async def test_the_published_switches_of_a_policy_act_in_a_table(table):
     training = {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
     async with running_app() as client:
-        env_id = await env_id_of(client)
-        policy_id = await policy_id_of(client, bound_env_id=env_id, **{table: training})
+        env_id = await create_env(client)
+        policy_id = await create_policy(client, bound_env_id=env_id, **{table: training})
         await client.post("/env/step", json={"env_id": env_id, "tool_calls": CALLS})
         assert (await asked(client, policy_id)).json()["meta"]["decision_rewards"]["turn"] == 1
 
@@ -83,7 +83,7 @@ async def test_an_alias_names_a_policy_and_the_operators_server_is_what_it_asks(
 
 async def test_switches_of_the_environment_and_its_policy_must_agree():
     async with running_app() as client:
-        env_id = await env_id_of(client, step_rewards=ON)
+        env_id = await create_env(client, step_rewards=ON)
         body = {"policy_name": "planned", "bound_env_id": env_id}
         other = {**body, "config": {"step_rewards": {"enabled": True, "mode": "env_sparse"}}}
         assert (await client.post("/policy/create", json=other)).status_code == 422
@@ -93,8 +93,8 @@ async def test_switches_of_the_environment_and_its_policy_must_agree():
 async def test_a_second_bound_policy_cannot_change_the_switches_of_the_first():
     sparse = {"enabled": True, "mode": "env_sparse"}
     async with running_app() as client:
-        env_id = await env_id_of(client)
-        first = await policy_id_of(client, bound_env_id=env_id, config={"step_rewards": ON})
+        env_id = await create_env(client)
+        first = await create_policy(client, bound_env_id=env_id, config={"step_rewards": ON})
         other = {"policy_name": "planned", "bound_env_id": env_id, "config": {"step_rewards": sparse}}
         refused = await client.post("/policy/create", json=other)
         assert (refused.status_code, refused.json()["where"]) == (422, "config.step_rewards")
@@ -109,8 +109,8 @@ async def test_a_second_bound_policy_cannot_change_the_switches_of_the_first():
 
 async def test_an_expired_policy_takes_its_switches_with_it():
     async with running_app(session_idle_s=0.05) as client:
-        env_id = await env_id_of(client)
-        await policy_id_of(client, bound_env_id=env_id, config={"step_rewards": ON})
+        env_id = await create_env(client)
+        await create_policy(client, bound_env_id=env_id, config={"step_rewards": ON})
         await asyncio.sleep(0.1)
         await client.post("/env/reset", json={"env_id": env_id})
         client._transport.app.state.services.expire()
@@ -121,22 +121,22 @@ async def test_an_expired_policy_takes_its_switches_with_it():
 async def test_the_switches_may_stand_in_the_environments_config_as_in_a_rollout_request():
     env = {"env_name": "counting", "config": {"step_rewards": ON}}
     async with running_app() as client:
-        env_id = await env_id_of(client)
-        await policy_id_of(client, bound_env_id=env_id, env=env)
+        env_id = await create_env(client)
+        await create_policy(client, bound_env_id=env_id, env=env)
         step = await client.post("/env/step", json={"env_id": env_id, "tool_calls": CALLS})
         assert "decision_rewards" in step.json()["metadata"]
-        await policy_id_of(client, env=env)
+        await create_policy(client, env=env)
         both = {"policy_name": "planned", "env": env, "config": {"step_rewards": {}}}
         answer = await client.post("/policy/create", json=both)
     assert (answer.status_code, answer.json()["where"]) == (422, "env.config.step_rewards")
 
 
-async def test_after_the_end_of_the_episode_nobody_is_asked_until_a_reset():
+async def test_after_the_end_of_the_episode_no_model_is_asked_until_a_reset():
     end = [{"tool": "add", "args": {"names": ["end"]}}]
     async with running_app() as client, fake_inference(calling("a")) as fake:
-        env_id = await env_id_of(client)
+        env_id = await create_env(client)
         config = {"inference_url": fake.url, "model": "m"}
-        policy_id = await policy_id_of(client, "openai", bound_env_id=env_id, config=config)
+        policy_id = await create_policy(client, "openai", bound_env_id=env_id, config=config)
         await client.post("/env/step", json={"env_id": env_id, "tool_calls": end})
         answer = await asked(client, policy_id)
         assert (answer.status_code, answer.json()["code"]) == (409, "episode_over")
@@ -145,12 +145,12 @@ async def test_after_the_end_of_the_episode_nobody_is_asked_until_a_reset():
         assert (await asked(client, policy_id)).status_code == 200
 
 
-async def test_a_dry_run_shows_the_prompt_and_asks_nobody():
+async def test_a_dry_run_shows_the_prompt_and_asks_no_model():
     async with running_app() as client, fake_inference() as fake:
-        env_id = await env_id_of(client)
+        env_id = await create_env(client)
         await client.post("/env/step", json={"env_id": env_id, "tool_calls": CALLS})
         config = {"inference_url": fake.url, "model": "m"}
-        policy_id = await policy_id_of(client, "openai", bound_env_id=env_id, config=config)
+        policy_id = await create_policy(client, "openai", bound_env_id=env_id, config=config)
         answer = (await asked(client, policy_id, dry_run=True)).json()
     assert answer["tool_calls"] == []
     assert [message["content"] for message in answer["meta"]["messages"]] == ["count", "step 1 past=1"]
@@ -160,7 +160,7 @@ async def test_a_dry_run_shows_the_prompt_and_asks_nobody():
 
 async def test_a_model_is_asked_with_the_key_of_the_create_request_and_its_tokens_come_back():
     async with running_app() as client, fake_inference(calling("a", **tokens([1, 2], 0, [7]))) as fake:
-        policy_id = await policy_id_of(
+        policy_id = await create_policy(
             client,
             "openai",
             config={"inference_url": fake.url, "model": "m"},
@@ -177,7 +177,7 @@ async def test_a_model_is_asked_with_the_key_of_the_create_request_and_its_token
 async def test_an_unbound_policy_takes_messages_or_a_text():
     message = {"role": "user", "content": "go"}
     async with running_app() as client, fake_inference(calling("a")) as fake:
-        policy_id = await policy_id_of(client, "openai", config={"inference_url": fake.url, "model": "m"})
+        policy_id = await create_policy(client, "openai", config={"inference_url": fake.url, "model": "m"})
         for observation in ({"messages": [message]}, {"text": "go"}):
             assert (await asked(client, policy_id, observation=observation)).status_code == 200
         assert [body["messages"] for body in fake.bodies] == [[message], [message]]
@@ -191,7 +191,7 @@ async def test_an_unbound_policy_takes_messages_or_a_text():
 async def test_an_observation_that_cannot_be_read_is_the_callers_mistake(env):
     observation = {"text": "x", "data": {"position": None}}
     async with running_app(default_plug_boards()) as client:
-        policy_id = await policy_id_of(client, "crafter_teacher", env=env)
+        policy_id = await create_policy(client, "crafter_teacher", env=env)
         answer = await asked(client, policy_id, observation=observation)
     told = answer.json()
     assert (answer.status_code, told["where"]) == (422, "observation"), told
@@ -203,7 +203,7 @@ async def test_what_goes_wrong_at_the_model_is_a_problem_with_its_code():
     answers = [status(400, too_long), status(404, {})]
     async with running_app() as client, fake_inference(*answers) as fake:
         config = {"inference_url": fake.url, "model": "m", "max_attempts": 1}
-        policy_id = await policy_id_of(client, "openai", config=config)
+        policy_id = await create_policy(client, "openai", config=config)
         for expected in ((422, "context_length_exceeded"), (502, "inference_refused")):
             answer = await asked(client, policy_id, observation={"text": "x"})
             assert (answer.status_code, answer.json()["code"]) == expected
@@ -242,8 +242,8 @@ async def test_what_is_wrong_with_a_create_is_named(body, where, status_code):
 
 async def test_terminated_policies_and_environments_are_gone():
     async with running_app() as client:
-        env_id = await env_id_of(client)
-        policy_id = await policy_id_of(client, bound_env_id=env_id)
+        env_id = await create_env(client)
+        policy_id = await create_policy(client, bound_env_id=env_id)
         await client.post("/env/terminate", json={"env_id": env_id})
         answer = await asked(client, policy_id)
         assert (answer.status_code, answer.json()["where"]) == (404, "bound_env_id")

@@ -3,7 +3,7 @@
 from task_app.errors import PolicyUnavailable
 from tests.task_app.counting import PlannedPolicy, add, boards, rollout, running_app
 from tests.task_app.fake_inference import calling, completion, fake_inference, raw, status
-from tests.task_app.rollout_client import accept, all_of
+from tests.task_app.rollout_client import accept, wait_for_all
 
 
 async def test_one_misbehaving_rollout_is_recorded_and_the_others_finish():
@@ -19,7 +19,7 @@ async def test_one_misbehaving_rollout_is_recorded_and_the_others_finish():
             rollout("boom", policy={"policy_name": "planned", "config": {"names": ["boom"]}}),
             rollout("good"),
         )
-        found = await all_of(client, 4)
+        found = await wait_for_all(client, 4)
     failures = {name: one.failure for name, one in found.items() if one.failure}
     assert {name: failure.code for name, failure in failures.items()} == {
         "broken": "critical_error",
@@ -37,7 +37,7 @@ async def test_failures_of_the_inference_server_are_recorded_with_their_code():
         return rollout(rollout_id, policy={"policy_name": "openai", "config": config})
 
     async with fake_inference() as down:
-        nobody = down.url
+        no_server = down.url
     talk = completion({"content": "I will think about it."})
     async with (
         fake_inference(silent=True) as slow,
@@ -47,13 +47,13 @@ async def test_failures_of_the_inference_server_are_recorded_with_their_code():
     ):
         await accept(
             client,
-            asking("down", nobody),
+            asking("down", no_server),
             asking("slow", slow.url, request_timeout_s=0.05),
             {**asking("late", slow.url), "limits": {"timeout_s": 0.1}},
             asking("nonsense", nonsense.url),
             {**asking("talker", talker.url), "limits": {"max_invalid_decisions": 3}},
         )
-        found = await all_of(client, 5)
+        found = await wait_for_all(client, 5)
     codes = {name: one.failure.code for name, one in found.items() if one.failure}
     assert codes == {
         "down": "inference_unavailable",
@@ -82,7 +82,7 @@ async def test_an_outage_that_meets_the_deadline_fails_and_an_answer_ends_the_ou
         running_app() as client,
     ):
         await accept(client, asking("out", out.url), asking("back", back.url))
-        found = await all_of(client, 2)
+        found = await wait_for_all(client, 2)
     failure = found["out"].failure
     assert failure is not None
     assert (failure.code, failure.decisions_done) == ("inference_unavailable", 1)

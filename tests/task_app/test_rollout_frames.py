@@ -18,7 +18,7 @@ from task_app.episode.worker import RLRolloutWorker
 from task_app.observing.replaying import Replay, animated_gif
 from task_app.plugins import EnvironmentPlugin, PlugBoards, default_plug_boards
 from tests.task_app.counting import CountingConfig, CountingEnvironment, boards, rollout, running_app
-from tests.task_app.rollout_client import WAITING, accept, all_of, page, waiting_boards
+from tests.task_app.rollout_client import WAITING, accept, page, wait_for_all, waiting_boards
 
 CRAFTER = {
     "start": {"seed": 17},
@@ -57,7 +57,7 @@ def pictured(kind=PicturedCounting):
 async def test_an_episode_is_a_gif_with_a_frame_a_decision_and_its_start():
     async with running_app(default_plug_boards()) as client:
         await accept(client, rollout("a/b", **CRAFTER))
-        await all_of(client, 1)
+        await wait_for_all(client, 1)
         answer = await client.get("/rollouts/a/b/frames", params={"side": 90, "frame_s": 0.25})
         last = await client.get("/rollouts/a/b/frames", params={"turn": 6})
     gif = Image.open(io.BytesIO(answer.content))
@@ -69,7 +69,7 @@ async def test_an_episode_is_a_gif_with_a_frame_a_decision_and_its_start():
 async def test_a_turn_is_the_picture_that_the_environment_showed_then():
     async with running_app(default_plug_boards()) as client:
         await accept(client, rollout("a", **CRAFTER))
-        steps = (await all_of(client, 1))["a"].trajectory.steps
+        steps = (await wait_for_all(client, 1))["a"].trajectory.steps
         drawn = (await client.get("/rollouts/a/frames", params={"turn": 3})).content
         env_id = (await client.post("/env/create", json={"env_name": "crafter", "seed": 17})).json()["env_id"]
         for step in steps[:3]:
@@ -85,7 +85,7 @@ async def test_decisions_in_words_are_replayed():
     async with running_app(pictured()) as client:
         await accept(client, rollout("a", **CRAFTER | {"env": in_words, "policy": {"policy_name": "random"}}))
         await accept(client, rollout("b", env=in_words))
-        played = await all_of(client, 2)
+        played = await wait_for_all(client, 2)
         answers = [await client.get(f"/rollouts/{name}/frames") for name in ("a", "b")]
     assert not any(step.step_info.invalid_reason for step in played["a"].trajectory.steps)
     assert all(step.step_info.invalid_reason for step in played["b"].trajectory.steps)
@@ -118,21 +118,12 @@ async def test_a_long_episode_shows_every_nth_decision_and_the_last():
     # 7 decisions are 8 pictures; of at most 4: the start, 3, 6 and the last, 7
     async with running_app(pictured(), max_frames=4) as client:
         await accept(client, rollout("a", limits={"max_decisions": 7}))
-        await all_of(client, 1)
+        await wait_for_all(client, 1)
         answer = await client.get("/rollouts/a/frames")
     gif = Image.open(io.BytesIO(answer.content))
     shown = [np.asarray(frame.convert("RGB"))[0, 0, 0] for frame in ImageSequence.Iterator(gif)]
     assert answer.headers["x-frames-every"] == "3"
     assert shown == [30 * turn for turn in (0, 3, 6, 7)]
-
-
-async def test_refused_calls_are_replayed_too():
-    # the planned policy calls a tool that Crafter does not have
-    async with running_app(pictured()) as client:
-        await accept(client, rollout("a", env=CRAFTER["env"]))
-        steps = (await all_of(client, 1))["a"].trajectory.steps
-        assert all(step.step_info.invalid_reason for step in steps)
-        assert (await client.get("/rollouts/a/frames")).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -142,7 +133,7 @@ async def test_refused_calls_are_replayed_too():
 async def test_bad_questions_are_told_what_is_wrong(query, status, where):
     async with running_app(pictured()) as client:
         await accept(client, rollout("a"))
-        await all_of(client, 1)
+        await wait_for_all(client, 1)
         answer = await client.get("/rollouts/a/frames", params=query)
     assert (answer.status_code, answer.json()["where"]) == (status, where)
 
@@ -161,7 +152,7 @@ async def test_what_has_not_finished_or_cannot_be_drawn_has_no_frames():
 async def test_a_replay_that_departs_from_the_record_is_refused():
     async with running_app(pictured(Forgetful)) as client:
         await accept(client, rollout("a"))
-        await all_of(client, 1)
+        await wait_for_all(client, 1)
         answer = await client.get("/rollouts/a/frames")
     assert (answer.status_code, answer.json()["code"]) == (409, "replay_departs")
 
@@ -169,7 +160,7 @@ async def test_a_replay_that_departs_from_the_record_is_refused():
 async def test_a_rollout_whose_id_ends_like_the_route_is_still_reached():
     async with running_app(pictured()) as client:
         await accept(client, rollout("a/frames"))
-        await all_of(client, 1)
+        await wait_for_all(client, 1)
         state = (await client.get("/rollouts/a/frames")).json()
         gif = await client.get("/rollouts/a/frames/frames")
     assert (state["rollout_id"], state["status"]) == ("a/frames", "finished")
@@ -179,7 +170,7 @@ async def test_a_rollout_whose_id_ends_like_the_route_is_still_reached():
 async def test_a_replay_ends_when_its_time_is_over():
     async with running_app(default_plug_boards()) as client:
         await accept(client, rollout("a", **CRAFTER))
-        trajectory = (await all_of(client, 1))["a"].trajectory
+        trajectory = (await wait_for_all(client, 1))["a"].trajectory
     turns = [ReplayTurn.of(step) for step in trajectory.steps]
     replay = Replay(CrafterEnvironment(), EnvSpec(env_name="crafter"), turns, 17)
     ticks = iter(range(100))
@@ -191,7 +182,7 @@ async def test_a_replay_ends_when_its_time_is_over():
 async def played(client, **changes):
     """A finished rollout, and the body that records it for POST /replay."""
     await accept(client, rollout("a", **changes))
-    trajectory = (await all_of(client, 1))["a"].trajectory
+    trajectory = (await wait_for_all(client, 1))["a"].trajectory
     episode = ReplayRequest(
         env_name=trajectory.env_name,
         config=changes.get("env", {}).get("config", {}),
@@ -267,7 +258,7 @@ async def test_the_moment_after_the_last_decision_of_a_limit_is_that_of_a_longer
         trajectory, _ = await played(client, **CRAFTER)
         short = {"limits": {"max_decisions": 3}, "snapshot_turns": [4]}
         await accept(client, rollout("short", **CRAFTER | short))
-        first = (await all_of(client, 2))["short"].trajectory
+        first = (await wait_for_all(client, 2))["short"].trajectory
         rest = await continued(client, "b", first.final_snapshot)
     assert trajectory.final_snapshot is None
     assert did(first) + did(rest)[:3] == did(trajectory)
@@ -355,6 +346,12 @@ def test_a_turn_in_which_the_policy_ended_the_episode_plays_nothing():
     replay = Replay(environment, EnvSpec(env_name="counting"), [ReplayTurn(terminate=True)], 3)
     first, last = [replay.picture(18) for _ in replay.moments([0, 1], until_s=1.0, clock=lambda: 0.0)]
     assert np.array_equal(first, last)
+
+
+def test_a_decision_without_a_call_is_refused_for_its_recorded_reason():
+    turn = ReplayTurn(invalid_reason="why", result="why", executed_actions=("noop",), env_rewards=(0.0,))
+    replay = Replay(PicturedCounting(), EnvSpec(env_name="counting"), [turn], 3)
+    assert [moment.turn for moment in replay.moments([1], until_s=1.0, clock=lambda: 0.0)] == [1]
 
 
 def test_a_gif_of_nothing_is_refused():

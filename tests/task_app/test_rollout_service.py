@@ -6,7 +6,7 @@ import pytest
 
 from shared_schemas.rollouts import Rollout
 from tests.task_app.counting import rollout, running_app
-from tests.task_app.rollout_client import WAITING, accept, all_of, page, waiting_boards
+from tests.task_app.rollout_client import WAITING, accept, page, wait_for_all, waiting_boards
 
 
 async def test_accepted_rollouts_are_run_and_delivered():
@@ -14,7 +14,7 @@ async def test_accepted_rollouts_are_run_and_delivered():
         answer = await accept(client, rollout("a/1"), rollout("a/2"))
         assert answer.status_code == 202
         assert (answer.json()["accepted"], answer.json()["known"]) == (["a/1", "a/2"], [])
-        found = await all_of(client, 2)
+        found = await wait_for_all(client, 2)
     assert {one.status for one in found.values()} == {"finished"}
     assert found["a/1"].trajectory is not None
     assert found["a/1"].trajectory.stop_reason == "max_decisions"
@@ -24,7 +24,7 @@ async def test_the_same_request_again_is_known_before_and_after_the_end():
     async with running_app() as client:
         await accept(client, rollout("a"))
         assert (await accept(client, rollout("a"), rollout("b"))).json()["known"] == ["a"]
-        await all_of(client, 2)
+        await wait_for_all(client, 2)
         again = (await accept(client, rollout("a"))).json()
         assert (again["accepted"], again["known"]) == ([], ["a"])
         assert len((await page(client)).rollouts) == 2
@@ -74,7 +74,7 @@ async def test_a_cursor_delivers_each_rollout_once_and_none_everything_again():
 async def test_a_page_is_bounded_and_the_next_one_goes_on():
     async with running_app(max_page_rollouts=2) as client:
         await accept(client, *(rollout(f"{i}") for i in range(5)))
-        await all_of(client, 5)
+        await wait_for_all(client, 5)
         sizes, cursor = [], None
         for _ in range(4):
             one = await page(client, cursor)
@@ -93,13 +93,13 @@ async def test_a_cursor_of_another_instance_has_expired(cursor):
 async def test_a_run_sees_only_its_own_rollouts():
     async with running_app() as client:
         await accept(client, rollout("a"), rollout("b", run_id="other"))
-        assert list(await all_of(client, 1)) == ["a"]
-        assert list(await all_of(client, 1, run_id="other")) == ["b"]
+        assert list(await wait_for_all(client, 1)) == ["a"]
+        assert list(await wait_for_all(client, 1, run_id="other")) == ["b"]
 
 
 async def test_an_unknown_run_answers_at_once_with_nothing():
     async with running_app() as client, asyncio.timeout(5.0):
-        nothing = await page(client, run_id="nobody", wait_s=30.0)
+        nothing = await page(client, run_id="unknown", wait_s=30.0)
     assert (nothing.rollouts, nothing.unfinished) == ((), 0)
 
 
@@ -107,21 +107,14 @@ async def test_a_long_poll_wakes_when_a_rollout_ends():
     (policy,), plug_boards = waiting_boards(1)
     async with running_app(plug_boards) as client, asyncio.timeout(10.0):
         await accept(client, rollout("a", limits={"max_decisions": 1}, **WAITING))
+        nothing = await page(client, wait_s=0.05)
+        assert (nothing.rollouts, nothing.unfinished) == ((), 1), "a poll ends with its time"
         polls = [asyncio.create_task(page(client, wait_s=30.0)) for _ in range(3)]
         await policy.asked.wait()
         assert not any(poll.done() for poll in polls)
         policy.go.set()
         for poll in polls:
             assert [one.rollout_id for one in (await poll).rollouts] == ["a"]
-
-
-async def test_a_long_poll_ends_with_its_time():
-    _, plug_boards = waiting_boards(1)
-    async with running_app(plug_boards) as client:
-        await accept(client, rollout("a", **WAITING))
-        nothing = await page(client, wait_s=0.05)
-        assert (nothing.rollouts, nothing.unfinished) == ((), 1)
-        await client.delete("/rollouts/a")
 
 
 async def test_a_longer_wait_than_allowed_is_refused():
@@ -135,13 +128,13 @@ async def test_acknowledged_rollouts_are_forgotten_and_others_are_named():
     _, plug_boards = waiting_boards(1)
     async with running_app(plug_boards) as client:
         await accept(client, rollout("a"), rollout("b", run_id="other"))
-        await all_of(client, 1)
-        await all_of(client, 1, run_id="other")
+        await wait_for_all(client, 1)
+        await wait_for_all(client, 1, run_id="other")
         await accept(client, rollout("c", **WAITING))
         answer = await client.post(
-            "/rollouts/ack", json={"run_id": "r", "rollout_ids": ["a", "b", "c", "nobody"]}
+            "/rollouts/ack", json={"run_id": "r", "rollout_ids": ["a", "b", "c", "unknown"]}
         )
-        assert answer.json() == {"acked": ["a"], "unknown": ["b", "c", "nobody"]}
+        assert answer.json() == {"acked": ["a"], "unknown": ["b", "c", "unknown"]}
         gone = await client.get("/rollouts/a")
         assert (gone.status_code, gone.json()["code"]) == (404, "unknown_id")
         assert (await client.get("/rollouts/c")).json()["status"] == "running"
@@ -150,7 +143,7 @@ async def test_acknowledged_rollouts_are_forgotten_and_others_are_named():
 async def test_no_more_is_accepted_than_can_be_held_until_some_are_acknowledged():
     async with running_app(max_rollouts_held=2) as client:
         await accept(client, rollout("a"), rollout("b"))
-        await all_of(client, 2)
+        await wait_for_all(client, 2)
         full = await accept(client, rollout("c"))
         assert (full.status_code, full.json()["code"]) == (429, "capacity_reached")
         assert full.headers["retry-after"] == "1"
@@ -170,7 +163,7 @@ async def test_at_most_so_many_run_at_once_in_order_of_acceptance():
         await policies[2].asked.wait()
         policies[0].go.set()
         policies[2].go.set()
-        assert len(await all_of(client, 3)) == 3
+        assert len(await wait_for_all(client, 3)) == 3
 
 
 async def test_cancelling_before_the_start_while_running_twice_and_after_the_end():
@@ -183,12 +176,12 @@ async def test_cancelling_before_the_start_while_running_twice_and_after_the_end
                 state = (await client.delete(f"/rollouts/{name}")).json()
                 assert (state["status"], state["failure"]["code"]) == ("cancelled", "cancelled")
                 assert words in state["failure"]["detail"]
-        found = await all_of(client, 3)
+        found = await wait_for_all(client, 3)
         assert not policies[1].asked.is_set()
         assert found["ends"].status == "finished", "the place of a cancelled one is free"
         after = Rollout.model_validate_json((await client.delete("/rollouts/ends")).content)
         assert (after.status, after.trajectory is None) == ("finished", False)
-        assert (await client.delete("/rollouts/nobody")).status_code == 404
+        assert (await client.delete("/rollouts/unknown")).status_code == 404
 
 
 async def test_cancelling_in_the_moment_of_acceptance_ends_it_once():
@@ -216,9 +209,9 @@ async def test_the_end_of_the_service_ends_everything_and_answers_who_waits():
     assert states == ["cancelled", "cancelled"]
 
 
-async def test_results_that_nobody_fetches_expire():
+async def test_results_that_are_never_fetched_expire():
     async with running_app(finished_expiry_s=1e-9) as client:
         await accept(client, rollout("a"))
-        await all_of(client, 1)
+        await wait_for_all(client, 1)
         client._transport.app.state.services.expire()
         assert (await client.get("/rollouts/a")).status_code == 404

@@ -4,7 +4,7 @@ import asyncio
 
 from task_app.rollouts.runs import Runs
 from tests.task_app.counting import rollout, running_app
-from tests.task_app.rollout_client import WAITING, accept, all_of, waiting_boards
+from tests.task_app.rollout_client import WAITING, accept, wait_for_all, waiting_boards
 
 
 async def abort(client, run_id="r"):
@@ -31,10 +31,10 @@ async def test_a_run_is_running_until_all_of_it_has_ended():
     async with running_app(plug_boards) as client:
         await accept(client, rollout("a"), rollout("b", limits={"max_decisions": 1}, **WAITING))
         await policy.asked.wait()
-        await all_of(client, 1)
+        await wait_for_all(client, 1)
         running = await status(client)
         policy.go.set()
-        await all_of(client, 2)
+        await wait_for_all(client, 2)
         ended = await status(client)
     assert (running["status"], running["finished_at"]) == ("running", None)
     assert (ended["status"], ended["started_at"] <= ended["finished_at"]) == ("completed", True)
@@ -49,7 +49,7 @@ async def test_an_abort_ends_what_runs_and_what_waits_and_nothing_of_another_run
         await policies[0].asked.wait()
         answer = await abort(client)
         assert (answer["ok"], answer["stopped"], answer["status"]) == (True, 2, "aborted")
-        found = await all_of(client, 2)
+        found = await wait_for_all(client, 2)
         assert {one.status for one in found.values()} == {"cancelled"}
         assert (await status(client, "other"))["status"] == "running"
         await abort(client, "other")
@@ -103,7 +103,7 @@ async def test_a_run_of_which_nothing_finished_has_failed():
     async with running_app() as client:
         url = {"inference_url": "http://127.0.0.1:1", "model": "m", "max_attempts": 1}
         await accept(client, rollout("a", policy={"policy_name": "openai", "config": url}))
-        await all_of(client, 1)
+        await wait_for_all(client, 1)
         assert (await status(client))["status"] == "failed"
 
 

@@ -4,13 +4,7 @@ import pytest
 
 from task_app.errors import CapacityReached, UnknownId
 from task_app.sessions.registry import SessionLock, Sessions
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self):
-        return self.now_s
+from tests.task_app.counting import Clock
 
 
 class Session:
@@ -41,7 +35,7 @@ async def test_a_session_that_is_held_does_not_expire_and_is_idle_from_its_relea
     env_id = sessions.add(session)
     async with session.lock:
         clock.now_s = 30.0
-        assert sessions.expire() == {}, "somebody uses it"
+        assert sessions.expire() == {}, "a session in use stays"
         clock.now_s = 35.0
     clock.now_s = 45.0
     assert sessions.expire() == {}, "ten seconds since its release are not yet too long"

@@ -93,7 +93,7 @@ def test_mcp_servers_come_from_a_file_in_the_form_of_other_clients(tmp_path):
     assert "secret" not in repr(settings) + json.dumps(settings.limits())
 
 
-def file_of(server: str) -> str:
+def write_servers(server: str) -> str:
     return f'{{"mcpServers": {{"far": {server}}}}}'
 
 
@@ -107,11 +107,14 @@ def file_of(server: str) -> str:
             '{"mcpServers": {"files": {"command": "npx", "args": "files"}}}',
             "mcpServers.files.args: Input should be",
         ),
-        (file_of('{"url": "far:9000"}'), "far.url: Value error, it is no http or https URL"),
-        (file_of('{"url": "https://secret@a:secret/"}'), "far.url: Value error, it is no http or https URL"),
-        (file_of('{"url": "https://a/secret\\n"}'), "far.url: Value error, it is no http or https URL"),
-        (file_of('{"headers": {"Key": "secret\\n"}}'), "far.headers: String should match"),
-        (file_of('{"headers": {"Key: secret": ""}}'), "far.headers: String should match"),
+        (write_servers('{"url": "far:9000"}'), "far.url: Value error, it is no http or https URL"),
+        (
+            write_servers('{"url": "https://secret@a:secret/"}'),
+            "far.url: Value error, it is no http or https URL",
+        ),
+        (write_servers('{"url": "https://a/secret\\n"}'), "far.url: Value error, it is no http or https URL"),
+        (write_servers('{"headers": {"Key": "secret\\n"}}'), "far.headers: String should match"),
+        (write_servers('{"headers": {"Key: secret": ""}}'), "far.headers: String should match"),
     ],
 )
 def test_a_file_of_mcp_servers_that_cannot_be_used_is_told_at_the_start(tmp_path, text, sentence):

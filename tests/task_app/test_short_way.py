@@ -6,6 +6,7 @@ import json
 import pytest
 
 from task_app.plugins import EnvironmentPlugin, PlugBoards
+from task_app.routes.steps import answer_at_once
 from tests.task_app.counting import KEY, CountingConfig, CountingEnvironment, boards
 from tests.task_app.served import served_app
 from tests.task_app.test_env_routes import ON, calls, created
@@ -27,7 +28,7 @@ def quick_boards() -> PlugBoards:
     )
 
 
-def body_of(env_id, tool_calls, **more):
+def build_body(env_id, tool_calls, **more):
     return json.dumps({"env_id": env_id, "tool_calls": tool_calls, **more}).encode()
 
 
@@ -55,9 +56,11 @@ async def test_both_ways_give_the_same_answers_decision_by_decision(switches):
         short = (await created(client, env_name="quick", config=switches))["env_id"]
         long = (await created(client, env_name="quick", config=switches))["env_id"]
         for number, decision in enumerate(DECISIONS):
-            here = await client.post("/env/step", content=body_of(short, decision), headers=JSON)
+            here = await client.post("/env/step", content=build_body(short, decision), headers=JSON)
             there = await client.post(
-                "/env/step", content=body_of(long, decision), headers={**JSON, "Idempotency-Key": str(number)}
+                "/env/step",
+                content=build_body(long, decision),
+                headers={**JSON, "Idempotency-Key": str(number)},
             )
             assert (here.status_code, here.content) == (there.status_code, there.content), decision
             assert here.headers["content-type"] == there.headers["content-type"]
@@ -73,7 +76,7 @@ async def test_both_ways_give_the_same_answers_decision_by_decision(switches):
         b'{"env_id": "%s"}',
         b'{"env_id": 7, "tool_calls": []}',
         b'{"env_id": "", "tool_calls": []}',
-        b'{"env_id": "nobody", "tool_calls": []}',
+        b'{"env_id": "unknown", "tool_calls": []}',
         b'{"env_id": "%s", "tool_calls": {}}',
         b'{"env_id": "%s", "tool_calls": [7]}',
         b'{"env_id": "%s", "tool_call": []}',
@@ -96,10 +99,17 @@ async def test_what_a_strange_body_is_told_does_not_depend_on_the_way(content):
     assert told[0] == told[1]
 
 
+def test_a_request_with_a_key_is_passed_on_before_its_body_is_read():
+    reads = []
+    scope = {"headers": [(b"idempotency-key", b"k")]}
+    assert answer_at_once(None, lambda *given: reads.append(given), scope, b"{}") is None
+    assert reads == []
+
+
 async def test_a_body_that_comes_in_pieces_is_put_together():
     async with served_app(quick_boards()) as (client, _):
         env_id = (await created(client, env_name="quick"))["env_id"]
-        whole = body_of(env_id, calls("a"))
+        whole = build_body(env_id, calls("a"))
 
         async def pieces():
             yield whole[:10]
@@ -115,9 +125,9 @@ async def test_a_session_that_is_held_is_waited_for_and_others_go_on():
         session = server.config.app.state.services.environments.find(held)
         async with session.lock:
             waiting = asyncio.create_task(
-                client.post("/env/step", content=body_of(held, calls("a")), headers=JSON)
+                client.post("/env/step", content=build_body(held, calls("a")), headers=JSON)
             )
-            answer = await client.post("/env/step", content=body_of(other, calls("a")), headers=JSON)
+            answer = await client.post("/env/step", content=build_body(other, calls("a")), headers=JSON)
             assert (answer.status_code, waiting.done(), session.step_idx) == (200, False, 0)
         assert ((await waiting).status_code, session.step_idx) == (200, 1)
 
@@ -126,12 +136,14 @@ async def test_metrics_count_both_ways_under_the_same_route():
     async with served_app(quick_boards()) as (client, _):
         env_id = (await created(client, env_name="quick"))["env_id"]
         for headers in ({}, {"Idempotency-Key": "k"}):
-            await client.post("/env/step", content=body_of(env_id, calls("a")), headers={**JSON, **headers})
+            await client.post(
+                "/env/step", content=build_body(env_id, calls("a")), headers={**JSON, **headers}
+            )
         text = (await client.get("/metrics")).text
     assert 'turnwise_http_requests_total{method="POST",route="/env/step",status="200"} 2.0' in text
 
 
-def request_of(body, *headers):
+def build_request(body, *headers):
     """A step as a plain client sends it."""
     head = [b"POST /env/step HTTP/1.1", b"Host: localhost", b"X-API-Key: " + KEY.encode(), *headers]
     head += [b"Content-Type: application/json", b"Content-Length: %d" % len(body)]
@@ -150,9 +162,9 @@ async def answers(reader, count):
 
 async def test_requests_that_follow_each_other_at_once_are_answered_in_order_whatever_their_way():
     async with served_app(quick_boards()) as (client, _):
-        body = body_of((await created(client, env_name="quick"))["env_id"], calls("a"))
+        body = build_body((await created(client, env_name="quick"))["env_id"], calls("a"))
         reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
-        short, long = request_of(body), request_of(body, b"Idempotency-Key: k")
+        short, long = build_request(body), build_request(body, b"Idempotency-Key: k")
         writer.write(short + long + short + short)
         assert await answers(reader, 4) == [1, 2, 3, 4]
         writer.write(short[:40])
@@ -161,7 +173,7 @@ async def test_requests_that_follow_each_other_at_once_are_answered_in_order_wha
         await asyncio.sleep(0)
         writer.write(short[-5:] + short)
         assert await answers(reader, 2) == [5, 6]
-        writer.write(request_of(body, b"Connection: close"))
+        writer.write(build_request(body, b"Connection: close"))
         assert await answers(reader, 1) == [7]
         assert await reader.read() == b""
         writer.close()
@@ -172,7 +184,9 @@ async def test_an_answer_at_once_has_the_head_of_any_other_answer():
         env_id = (await created(client, env_name="quick"))["env_id"]
         one = {**JSON, "X-Request-ID": "mine"}
         heads = [
-            (await client.post("/env/step", content=body_of(env_id, calls("a")), headers=one | more)).headers
+            (
+                await client.post("/env/step", content=build_body(env_id, calls("a")), headers=one | more)
+            ).headers
             for more in ({}, {"Idempotency-Key": "k"})
         ]
     assert heads[0]["x-request-id"] == "mine"
@@ -185,7 +199,7 @@ async def test_an_answer_at_once_has_the_head_of_any_other_answer():
 async def test_what_the_gate_refuses_is_refused_before_a_step_at_once(headers, status):
     async with served_app(quick_boards()) as (client, _):
         env_id = (await created(client, env_name="quick"))["env_id"]
-        body = body_of(env_id, calls("a"))
+        body = build_body(env_id, calls("a"))
         refusal = await client.post("/env/step", content=body, headers=JSON | headers)
         answer = await client.post("/env/step", content=body, headers=JSON)
     assert (refusal.status_code, answer.json()["step_idx"]) == (status, 1)
@@ -198,6 +212,6 @@ async def test_a_fault_of_the_service_is_a_500_and_the_connection_ends():
     async with served_app(quick_boards()) as (client, server):
         env_id = (await created(client, env_name="quick"))["env_id"]
         server.config.app.posts[b"/env/step"] = fault
-        answer = await client.post("/env/step", content=body_of(env_id, calls("a")), headers=JSON)
+        answer = await client.post("/env/step", content=build_body(env_id, calls("a")), headers=JSON)
     assert (answer.status_code, answer.json()["code"]) == (500, "internal_error")
     assert answer.headers["connection"] == "close"

@@ -32,7 +32,7 @@ def seen(text="tree", **data):
     return Observation(text=text, data=data)
 
 
-def keys_of(name, observations, of_environment=CRAFTER_STATE_KEYS):
+def find_keys(name, observations, of_environment=CRAFTER_STATE_KEYS):
     known = keys_by_name(of_environment, conversation=False)
     keys = EpisodeStateKeys(select_keys([name], known, where="state_keys"))
     return [keys.next(observation, Prompt(()))[name] for observation in observations]
@@ -49,10 +49,10 @@ def moved(observation, **changes):
 
 def test_a_text_is_one_state_wherever_it_is_met_and_a_history_is_not():
     trees = [seen("tree"), seen("water"), seen("tree"), seen("water"), seen("tree")]
-    plain, last_2 = keys_of("text", trees), keys_of("text_last_2", trees)
+    plain, last_2 = find_keys("text", trees), find_keys("text_last_2", trees)
     assert plain[0] == plain[2] == plain[4] != plain[1]
     assert last_2[2] == last_2[4] != last_2[0], "the first has nothing before it"
-    assert len(set(keys_of("text_history", trees))) == 5
+    assert len(set(find_keys("text_history", trees))) == 5
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 6, 999_999_999])
@@ -60,7 +60,7 @@ def test_the_last_n_observations_forget_what_was_before_for_any_n(n):
     seven, eight = ([seen(first), *map(seen, "bcdef")] for first in ("a", "x"))
     name = f"text_last_{n}"
     # The sixth observation: the first one counts from n = 6 on.
-    assert (keys_of(name, seven)[5] == keys_of(name, eight)[5]) == (n < 6)
+    assert (find_keys(name, seven)[5] == find_keys(name, eight)[5]) == (n < 6)
     answers = (said("1", *[SAME, "2"] * 4, SAME), said("3", *[SAME, "2"] * 4, SAME))
     # Six observations, the opening included; the first answer is the one between the first two.
     assert (keys_of_prompts(name, answers[0]) == keys_of_prompts(name, answers[1])) == (n < 6)
@@ -69,30 +69,30 @@ def test_the_last_n_observations_forget_what_was_before_for_any_n(n):
 @pytest.mark.parametrize("name", ["text_last_0", "text_last_n", "text_last_02", "text_last_٣"])
 def test_an_n_that_is_no_number_from_1_on_is_refused(name):
     with pytest.raises(UnknownName, match="text_last_n"):
-        keys_of(name, [seen()])
+        find_keys(name, [seen()])
 
 
 def test_two_episodes_with_the_same_history_share_its_key_and_one_other_word_parts_them():
     first, second = (
-        keys_of("text_history", [seen("a"), seen("b")]),
-        keys_of("text_history", [seen("a"), seen("b")]),
+        find_keys("text_history", [seen("a"), seen("b")]),
+        find_keys("text_history", [seen("a"), seen("b")]),
     )
-    other = keys_of("text_history", [seen("c"), seen("b")])
+    other = find_keys("text_history", [seen("c"), seen("b")])
     assert first == second and other[1] != first[1]
 
 
 def test_parts_that_join_to_the_same_text_are_told_apart():
     assert (
-        keys_of("text_last_2", [seen("ab"), seen("c")])[1]
-        != keys_of("text_last_2", [seen("a"), seen("bc")])[1]
+        find_keys("text_last_2", [seen("ab"), seen("c")])[1]
+        != find_keys("text_last_2", [seen("a"), seen("bc")])[1]
     )
 
 
 def test_numbers_and_truth_values_are_told_apart_and_the_order_of_names_is_not():
     kind = {"own": StateKey(lambda observation: observation.data["x"])}
-    one, true, whole = (keys_of("own", [seen(x=x)], kind)[0] for x in (1, True, 1.0))
+    one, true, whole = (find_keys("own", [seen(x=x)], kind)[0] for x in (1, True, 1.0))
     assert len({one, true, whole}) == 3
-    assert keys_of("own", [seen(x={"a": 1, "b": 2})], kind) == keys_of(
+    assert find_keys("own", [seen(x={"a": 1, "b": 2})], kind) == find_keys(
         "own", [seen(x={"b": 2, "a": 1})], kind
     )
 
@@ -100,23 +100,23 @@ def test_numbers_and_truth_values_are_told_apart_and_the_order_of_names_is_not()
 def test_a_new_version_of_a_key_meets_no_old_one():
     old, new = StateKey(lambda o: o.text), StateKey(lambda o: o.text, version=2)
     assert (
-        keys_of("k", [seen()], {"k": old})[0].split(":")[1]
-        == keys_of("k", [seen()], {"k": new})[0].split(":")[1]
+        find_keys("k", [seen()], {"k": old})[0].split(":")[1]
+        == find_keys("k", [seen()], {"k": new})[0].split(":")[1]
     )
-    assert keys_of("k", [seen()], {"k": old}) != keys_of("k", [seen()], {"k": new})
+    assert find_keys("k", [seen()], {"k": old}) != find_keys("k", [seen()], {"k": new})
 
 
 def test_the_default_is_the_environments_first_key_or_else_its_text():
     _, start = crafter()
-    assert keys_of("default", [start]) == keys_of("nearest", [start])
-    assert keys_of("default", [start], {}) == keys_of("text", [start], {})
+    assert find_keys("default", [start]) == find_keys("nearest", [start])
+    assert find_keys("default", [start], {}) == find_keys("text", [start], {})
 
 
 def test_hunger_and_time_part_no_states_by_default_but_danger_night_and_items_do():
     _, start = crafter()
     held = start.data["inventory"]
     same = [start, moved(start, inventory={**held, "food": 3, "health": 8}), moved(start, step=40)]
-    assert len(set(keys_of("nearest", same))) == 1
+    assert len(set(find_keys("nearest", same))) == 1
     others = [
         start,
         moved(start, inventory={**held, "health": 3}),
@@ -124,7 +124,7 @@ def test_hunger_and_time_part_no_states_by_default_but_danger_night_and_items_do
         moved(start, inventory={**held, "wood": 1}),
         moved(start, target="table"),
     ]
-    assert len(set(keys_of("nearest", others))) == len(others)
+    assert len(set(find_keys("nearest", others))) == len(others)
 
 
 def test_what_is_nearest_is_told_by_its_offset():
@@ -135,9 +135,9 @@ def test_what_is_nearest_is_told_by_its_offset():
     once = moved(start, rows=[list(row) for row in rows])
     rows[0][0] = "grass"
     nearest_alone = moved(start, rows=[list(row) for row in rows])
-    assert keys_of("nearest", [once]) == keys_of("nearest", [nearest_alone])
+    assert find_keys("nearest", [once]) == find_keys("nearest", [nearest_alone])
     rows[3][7], rows[3][6] = "grass", "cow"
-    assert keys_of("nearest", [once]) != keys_of("nearest", [moved(start, rows=rows)])
+    assert find_keys("nearest", [once]) != find_keys("nearest", [moved(start, rows=rows)])
 
 
 def all_keys():
@@ -145,7 +145,7 @@ def all_keys():
     env, start = crafter()
     call = ToolRequest("interact_many", {"actions": ["move_left", "do", "noop"]})
     observations = [start, env.step([call]).observation]
-    return {name: keys_of(name, observations) for name in (*CRAFTER_STATE_KEYS, *OF_ALL)}
+    return {name: find_keys(name, observations) for name in (*CRAFTER_STATE_KEYS, *OF_ALL)}
 
 
 def test_every_key_is_the_same_in_another_process_with_another_hash_seed():

@@ -45,7 +45,7 @@ async def test_a_bad_item_takes_no_step_and_spoils_no_other():
         results = await step_many(
             client,
             item(good, "a"),
-            item("nobody", "a"),
+            item("unknown", "a"),
             {"env_id": good, "tool_calls": [{"args": {}}]},
             {"env_id": good, "tool_calls": calls("a") * 3},
             item(ended, "end"),

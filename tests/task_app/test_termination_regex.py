@@ -14,7 +14,7 @@ from task_app.episode.termination import termination_signal
 from task_app.episode.worker import RLRolloutWorker
 from tests.task_app.counting import CountingEnvironment, PlannedPolicy, add, rollout
 from tests.task_app.fake_inference import calling, completion, fake_inference
-from tests.task_app.rollout_client import accept, all_of
+from tests.task_app.rollout_client import accept, wait_for_all
 from tests.task_app.served import served_app
 from tests.task_app.test_episode_worker import task
 
@@ -170,7 +170,7 @@ async def test_over_http_a_model_ends_its_episode_by_what_it_writes(target, deci
         served_app(allowed_inference_hosts=("127.0.0.1",)) as (client, _),
     ):
         await accept(client, asking(fake.url, termination_regex="done", termination_target=target))
-        ended = (await all_of(client, 1))["a"]
+        ended = (await wait_for_all(client, 1))["a"]
     assert ended.trajectory is not None
     assert ended.trajectory.stop_reason is StopReason.TERMINATION_REGEX
     assert (len(ended.trajectory.steps), ended.trajectory.terminated) == (decisions, True)

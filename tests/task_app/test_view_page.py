@@ -4,22 +4,12 @@ import re
 
 from task_app.plugins import default_plug_boards
 from tests.task_app.counting import running_app
-
-
-async def created(client, env_name="crafter", **body):
-    return (await client.post("/env/create", json={"env_name": env_name, "seed": 17, **body})).json()[
-        "env_id"
-    ]
-
-
-async def step(client, env_id, *actions):
-    call = {"tool": "interact_many", "args": {"actions": list(actions)}}
-    return (await client.post("/env/step", json={"env_id": env_id, "tool_calls": [call]})).json()
+from tests.task_app.playing import new_env, post, step
 
 
 async def test_the_page_shows_picture_text_vitals_and_what_each_decision_achieved():
     async with running_app(default_plug_boards()) as client:
-        env_id = await created(client)
+        env_id = await new_env(client)
         await step(client, env_id, "move_right", "move_right", "move_right", "do")
         await step(client, env_id, "move_down", "move_right", "do")
         await step(client, env_id, "fly")
@@ -40,7 +30,7 @@ async def test_the_page_shows_picture_text_vitals_and_what_each_decision_achieve
 
 async def test_an_environment_without_pictures_or_achievements_has_a_page_too():
     async with running_app() as client:
-        env_id = await created(client, "counting")
+        env_id = (await post(client, "/env/create", env_name="counting"))["env_id"]
         page = (await client.get(f"/env/{env_id}/view")).text
     assert "<img" not in page
     assert "step 0" in page
@@ -49,7 +39,7 @@ async def test_an_environment_without_pictures_or_achievements_has_a_page_too():
 
 async def test_a_page_is_sent_again_only_when_something_happened():
     async with running_app(default_plug_boards()) as client:
-        env_id = await created(client)
+        env_id = await new_env(client)
         first = await client.get(f"/env/{env_id}/view")
         same = await client.get(f"/env/{env_id}/view", headers={"If-None-Match": first.headers["etag"]})
         await step(client, env_id, "noop")
@@ -61,7 +51,7 @@ async def test_a_page_is_sent_again_only_when_something_happened():
 
 async def test_the_page_loads_nothing_from_elsewhere_and_runs_only_its_own_script():
     async with running_app(default_plug_boards()) as client:
-        answer = await client.get(f"/env/{await created(client)}/view")
+        answer = await client.get(f"/env/{await new_env(client)}/view")
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert policy.count("'sha256-") == 2
@@ -72,7 +62,7 @@ async def test_the_page_loads_nothing_from_elsewhere_and_runs_only_its_own_scrip
 async def test_what_an_environment_writes_is_text_and_never_markup():
     # the counting environment repeats the name of an unknown tool
     async with running_app() as client:
-        env_id = await created(client, "counting")
+        env_id = (await post(client, "/env/create", env_name="counting"))["env_id"]
         evil = "<script>alert(1)</script>"
         await client.post("/env/step", json={"env_id": env_id, "tool_calls": [{"tool": evil, "args": {}}]})
         page = (await client.get(f"/env/{env_id}/view")).text
@@ -82,7 +72,7 @@ async def test_what_an_environment_writes_is_text_and_never_markup():
 
 async def test_watching_keeps_nothing_alive():
     async with running_app(session_idle_s=1e-9, sweep_every_s=1e6) as client:
-        env_id = await created(client, "counting")
+        env_id = (await post(client, "/env/create", env_name="counting"))["env_id"]
         services = client._transport.app.state.services
         assert (await client.get(f"/env/{env_id}/view")).status_code == 200
         services.expire()

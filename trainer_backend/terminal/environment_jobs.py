@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from service_kit.plugin_file import entry_points_of
+from service_kit.plugin_file import find_entry_points
 from trainer_backend.data.arithmetic import sums
 
 Values = dict[str, dict[str, Any]]
@@ -269,7 +269,7 @@ def _of_a_plugin(env: str) -> EnvironmentJob:
     achievements is not known here; `turnwise check` warns where nothing would be paid.
     """
     teacher = f"{env}_teacher"
-    if teacher not in entry_points_of("turnwise.policies").names:
+    if teacher not in find_entry_points("turnwise.policies").names:
         return EnvironmentJob(_BY_ACHIEVEMENT, fresh=_BY_CHANCE)
     warmup = {"policy_name": teacher, "batch_decisions": 32, "learning_rate": 3e-3}
     return EnvironmentJob(_BY_ACHIEVEMENT, fresh={"warmup": warmup})

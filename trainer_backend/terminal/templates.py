@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from service_kit.plugin_file import entry_points_of
+from service_kit.plugin_file import find_entry_points
 from shared_schemas.base import did_you_mean
 from shared_schemas.rewards import StepRewardKeys
 from trainer_backend.core.presets import PRESETS
@@ -84,7 +84,7 @@ class Choices:
 
 def _refuse_unknown_environment(env: str) -> None:
     """Refuse a name that is neither installed here nor begins with the prefix of a kind."""
-    policies = entry_points_of("turnwise.policies").names
+    policies = find_entry_points("turnwise.policies").names
     teachers = {name.removesuffix("_teacher") for name in policies if name.endswith("_teacher")}
     known = {*JOBS, *environment_names(), *teachers}
     prefix, colon, rest = env.partition(":")

@@ -268,7 +268,7 @@ def _meta(step: StepData, prompt: Sequence[Message], cast: Cast) -> dict[str, An
 
 
 def _call(name: str, arguments: str) -> dict[str, Any]:
-    """Arguments as an object, or as the model wrote them if they are none."""
+    """Arguments as an object, or the model's text if it is no JSON object."""
     parsed = json_object(arguments)
     return {"tool_name": name, "arguments": arguments if parsed is None else dict(parsed)}
 

@@ -127,7 +127,7 @@ async def _play(services: Services, cast: Cast) -> Result:
         if cast.env_session is not None:
             # No second episode here: the caller watches this environment itself.
             remainder = f"; {rest} decisions of ops are left" if rest else ""
-            result.warnings.append(f"on_done is reset: the environment was started anew{remainder}")
+            result.warnings.append(f"on_done is reset: the environment was restarted{remainder}")
             break
     return result
 

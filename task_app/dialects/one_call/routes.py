@@ -33,7 +33,7 @@ from task_app.routes.wire import (
     legacy_observation,
     while_connected,
 )
-from task_app.services import Services, services_of
+from task_app.services import Services, get_services
 from task_app.sessions.sessions import EnvironmentSession
 
 router = Router(prefix="/env/{env_name}", tags=["env"])
@@ -75,20 +75,20 @@ class LegacyStepReply(EnvStepReply):
 @router.post("/initialize", response_model=LegacyCreateReply)
 async def initialize_env_by_name(request: Request, env_name: EnvName, body: InitializeBody) -> Response:
     """POST /env/create by another name."""
-    name = services_of(request).boards.environment_name(env_name)
+    name = get_services(request).boards.environment_name(env_name)
     config, warnings = dict(body.config), []
     if config.pop("difficulty", None) is not None or body.world_config is not None:
         warnings.append("the difficulty is ignored; worlds differ by their seed alone")
     tables = {"training": body.training, "rollout": body.rollout}
     env_create = EnvCreate(env_name=name, config=config, seed=body.seed, **tables)
-    reply = await create_session(services_of(request), env_create)
+    reply = await create_session(get_services(request), env_create)
     return ReplyJSON(_legacy(reply) | {"warnings": warnings})
 
 
 @router.post("/step", response_model=LegacyStepReply)
 async def step_env_by_name(request: Request, env_name: EnvName, body: StepBody) -> Response:
     """POST /env/step; calls in older forms are read as calls of the tool on offer."""
-    services = services_of(request)
+    services = get_services(request)
     session = _session(services, env_name, body.env_id)
     try:
         calls = legacy_calls(body.action, list_tools(session.environment))
@@ -100,7 +100,7 @@ async def step_env_by_name(request: Request, env_name: EnvName, body: StepBody) 
 @router.post("/terminate")
 async def terminate_env_by_name(request: Request, env_name: EnvName, body: TerminateBody) -> Ok:
     """Forget the environment."""
-    services = services_of(request)
+    services = get_services(request)
     _session(services, env_name, body.env_id)
     services.environments.remove(body.env_id, where="env_id")
     return OK
@@ -348,7 +348,7 @@ async def play_rollout(request: Request, body: LegacyRollout) -> Response:
 
     A client that disconnects cancels it, unless it sent an Idempotency-Key and may come back for the reply.
     """
-    rollout = legacy_rollout(services_of(request), body)
+    rollout = legacy_rollout(get_services(request), body)
     if "idempotency-key" in request.headers:
         return ReplyJSON(await rollout)
     reply = await while_connected(rollout, request.receive)

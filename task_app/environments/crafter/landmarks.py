@@ -66,7 +66,7 @@ class Facts:
     neighbours: Mapping[str, str]
     """The names of the cells left, right, up and down."""
     near: frozenset[str]
-    """Those of table and furnace that are in crafting range."""
+    """Whichever of table and furnace is in crafting range."""
     walks: Mapping[str, Walk]
     """The way to the nearest thing or place; none for a faced or unreachable one."""
     lava: tuple[Leg, ...]

@@ -18,7 +18,7 @@ from task_app.environments.crafter.walks import (
     Trails,
     cell_at,
     find_trails,
-    place_of,
+    locate,
     step,
     walk_to,
 )
@@ -70,7 +70,7 @@ class MapMemory:
         return make_facts(data, ground, walks)
 
     def snapshot(self) -> dict[str, Any]:
-        return {"step": self._step, "cells": [[*place_of(cell), name] for cell, name in self._cells.items()]}
+        return {"step": self._step, "cells": [[*locate(cell), name] for cell, name in self._cells.items()]}
 
     def restore(self, state: Any) -> None:
         """Replace the memory; ValueError if the state comes from no `snapshot`."""
@@ -85,10 +85,10 @@ class MapMemory:
 def _frontier(ground: Ground, trails: Trails) -> Cell | None:
     """A near free cell that borders on unknown cells, rather ahead than behind."""
     dx, dy = FACINGS[ground.facing]
-    px, py = place_of(ground.player)
+    px, py = locate(ground.player)
 
     def rank(cell: Cell) -> tuple[float, Cell]:
-        x, y = place_of(cell)
+        x, y = locate(cell)
         ahead = (x - px) * dx + (y - py) * dy
         cost, *_ = trails[cell]
         return cost + (0 if ahead > 0 else _TURN_BACK_COST), cell

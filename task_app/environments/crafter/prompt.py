@@ -155,7 +155,7 @@ def read_actions(calls: Sequence[ToolRequest], *, known: Sequence[str], max_acti
     """
     if not calls:
         raise InvalidCall(f"no tool call; call {TOOL_NAME} once with 1 to {max_actions} actions")
-    actions = [name for call in calls for name in _actions_of(call, known=known, max_actions=max_actions)]
+    actions = [name for call in calls for name in _read_call(call, known=known, max_actions=max_actions)]
     if len(actions) > max_actions:
         raise InvalidCall(
             f"{len(calls)} calls hold {len(actions)} actions together; a decision has 1 to {max_actions}"
@@ -163,7 +163,7 @@ def read_actions(calls: Sequence[ToolRequest], *, known: Sequence[str], max_acti
     return actions
 
 
-def _actions_of(call: ToolRequest, *, known: Sequence[str], max_actions: int) -> list[str]:
+def _read_call(call: ToolRequest, *, known: Sequence[str], max_actions: int) -> list[str]:
     if call.name != TOOL_NAME:
         raise _unknown("tool", call.name, [TOOL_NAME])
     if call.arguments is None:

@@ -67,7 +67,7 @@ def compact_text(data: Mapping[str, Any], remembered: Facts | None = None) -> st
         no-wood_pickaxe ... near-table far-furnace todo-eat_cow ... tree L1 water L2 U1 way U3 +collect_wood
 
     `water L2 U1` is a walk: two left, then one up, which bumps into the water and so faces it. `xU2` are two
-    cells up through stone: dig each, then enter it. `more`: the walk goes on. The faced cell `@...` has no
+    cells up through stone: dig each, then enter it. `more`: the walk is longer. The faced cell `@...` has no
     walk. `grass` and `ground` (to build on) end facing such a cell; `way` leads out of view. `lava R2 D1` is
     no walk but a warning: the offset of the nearest lava, across and then down. News: `no-effect` means that
     the last call changed nothing, with `invalid` because it was refused.

@@ -32,7 +32,7 @@ def cell_at(x: int, y: int) -> Cell:
     return (x + _MARGIN) * _COLUMN + y + _MARGIN
 
 
-def place_of(cell: Cell) -> tuple[int, int]:
+def locate(cell: Cell) -> tuple[int, int]:
     return cell // _COLUMN - _MARGIN, cell % _COLUMN - _MARGIN
 
 
@@ -51,7 +51,7 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """The first legs of the way to a thing; `more` if it goes on after them."""
+    """The first legs of the way to a thing; `more` if it continues after them."""
 
     legs: tuple[Leg, ...]
     more: bool = False

@@ -95,7 +95,7 @@ def _keeper(settings: GenerateConfig, source: random.Random) -> tuple[list[str],
 def _one_of_many(
     what: str, which: str, names: list[str], values: list[str], source: random.Random
 ) -> tuple[list[str], str, str]:
-    """A fact about each name, and the question for that of the first."""
+    """A fact about each name, and the question that asks for the first one's."""
     facts = [f"The {what} of {name} is {value}." for name, value in zip(names, values, strict=True)]
     source.shuffle(facts)
     return facts, f"{which} is the {what} of {names[0]}?", values[0]

@@ -1,1 +1,1 @@
-"""Environments that somebody else wrote: one environment of ours, and a peer for each protocol of theirs."""
+"""Third-party environments: one environment class, and a peer for each protocol."""

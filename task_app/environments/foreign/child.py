@@ -13,7 +13,7 @@ from typing import IO, Any
 from service_kit.output import Output
 from service_kit.process import Guarded, without_keys
 from task_app.environments.foreign.peer import ForeignDeadline, ForeignFailed
-from task_app.environments.foreign.wire import json_of, late, too_much
+from task_app.environments.foreign.wire import late, parse_json, too_much
 from task_app.settings import Reach
 
 # For the imports and downloads of a start, which take seconds on an idle machine.
@@ -24,7 +24,7 @@ _open: set[Guarded] = set()
 
 
 class Child:
-    """The process; what it prints to stderr goes to the task app's log, up to a bound.
+    """The process; its stderr goes to the task app's log, up to a bound.
 
     It runs in the `folder`, by default the task app's, with these further environment variables. Errors name
     the environment, and by `source` what names the command.
@@ -80,12 +80,12 @@ class Child:
             if newline:
                 self._read = rest
                 if line.strip():
-                    yield json_of(line, self._name)
+                    yield parse_json(line, self._name)
             else:
                 self._read += self._chunk(until_s, deadline_s)
 
     def close(self, *, grace_s: float = 0.0) -> None:
-        """End the process and what it has forked, which may hold its pipes.
+        """End the process and its own children, which may hold its pipes.
 
         It has `grace_s` to end by itself once its stdin is closed, and as long after a SIGTERM; then it is
         killed.
@@ -108,7 +108,7 @@ class Child:
             self._output.end()
 
     def _ends_within(self, seconds: float) -> bool:
-        """Read what it still writes, until it closes its stdout; False if it did not."""
+        """Read its remaining output until it closes stdout; False if it did not."""
         until_s = time.monotonic() + seconds
         try:
             while True:
@@ -137,7 +137,7 @@ class Child:
 
 
 def end_all(grace_s: float) -> None:
-    """End what is still open when the service ends: a call that hangs holds the lock of its environment.
+    """End all open processes when the service ends: a hanging call holds the lock of its environment.
 
     Those that are being closed have `grace_s` for it, and all others as long after a SIGTERM; then they are
     killed.

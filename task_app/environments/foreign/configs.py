@@ -107,5 +107,5 @@ class OpenEnvConfig(RemoteConfig):
     """An OpenEnv server."""
 
     reset: dict[str, JsonValue] = Field(
-        default_factory=dict, description="further keywords of its reset, beside the seed"
+        default_factory=dict, description="further keywords of its reset; the seed is passed already"
     )

@@ -1,4 +1,4 @@
-"""A foreign environment as one of ours: what is the same for all protocols of theirs.
+"""A foreign environment behind our protocol: the part that is the same for all foreign protocols.
 
     ForeignEnvironment      a fresh prompt for each decision
     └── ForeignConversation a growing conversation, in which each call has its result
@@ -87,7 +87,7 @@ class ForeignEnvironment:
             return self._outcome(calls, self._play(calls, faults))
 
     def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
-        """The instructions and what is to be seen; the last call too, if it was refused."""
+        """The instructions and the observation; also the last call, if it was refused."""
         reason = past[-1].outcome.invalid_reason if past else None
         text = f"Your last call was refused: {reason}\n\n{observation.text}" if reason else observation.text
         return (*self._system(), Message(role="user", content=text))
@@ -140,7 +140,7 @@ class ForeignEnvironment:
         return self._tools
 
     def _play(self, calls: Sequence[ToolRequest], faults: Sequence[str | None]) -> list[Shown]:
-        """What came of each call, up to the one that ended the episode."""
+        """The outcome of each call, up to the one that ended the episode."""
         good = [
             Call(call.name, call.arguments or {})
             for call, fault in zip(calls, faults, strict=True)
@@ -202,7 +202,7 @@ class ForeignEnvironment:
         return shown.data
 
     def _counts(self, shown: Shown) -> Mapping[str, int]:
-        """The counters so far, which only grow; the first that come name all, even if they are none."""
+        """The counters so far, which only grow; the first ones name all achievements."""
         before = self._shown.achievements_counts if self._shown is not None else {}
         new = shown.achievements
         if new is None:

@@ -26,7 +26,7 @@ from task_app.environments.foreign.configs import SYSTEM, GymnasiumConfig
 from task_app.environments.foreign.environment import ForeignEnvironment
 from task_app.environments.foreign.peer import Call, ForeignFailed, Shown
 from task_app.environments.foreign.schemas import tool
-from task_app.environments.foreign.words import text_of
+from task_app.environments.foreign.words import render_text
 from task_app.errors import EpisodeOver, InvalidRequest, clipped, started
 from task_app.protocols import Observation
 from task_app.settings import Reach
@@ -140,7 +140,7 @@ class GymnasiumPeer:
 
     def _step(self, argument: Any) -> Shown:
         try:
-            action = spaces.action_of(self.env.action_space, argument, self._names)
+            action = spaces.parse_action(self.env.action_space, argument, self._names)
         except ValueError as exc:
             return Shown("", refused=str(exc))
         observation, reward, terminated, truncated, info = self.env.step(action)
@@ -162,7 +162,7 @@ class GymnasiumPeer:
             if self._render_mode != "ansi":
                 raise self._wordless(exc) from exc
             data = None
-        text = str(self.env.render()) if self._render_mode == "ansi" else text_of(data)
+        text = str(self.env.render()) if self._render_mode == "ansi" else render_text(data)
         counts = info.get("achievements")
         if not isinstance(counts, Mapping | None):
             raise ForeignFailed('info["achievements"] is no dict of counts')
@@ -209,7 +209,7 @@ class Pictured(ForeignEnvironment):
 
 
 class EpisodeState(Body):
-    """The state of a restorable one; `world` is what its `get_state` returned."""
+    """The state of a restorable environment; `world` comes from its `get_state`."""
 
     elapsed: int
     total: float

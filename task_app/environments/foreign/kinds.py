@@ -5,6 +5,7 @@ A library that only one kind needs is imported when an environment of that kind 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from shared_schemas.base import Body
@@ -41,54 +42,31 @@ def _gymnasium() -> ForeignKind:
     return ForeignKind(GymnasiumConfig, build)
 
 
-def _mcp() -> ForeignKind:
-    from task_app.environments.foreign.configs import McpConfig
-    from task_app.environments.foreign.mcp_peer import mcp_environment
+def _kind(config: str, peer: str, build: str) -> Callable[[], ForeignKind]:
+    """Make the entry of a kind, by the names of its config, its peer's module and what builds it there."""
 
-    return ForeignKind(McpConfig, mcp_environment)
+    def load() -> ForeignKind:
+        configs, module = (
+            import_module(f"task_app.environments.foreign.{name}") for name in ("configs", peer)
+        )
+        return ForeignKind(getattr(configs, config), getattr(module, build))
 
-
-def _openenv() -> ForeignKind:
-    from task_app.environments.foreign.configs import OpenEnvConfig
-    from task_app.environments.foreign.openenv_peer import openenv_environment
-
-    return ForeignKind(OpenEnvConfig, openenv_environment)
-
-
-def _reasoning_gym() -> ForeignKind:
-    from task_app.environments.foreign.configs import ReasoningGymConfig
-    from task_app.environments.foreign.library_peer import replayable_environment
-
-    return ForeignKind(ReasoningGymConfig, replayable_environment)
-
-
-def _textarena() -> ForeignKind:
-    from task_app.environments.foreign.configs import TextArenaConfig
-    from task_app.environments.foreign.library_peer import replayable_environment
-
-    return ForeignKind(TextArenaConfig, replayable_environment)
-
-
-def _verifiers() -> ForeignKind:
-    from task_app.environments.foreign.configs import VerifiersConfig
-    from task_app.environments.foreign.library_peer import verifiers_environment
-
-    return ForeignKind(VerifiersConfig, verifiers_environment)
+    return load
 
 
 FOREIGN: Mapping[str, ForeignKind] = Board(
     {
         "gymnasium": _gymnasium,
-        "mcp": _mcp,
-        "openenv": _openenv,
-        "reasoning_gym": _reasoning_gym,
-        "textarena": _textarena,
-        "verifiers": _verifiers,
+        "mcp": _kind("McpConfig", "mcp_peer", "mcp_environment"),
+        "openenv": _kind("OpenEnvConfig", "openenv_peer", "openenv_environment"),
+        "reasoning_gym": _kind("ReasoningGymConfig", "library_peer", "replayable_environment"),
+        "textarena": _kind("TextArenaConfig", "library_peer", "replayable_environment"),
+        "verifiers": _kind("VerifiersConfig", "library_peer", "verifiers_environment"),
     }
 )
 
 
-def kind_of(env_name: str) -> tuple[ForeignKind, str] | None:
+def find_kind(env_name: str) -> tuple[ForeignKind, str] | None:
     """The kind that the prefix names and the argument after it; None without a known prefix."""
     prefix, colon, argument = env_name.partition(":")
     return (FOREIGN[prefix], argument) if colon and prefix in FOREIGN else None

@@ -74,7 +74,7 @@ class _World(StrictReply):
 
 
 class _Moved(StrictReply):
-    """What a call led to; null and nothing are the same."""
+    """The outcome of a call; null counts as absent."""
 
     text: str | None = None
     data: dict[str, JsonValue] | None = None
@@ -85,7 +85,7 @@ class _Moved(StrictReply):
 
 
 class _Moves(RootModel[list[_Moved]]):
-    """What each call of a request led to."""
+    """The outcome of each call of a request."""
 
 
 class _Error(StrictReply):
@@ -214,7 +214,7 @@ class Replayable(ForeignConversation):
         return Moment(seed=started(self._seed), said=self._said).model_dump_json().encode()
 
     def restore(self, state: bytes) -> Observation:
-        """Play the episode up to the moment again; ValueError: the state is none, or runs past the end."""
+        """Replay the episode up to the moment; ValueError: the state is invalid, or runs past the end."""
         moment = state_in(Moment, state)
         observation = self.reset(moment.seed)
         try:

@@ -10,7 +10,7 @@ from service_kit.replies import show_found
 from task_app.environments.foreign.child import START_S, Child
 from task_app.environments.foreign.mcp_servers import McpServer
 from task_app.environments.foreign.peer import ForeignFailed
-from task_app.environments.foreign.wire import CLOSE_S, Http, json_of
+from task_app.environments.foreign.wire import CLOSE_S, Http, parse_json
 from task_app.settings import Reach
 
 INITIALIZE = "initialize"
@@ -41,7 +41,7 @@ class HttpLink:
         response, content = self._http.send("POST", self._url, body=request, ends=ends)
         answer = _answer(content, self._name)
         if answer is None:
-            answer = json_of(content, self._name)
+            answer = parse_json(content, self._name)
         _refuse_other(answer, request, self._name)
         if request["method"] == INITIALIZE:
             self._agree(response.headers, request, answer)
@@ -108,7 +108,7 @@ class ProcessLink:
         self._child.close(grace_s=CLOSE_S)
 
     def _answer(self, message: Mapping[str, Any]) -> None:
-        """What the server asks is answered; what it tells is not."""
+        """Requests of the server are answered; its notifications are not."""
         if "id" not in message:
             return
         answer: dict[str, Any] = (
@@ -123,7 +123,7 @@ Link = HttpLink | ProcessLink
 
 
 def _refuse_other(message: Any, request: Mapping[str, Any], name: str) -> None:
-    """Refuse an answer to another request: its result would count as that of this one."""
+    """Refuse an answer to another request, whose result would count for this one."""
     if not isinstance(message, dict):
         return  # it is no answer at all, which its reader says
     told, asked = message.get("id"), request["id"]
@@ -142,7 +142,7 @@ def _answer(content: bytes, name: str) -> Any:
         lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
         if not any(lines):
             continue
-        message = json_of(b"\n".join(lines), name)
+        message = parse_json(b"\n".join(lines), name)
         if not isinstance(message, dict) or "method" not in message:
             return message
     return None

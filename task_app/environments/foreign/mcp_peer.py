@@ -46,7 +46,7 @@ def mcp_environment(argument: str, config: McpConfig, reach: Reach) -> ForeignEn
     if "://" in argument:
         connect = partial(HttpLink, name, urlunsplit(checked_url(argument, reach)), reach)
     else:
-        server = _server_of(argument, reach)
+        server = _find_server(argument, reach)
         connect = partial(ProcessLink, name, server, reach)
         if server.command is None and server.url is not None:
             # That the operator's file names it is the leave to reach it. Its URL and its headers are secret.
@@ -54,7 +54,7 @@ def mcp_environment(argument: str, config: McpConfig, reach: Reach) -> ForeignEn
     return remote_environment(name, McpPeer(name, connect, config), config, is_secret=is_secret)
 
 
-def _server_of(argument: str, reach: Reach) -> McpServer:
+def _find_server(argument: str, reach: Reach) -> McpServer:
     server = reach.mcp_servers.get(argument)
     if server is None:
         raise InvalidRequest(
@@ -100,7 +100,7 @@ class _Result(StrictReply):
 
 
 class _Facts(StrictReply):
-    """What a call pays, and whether it ended the episode."""
+    """The reward of a call, and whether it ended the episode."""
 
     reward: float | None = None
     done: bool | None = None
@@ -226,12 +226,12 @@ class McpPeer:
 
 
 def _first(facts: Sequence[Any], key: str) -> Any:
-    """What the first object that has the key says; None: none has it."""
+    """The value in the first object that has the key; None if no object has it."""
     return next((one[key] for one in facts if isinstance(one, dict) and key in one), None)
 
 
 def _paying(text: str, reward_key: str, name: str) -> Any:
-    """The JSON object that a text is, if it pays a number; what else a tool says there is its own business.
+    """The JSON object in a text, if it holds a number as reward; other texts are the tool's own.
 
     A tool without an output schema has no other place for its facts. NaN is a number here, and no reward.
     Raises ForeignFailed where a key of an object that pays comes twice: either may be meant.

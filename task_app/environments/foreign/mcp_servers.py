@@ -16,7 +16,7 @@ from shared_schemas.urls import split_http
 
 
 def _http(url: str) -> str:
-    """A URL without what urlsplit leaves out of its parts. No error tells it: its path may be a key."""
+    """A URL whose parts urlsplit keeps whole. No error shows it, because its path may be a key."""
     if not (url.isascii() and url.isprintable() and " " not in url and split_http(url)):
         raise ValueError("it is no http or https URL with a host")
     return url
@@ -41,11 +41,11 @@ class McpServer(OpenBody):
     cwd: str | None = None
     """Where it runs; None: where the task app does."""
     url: _Url | None = Field(default=None, repr=False)
-    """Address of a remote server; not read beside a command."""
+    """Address of a remote server; ignored if there is a command."""
     headers: dict[_HeaderName, _HeaderValue] = Field(default_factory=dict, repr=False)
     """Headers of every request to it, as they stand: no variable is filled in."""
     type: str | None = None
-    """What a remote server speaks."""
+    """The transport of a remote server."""
     disabled: bool = False
 
     @property

@@ -19,8 +19,8 @@ from task_app.environments.foreign.configs import OpenEnvConfig
 from task_app.environments.foreign.environment import ForeignEnvironment, remote_environment
 from task_app.environments.foreign.peer import Call, ForeignFailed, Shown
 from task_app.environments.foreign.schemas import tool
-from task_app.environments.foreign.wire import Http, Socket, below, checked_url, json_of
-from task_app.environments.foreign.words import mcp_tool, result_text, text_of, typed
+from task_app.environments.foreign.wire import Http, Socket, below, checked_url, parse_json
+from task_app.environments.foreign.words import mcp_tool, render_text, result_text, typed
 from task_app.errors import clipped
 from task_app.settings import Reach
 
@@ -32,7 +32,7 @@ class _Schema(StrictReply):
 
 
 class _Action(StrictReply):
-    """What is read of the schema of an action."""
+    """The fields of an action's schema that are read."""
 
     title: str | None = None
     description: str | None = None
@@ -59,7 +59,7 @@ class _Observed(StrictReply):
 
 
 class _Facts(StrictReply):
-    """What is read of an observation."""
+    """The fields of an observation that are read."""
 
     text: JsonValue = None
     tool_name: JsonValue = None
@@ -95,7 +95,7 @@ class OpenEnvPeer:
         finally:
             http.close()
         self._socket = Socket(self._name, below(self._parts, "/ws", websocket=True), self._reach)
-        schema = typed(_Schema, json_of(text, self._name), f"{self._name}: /schema").action
+        schema = typed(_Schema, parse_json(text, self._name), f"{self._name}: /schema").action
         action = typed(_Action, schema, f"{self._name}: the action of /schema")
         tools: list[ToolSpec] = []
         if action.title in _MCP_ACTIONS or "tool_name" in (action.properties or {}):
@@ -161,7 +161,7 @@ class OpenEnvPeer:
                     raise ForeignFailed(f"{self._name}: a tool failed: {clipped(str(error), 200)}")
                 return f"failed: {error.get('message')}"
             return result_text(observation.get("result"), self._name)
-        return facts.text if isinstance(facts.text, str) else text_of(observation)
+        return facts.text if isinstance(facts.text, str) else render_text(observation)
 
 
 def _typed_tool(schema: Mapping[str, Any], action: _Action, name: str) -> ToolSpec:

@@ -1,4 +1,4 @@
-"""What an adapter is: a `Peer` speaks for one foreign environment, in its own protocol.
+"""The interface of an adapter: a `Peer` speaks to one foreign environment in its own protocol.
 
 `task_app.environments.foreign.environment` makes an environment of ours of it, which does what is the same
 for all: seeds, refused calls, finite numbers, sizes, the end.
@@ -41,7 +41,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What the foreign side shows after a reset or a call."""
+    """The state of the foreign side after a reset or a call."""
 
     text: str
     """For the model."""
@@ -72,10 +72,10 @@ class Peer(Protocol):
         """Start the world of the seed."""
 
     def carry_out(self, calls: Sequence[Call]) -> Iterator[Shown]:
-        """Carry out the calls of one decision, and yield what each showed, up to an end."""
+        """Carry out the calls of one decision; yield the outcome of each, up to the end of the episode."""
 
     def close(self) -> None:
-        """Give back what is held; also after a failure."""
+        """Release all resources; also after a failure."""
 
 
 @runtime_checkable
@@ -83,4 +83,4 @@ class SpokenPeer(Peer, Protocol):
     """A Peer that takes words without a call."""
 
     def say(self, text: str) -> Shown:
-        """Say the words, and return what they led to."""
+        """Say the words, and return the outcome."""

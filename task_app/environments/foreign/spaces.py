@@ -48,10 +48,10 @@ def action_schema(space: Space[Any], names: Sequence[str] = ()) -> dict[str, Any
             return _object({name: action_schema(part) for name, part in space.spaces.items()})
         case spaces.Tuple():
             return _object({f"part_{i}": action_schema(part) for i, part in enumerate(space.spaces)})
-    raise Wordless(f"actions of {_shape_of(space)} cannot be arguments of a tool")
+    raise Wordless(f"actions of {_describe(space)} cannot be arguments of a tool")
 
 
-def action_of(space: Space[Any], value: Any, names: Sequence[str] = ()) -> Any:
+def parse_action(space: Space[Any], value: Any, names: Sequence[str] = ()) -> Any:
     """The action that an argument means; ValueError if it lies outside of the space."""
     action = _action(space, value, names)
     if not space.contains(action):
@@ -67,7 +67,7 @@ def observation_data(space: Space[Any], value: Any) -> Any:
         case spaces.MultiDiscrete() | spaces.MultiBinary() | spaces.Box():
             array = np.asarray(value)
             if array.size > MAX_NUMBERS:
-                raise Wordless(f"observations of {_shape_of(space)} have more than {MAX_NUMBERS} numbers")
+                raise Wordless(f"observations of {_describe(space)} have more than {MAX_NUMBERS} numbers")
             return array.tolist()
         case spaces.Dict():
             return {name: observation_data(part, value[name]) for name, part in space.spaces.items()}
@@ -77,7 +77,7 @@ def observation_data(space: Space[Any], value: Any) -> Any:
             return [observation_data(space.feature_space, one) for one in value]
     if isinstance(value, str):  # spaces.Text, and the missions of minigrid
         return value
-    raise Wordless(f"observations of {_shape_of(space)} cannot be told as text")
+    raise Wordless(f"observations of {_describe(space)} cannot be told as text")
 
 
 def _action(space: Space[Any], value: Any, names: Sequence[str]) -> Any:
@@ -95,7 +95,7 @@ def _action(space: Space[Any], value: Any, names: Sequence[str]) -> Any:
 
 
 def _bounds(space: spaces.Box) -> dict[str, float]:
-    """The widest bounds of all numbers; those of a single number are checked when it is given."""
+    """The widest bounds of all numbers; the space itself checks each number later."""
     low, high = float(space.low.min()), float(space.high.max())
     bounds = {"minimum": low} if low > -_FAR else {}
     return bounds | ({"maximum": high} if high < _FAR else {})
@@ -114,5 +114,5 @@ def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _shape_of(space: Space[Any]) -> str:
+def _describe(space: Space[Any]) -> str:
     return f"{type(space).__name__}{space.shape or ''}"

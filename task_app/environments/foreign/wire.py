@@ -136,7 +136,7 @@ class Socket:
             with suppress(ConnectionClosed):
                 self._connection.send(json.dumps(message))
             answer = self._connection.recv(timeout=self._reach.environment_deadline_s)
-        return json_of(answer, self._name)
+        return parse_json(answer, self._name)
 
     def close(self) -> None:
         self._stack.close()
@@ -177,7 +177,7 @@ class Socket:
             raise ForeignFailed(f"{self._name}: {type(exc).__name__}: {clipped(str(exc), 200)}") from exc
 
 
-def json_of(text: bytes | str, name: str) -> Any:
+def parse_json(text: bytes | str, name: str) -> Any:
     """The value of a JSON text without NaN."""
     try:
         return read_json(text)

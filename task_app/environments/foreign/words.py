@@ -13,7 +13,7 @@ from task_app.environments.foreign.peer import ForeignFailed
 from task_app.environments.foreign.schemas import tool
 
 
-def text_of(data: Any) -> str:
+def render_text(data: Any) -> str:
     """A line for each member of an object; numbers with four digits, a matrix row by row."""
     if isinstance(data, Mapping):
         return "\n".join(f"{name}: {_value(one)}" for name, one in data.items())
@@ -52,7 +52,7 @@ class _Part(StrictReply):
 
 
 class _Content(StrictReply):
-    """A tool's result in MCP's form; what has no texts is shown as its plain value."""
+    """The text of a tool's result in MCP's form; a result without texts is shown as its plain value."""
 
     content: list[_Part] | None = None
     structuredContent: dict[str, JsonValue] | None = None
@@ -69,17 +69,17 @@ def mcp_tool(described: Any, name: str) -> ToolSpec:
 def result_text(result: Any, name: str) -> str:
     """The text of a tool's result in MCP's form: its content, or else its plain value."""
     if not isinstance(result, dict):
-        return text_of(result)
+        return render_text(result)
     told = typed(_Content, result, f"{name}, the answer to tools/call")
     texts = [part.text for part in told.content or () if part.text is not None]
     if texts:
         return "\n".join(texts)
     plain = told.data if told.structuredContent is None else told.structuredContent
-    return text_of(result if plain is None else plain)
+    return render_text(result if plain is None else plain)
 
 
 def typed(kind: type[Model], value: Any, part: str) -> Model:
-    """As `read_value`, with a ForeignFailed for what is no such value."""
+    """Read a value with `read_value`; a wrong one is a ForeignFailed."""
     try:
         return read_value(kind, value, part)
     except ReplyInvalid as exc:

@@ -33,7 +33,7 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What moves: the set of boxes, and the player's cell."""
+    """The moving parts: the set of boxes, and the player's cell."""
 
     boxes: int
     player: int
@@ -41,7 +41,7 @@ class State:
 
 @dataclass(frozen=True)
 class Board:
-    """What never moves: a square, whose rim is wall, so that no step leads out of it."""
+    """The fixed parts: a square with a rim of walls, so that no step leads out of it."""
 
     width: int
     floor: int

@@ -13,7 +13,7 @@ from shared_schemas.messages import Message
 from task_app.complaints import state_in
 from task_app.environments.past import state_alone
 from task_app.environments.sokoban.board import Board, State, cells, picture, read_xsb, xsb_rows
-from task_app.environments.sokoban.solver import Key, is_solvable, key_of, pushes_left
+from task_app.environments.sokoban.solver import Key, is_solvable, make_key, pushes_left
 from task_app.environments.sokoban.text import SYSTEM, compact_text, full_text
 from task_app.episode.state_keys import StateKey
 from task_app.errors import started
@@ -123,7 +123,7 @@ class SokobanEnvironment(OneCallEnvironment):
         return self._is_solved() or self._stuck
 
     def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
-        """The state alone: what was done before tells nothing more about it."""
+        """The state alone; past decisions add nothing to it."""
         return state_alone(observation, past, system=None if self.config.text == "compact" else SYSTEM)
 
     def outcome_reward(self) -> float:
@@ -268,7 +268,7 @@ def push_key(observation: Observation) -> Any:
     """The same, with the cells that the player reaches in place of its own: equal possible pushes."""
     board, state = read_xsb(observation.data["rows"])
     achieved = sum(observation.achievements_counts.values())
-    return [board.width, board.floor, board.goals, *key_of(board, state), achieved]
+    return [board.width, board.floor, board.goals, *make_key(board, state), achieved]
 
 
 SOKOBAN_STATE_KEYS: Mapping[str, StateKey] = {

@@ -14,7 +14,7 @@ from task_app.environments.sokoban.board import Board, Push, State, cells
 Key = tuple[int, int]
 
 
-def key_of(board: Board, state: State) -> Key:
+def make_key(board: Board, state: State) -> Key:
     return state.boxes, board.region(state)
 
 
@@ -23,7 +23,7 @@ def pushes_left(board: Board) -> Mapping[Key, int]:
     """The fewest pushes that solve each state that can be solved."""
     left: dict[Key, int] = {}
     for cell in cells(board.floor & ~board.goals):
-        left[key_of(board, State(board.goals, cell))] = 0
+        left[make_key(board, State(board.goals, cell))] = 0
     frontier = list(left)
     for key in frontier:  # grows while it is read: breadth first
         for before in _pulled(board, key):
@@ -35,15 +35,15 @@ def pushes_left(board: Board) -> Mapping[Key, int]:
 
 def is_solvable(board: Board, state: State, left: Mapping[Key, int]) -> bool:
     """`left` are the `pushes_left` of the board, which may take a tenth of a second."""
-    return state.boxes == board.goals or key_of(board, state) in left
+    return state.boxes == board.goals or make_key(board, state) in left
 
 
 def best_push(board: Board, state: State, left: Mapping[Key, int]) -> Push | None:
     """The push of a shortest solution, of several the one with the shortest way; None if there is none."""
-    fewest = left.get(key_of(board, state))
+    fewest = left.get(make_key(board, state))
     if not fewest:
         return None
-    good = [push for push in board.pushes(state) if left.get(key_of(board, push.state)) == fewest - 1]
+    good = [push for push in board.pushes(state) if left.get(make_key(board, push.state)) == fewest - 1]
     return min(good, key=lambda push: len(push.way))
 
 
@@ -56,5 +56,5 @@ def _pulled(board: Board, key: Key) -> list[Key]:
             cell, beyond = box + stride, box + 2 * stride
             # The player stands next to the box, steps back, and takes the box along.
             if region >> cell & 1 and (board.floor & ~boxes) >> beyond & 1:
-                before.append(key_of(board, State(boxes ^ (1 << box | 1 << cell), beyond)))
+                before.append(make_key(board, State(boxes ^ (1 << box | 1 << cell), beyond)))
     return before

@@ -18,7 +18,7 @@ from task_app.plugins import default_plug_boards
 from task_app.protocols import PolicyAnswer
 from tests.processes import runs, wait_until
 from tests.task_app.counting import PlannedPolicy, boards, rollout
-from tests.task_app.rollout_client import all_of
+from tests.task_app.rollout_client import wait_for_all
 from tests.task_app.served import served_app
 
 # What every agent below begins with; without OpenAI's client, whose import takes a second.
@@ -41,7 +41,7 @@ def ask(text):
 """
 
 
-def board_of(tmp_path: Path, script: str, make_policy=None, **fields):
+def build_board(tmp_path: Path, script: str, make_policy=None, **fields):
     """Boards with the agent `a`, and the policy `mine`, which says one word."""
     file = tmp_path / "agent.py"
     file.write_text(PRELUDE + script)
@@ -62,7 +62,7 @@ async def played(
     **fields,
 ):
     """The rollout of this agent as it ended."""
-    plug_boards = plug_boards or board_of(tmp_path, script, make_policy, **fields)
+    plug_boards = plug_boards or build_board(tmp_path, script, make_policy, **fields)
     async with served_app(plug_boards) as (client, _):
         request = rollout(
             "a1",
@@ -73,7 +73,7 @@ async def played(
         )
         answer = await client.post("/rollouts", json={"rollouts": [request]})
         assert answer.status_code == 202, answer.text
-        return (await all_of(client, 1))["a1"]
+        return (await wait_for_all(client, 1))["a1"]
 
 
 async def test_an_agent_is_told_its_task_and_gets_its_variables(tmp_path):
@@ -98,12 +98,35 @@ async def test_the_ground_truth_is_told_to_an_agent_that_may_see_it(tmp_path):
     assert result.trajectory.steps[0].observation_data.messages[0].content == "42"
 
 
-async def test_an_agent_that_calls_no_model_is_a_failure_with_its_words(tmp_path):
-    result = await played(tmp_path, 'print("nothing to do")')
-    assert result.failure.code == "agent_failed"
-    assert result.failure.detail == (
-        "agent:a ended with exit code 0 and had no model call answered; its last output: nothing to do"
-    )
+@pytest.mark.parametrize(
+    ("script", "fields", "reason", "calls"),
+    [
+        ('ask("x"); sys.exit(3)', {"exit_codes": (0, 3)}, "environment_done", 1),
+        ('ask("x"); post("/end"); time.sleep(600)', {}, "environment_done", 1),
+        ('[ask(w) for w in "abcd"]', {}, "max_decisions", 3),
+    ],
+    ids=["an allowed exit code", "it ends its capture", "a refusal by a limit, then any exit code"],
+)
+async def test_an_agent_ends_its_episode(tmp_path, script, fields, reason, calls):
+    result = await played(tmp_path, script, **fields)
+    assert (result.trajectory.stop_reason, len(result.trajectory.steps)) == (reason, calls)
+
+
+@pytest.mark.parametrize(
+    ("script", "limits", "code", "words"),
+    [
+        (
+            'print("nothing to do")', {}, "agent_failed",
+            "agent:a ended with exit code 0 and had no model call answered; its last output: nothing to do",
+        ),
+        ('post("/v1/responses", key="wrong", model="m")', {}, "agent_failed", "401: Unauthorized"),
+        ("time.sleep(600)", {"timeout_s": 0.5}, "deadline_exceeded", ""),
+    ],
+    ids=["no call", "a wrong key", "no call and no end"],
+)  # fmt: skip
+async def test_an_agent_without_an_answered_call_is_a_failure(tmp_path, script, limits, code, words):
+    result = await played(tmp_path, script, limits=limits)
+    assert result.failure.code == code and words in result.failure.detail
 
 
 async def test_an_agent_whose_first_prompt_does_not_fit_is_lost_for_that_reason(tmp_path):
@@ -123,11 +146,6 @@ async def test_an_agent_that_fails_is_a_failure_with_the_end_of_its_output(tmp_p
     assert (line["agent"], line["text"]) == ("agent:a", "lost [key]")
 
 
-async def test_an_exit_code_that_the_operator_allows_ends_the_episode(tmp_path):
-    result = await played(tmp_path, 'ask("x"); sys.exit(3)', exit_codes=(0, 3))
-    assert result.trajectory.stop_reason == "environment_done"
-
-
 async def test_an_agent_that_never_ends_is_killed_with_its_children(tmp_path):
     pids = tmp_path / "pids"
     script = f"""
@@ -141,11 +159,6 @@ while True:
     result = await played(tmp_path, script, limits={"timeout_s": 1.5})
     assert (result.trajectory.stop_reason, result.trajectory.truncated) == ("deadline", True)
     wait_until(lambda: not any(runs(int(pid)) for pid in pids.read_text().split()))
-
-
-async def test_one_that_never_calls_and_never_ends_fails_at_the_deadline(tmp_path):
-    result = await played(tmp_path, "time.sleep(600)", limits={"timeout_s": 0.5})
-    assert result.failure.code == "deadline_exceeded"
 
 
 class PatientPolicy:
@@ -177,21 +190,6 @@ for word, reply in replies.items():
     assert {word: step.reward_parts[0].value for word, step in steps.items()} == {"a": 1.0, "b": 2.0}
 
 
-async def test_after_a_refusal_by_a_limit_the_exit_code_does_not_count(tmp_path):
-    result = await played(tmp_path, '[ask(w) for w in "abcd"]')
-    assert (result.trajectory.stop_reason, len(result.trajectory.steps)) == ("max_decisions", 3)
-
-
-async def test_a_wrong_key_is_a_401_and_the_agent_s_failure(tmp_path):
-    result = await played(tmp_path, 'post("/v1/chat/completions", key="wrong", model="m", messages=[])')
-    assert result.failure.code == "agent_failed" and "401: Unauthorized" in result.failure.detail
-
-
-async def test_an_agent_that_ends_its_capture_is_not_waited_for(tmp_path):
-    result = await played(tmp_path, 'ask("x"); post("/end"); time.sleep(600)')
-    assert result.trajectory.stop_reason == "environment_done"
-
-
 @pytest.mark.parametrize(
     ("changes", "where"),
     [
@@ -202,14 +200,14 @@ async def test_an_agent_that_ends_its_capture_is_not_waited_for(tmp_path):
     ],
 )
 async def test_what_an_agent_cannot_have_is_refused(tmp_path, changes, where):
-    async with served_app(board_of(tmp_path, "")) as (client, _):
+    async with served_app(build_board(tmp_path, "")) as (client, _):
         request = rollout("a1", env={"env_name": "agent:a"}, policy={"policy_name": "mine"}, **changes)
         answer = await client.post("/rollouts", json={"rollouts": [request]})
         assert (answer.status_code, answer.json()["where"]) == (422, f"rollouts.0.{where}")
 
 
 async def test_a_request_names_agents_and_never_commands(tmp_path):
-    async with served_app(board_of(tmp_path, "")) as (client, _):
+    async with served_app(build_board(tmp_path, "")) as (client, _):
         answer = await client.post("/env/create", json={"env_name": "agent:b"})
         assert answer.status_code == 422 and "Did you mean 'agent:a'?" in answer.json()["detail"]
         env_id = (await client.post("/env/create", json={"env_name": "agent:a"})).json()["env_id"]

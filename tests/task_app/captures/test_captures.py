@@ -232,7 +232,7 @@ async def test_a_call_whose_client_goes_away_is_no_decision_and_its_branch_goes_
     assert [step.turn for step in trajectory.steps] == [1] and len(after.seen) == 1
 
 
-async def test_a_call_whose_client_went_away_is_asked_anew_when_it_is_repeated_with_its_key():
+async def test_a_call_whose_client_went_away_is_asked_again_when_it_is_repeated_with_its_key():
     waiting = WaitingPolicy()
     given = chain([PlannedPolicy(), waiting], repeat(PlannedPolicy({"type": "text", "content": "A"})))
     async with served_app(boards(mine=lambda: next(given))) as (client, _):

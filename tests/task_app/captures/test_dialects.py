@@ -145,68 +145,11 @@ async def test_what_is_not_offered_is_a_400_in_the_client_s_own_form(path, body,
         assert not policy.seen
 
 
-CALLING = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
-WHOLE = {
-    "chat/completions": {
-        "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "x"}], "name": "me"},
-            {"role": "assistant", "content": "", "tool_calls": [CALLING]},
-            {"role": "tool", "tool_call_id": "c", "content": "y"},
-        ],
-        "tools": [{"type": "function", "function": ADD}],
-        "tool_choice": "auto", "response_format": {"type": "text"}, "stream_options": {"include_usage": True},
-        "stop": ["."], "max_tokens": 3, "n": 1, "stream": False,
-    },
-    "responses": {
-        "instructions": "z",
-        "input": [
-            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]},
-            {"type": "reasoning", "summary": []},
-            {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
-            {"type": "function_call_output", "call_id": "c", "output": "y"},
-        ],
-        "tools": [{"type": "function", **ADD}], "tool_choice": "auto", "text": {"format": {"type": "text"}},
-        "max_output_tokens": 3, "stream": False,
-    },
-    "messages": {
-        "system": [{"type": "text", "text": "z"}],
-        "messages": [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "add", "input": {}}]},
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "y"}]},
-        ],
-        "tools": [{"type": None, "name": "add", "input_schema": {"type": "object"}}],
-        "tool_choice": {"type": "auto"}, "stop_sequences": ["."], "max_tokens": 3, "stream": False,
-    },
-}  # fmt: skip
-ODD = (None, True, 3, "x", [], {}, ["x"], [[]], [{}], {"type": ["x"]}, {"format": "text"})
-
-
-def with_odd_parts(value):
-    """The value with each of its parts, at any depth, in turn something odd."""
-    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for place, part in parts:
-        for other in (*ODD, *with_odd_parts(part)):
-            copy = value.copy()
-            copy[place] = other
-            yield copy
-
-
-@pytest.mark.parametrize("path", WHOLE)
-async def test_no_body_however_odd_is_an_error_of_ours(path):
-    async with captured(TEXT, limits={"max_decisions": 10_000}) as (client, _, _):
-        answer = await client.post(f"v1/{path}", json={"model": "any"} | WHOLE[path])
-        assert answer.status_code == 200, answer.text
-        for body in with_odd_parts(WHOLE[path]):
-            answer = await client.post(f"v1/{path}", json=body)
-            assert answer.status_code in (200, 400), (body, answer.text)
-
-
 def nested(levels):
     return "[" * levels + "]" * levels
 
 
-@pytest.mark.parametrize("path", WHOLE)
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
 async def test_a_body_that_is_no_json_or_too_deep_is_a_400_in_the_client_s_own_form(path):
     bodies = {
         "{": "no JSON", f'{{"metadata": {nested(201)}}}': "more than 201 levels",
@@ -268,4 +211,4 @@ async def test_settings_without_effect_stand_in_the_warnings():
         state = (await client.post("end")).json()
         (ignored, unrewarded) = state["trajectory"]["warnings"]
         assert ignored.endswith("apply: response_format, seed, temperature")
-        assert "nobody rewarded" in unrewarded
+        assert "has a reward" in unrewarded

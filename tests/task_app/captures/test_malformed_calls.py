@@ -7,7 +7,7 @@ import pytest
 from task_app.captures.calls import Call
 from task_app.errors import InvalidRequest
 from task_app.routes.captures import DIALECTS
-from tests.malformed import absences, malformed, names_item
+from tests.malformed import DELETED, VALUES, absences, malformed, names_item
 from tests.trainer_backend.inference.test_malformed_requests import CHAT
 
 SCHEMA = {"type": "object", "properties": {}}
@@ -18,6 +18,7 @@ RESPONSES: dict[str, Any] = {
         {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c", "output": "x"},
+        {"type": "reasoning", "summary": []},
     ],
     "tools": [{"type": "function", "name": "f", "description": "d", "parameters": SCHEMA}],
     "tool_choice": "auto", "text": {"format": {"type": "text"}}, "max_output_tokens": 5, "stream": False,
@@ -33,6 +34,7 @@ MESSAGES: dict[str, Any] = {
     "max_tokens": 9, "stop_sequences": ["x"], "stream": False,
     "tools": [{"name": "f", "description": "d", "input_schema": SCHEMA}], "tool_choice": {"type": "auto"},
 }  # fmt: skip
+ODD = (3, ["x"], [[]], [{}], {"type": ["x"]}, {"format": "text"})
 OWN = "messages.1.content.0.input.a"  # an argument, in which null is a value
 # Keys of clients that no body above has.
 OTHERS = ["user", "metadata", "max_completion_tokens", "previous_response_id", "conversation", "background",
@@ -85,7 +87,7 @@ def test_true_is_not_one_choice():
 def test_one_wrong_place_is_named(path: str, body: dict[str, Any], needed: tuple[str, ...]):
     DIALECTS[path].read(body)
     refused = {}
-    for place, value, wrong in malformed(body):
+    for place, value, wrong in malformed(body, (*VALUES, *ODD, DELETED)):
         try:
             DIALECTS[path].read(wrong)
         except InvalidRequest as error:  # any other error would be a 500

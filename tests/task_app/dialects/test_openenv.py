@@ -157,7 +157,7 @@ def test_the_tools_are_told_and_no_decision_is_taken():
     assert state["step_count"] == 0
 
 
-def test_keys_that_nobody_reads_are_named_and_misspelt_ones_refused():
+def test_unread_keys_are_named_and_misspelt_ones_refused():
     with talking() as (_, socket):
         answer = asked(socket, "reset", {"seed": 1, "difficulty": "hard"})["data"]
         refused = asked(socket, "reset", {"sed": 1})["data"]
@@ -304,7 +304,7 @@ def test_mcp_calls_a_tool_in_a_session_of_its_own():
     assert (gone["code"], gone["data"]["problem"]) == (-32602, "unknown_id")
 
 
-def test_nobody_comes_in_without_a_key_unless_the_operator_opened_the_route():
+def test_a_request_needs_a_key_unless_the_operator_opened_the_route():
     with client() as http:
         http.headers.pop("X-API-Key")
         assert http.get("/openenv/crafter/health").status_code == 401

@@ -14,7 +14,7 @@ def started():
     return edit(read(read(opened(), "red"), "blue"), "deleteContext", message_ids=[3])
 
 
-# The ten bad deletes of prior-art/verl.md 1.1, and those beside them.
+# The ten bad deletes of prior-art/verl.md 1.1, and similar ones.
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -66,7 +66,7 @@ def test_a_call_that_names_no_list_of_ids_is_refused_as_a_call(arguments, reason
     assert reason in applied.refused and applied.text == f"error: {applied.refused}"
 
 
-def test_good_ids_are_deleted_and_each_bad_one_beside_them_has_its_reason():
+def test_good_ids_are_deleted_and_each_bad_one_has_its_reason():
     history, applied = asked(started(), "deleteContext", message_ids=[5, 0, 5, 2], msg_id=4)
     assert (
         json.loads(applied.text)
@@ -77,7 +77,7 @@ def test_good_ids_are_deleted_and_each_bad_one_beside_them_has_its_reason():
             "message": "refused 0 (the system message stays), 5 (named twice)",
         }
     )
-    # What the model reads: the ids beside it, and no text in a text.
+    # The model reads the ids as further keys, and not as text within text.
     assert json.loads(contents(history)[-1]) == {
         "msg_id": 9,
         "msg_id(invoking_assistant)": 8,

@@ -107,8 +107,8 @@ def test_the_least_important_messages_are_proposed_until_enough_would_be_freed()
     history = read(read(opened(), "cloud " * 30), "harbour " * 30)
     first, *rest = propose_deletes(history, chars=100)
     assert first.msg_id == 3 and not rest
-    # Seven messages. 3 says "cloud", which nobody names: (3/7 + 0) / 2. The words of 2, 4 and 5 are all named
-    # later or by the task: (2/7 + 1) / 2, (4/7 + 1) / 2 and (5/7 + 1) / 2. 6 is the turn under way.
+    # Seven messages. No other message names the "cloud" of 3: (3/7 + 0) / 2. The words of 2, 4 and 5 are all
+    # named later or by the task: (2/7 + 1) / 2, (4/7 + 1) / 2 and (5/7 + 1) / 2. 6 is the turn under way.
     everything = propose_deletes(history.with_message(history[2].message), chars=10**6)
     assert [(one.msg_id, round(14 * one.importance)) for one in everything] == [
         (3, 3),

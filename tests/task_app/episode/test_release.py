@@ -20,7 +20,7 @@ from tests.task_app.counting import (
     rollout,
     running_app,
 )
-from tests.task_app.rollout_client import WAITING, accept, all_of, waiting_boards
+from tests.task_app.rollout_client import WAITING, accept, wait_for_all, waiting_boards
 
 
 class Held(CountingEnvironment):
@@ -59,7 +59,7 @@ async def test_a_rollout_closes_its_environment_however_it_ends(policy, status, 
     log = Log(fails=fails)
     async with running_app(log.boards()) as client:
         await accept(client, rollout("one", policy={"policy_name": policy}))
-        assert (await all_of(client, 1))["one"].status == status
+        assert (await wait_for_all(client, 1))["one"].status == status
         await log.signal.wait()
     assert (log.resets, log.closed) == (1, 1)
 
@@ -71,7 +71,7 @@ async def test_a_cancelled_rollout_closes_its_environment():
         await accept(client, rollout("one", **WAITING))
         await policy.asked.wait()
         await client.delete("/rollouts/one")
-        assert (await all_of(client, 1))["one"].status == "cancelled"
+        assert (await wait_for_all(client, 1))["one"].status == "cancelled"
         await log.signal.wait()
     assert (log.resets, log.closed) == (1, 1)
 
@@ -127,16 +127,19 @@ class SlowSession(EnvironmentSession):
     """A session whose environment is left when the service waits for another one too."""
 
     both: asyncio.Barrier
+    is_left = False
 
     async def wait_closed(self, within_s):
         async with asyncio.timeout(10):
             await self.both.wait()
+        self.is_left = True
 
 
 async def test_the_end_of_the_service_waits_for_all_sessions_at_once():
     app, both = create_app(Settings(api_keys=(KEY,)), boards=boards()), asyncio.Barrier(2)
+    sessions = [SlowSession(CountingEnvironment(), EnvSpec(env_name="counting")) for _ in range(2)]
     async with app.router.lifespan_context(app):
-        for env_id in ("env_a", "env_b"):
-            session = SlowSession(CountingEnvironment(), EnvSpec(env_name="counting"))
+        for number, session in enumerate(sessions):
             session.both = both
-            app.state.services.environments.adopt(env_id, session)
+            app.state.services.environments.adopt(f"env_{number}", session)
+    assert [session.is_left for session in sessions] == [True, True]

@@ -48,7 +48,7 @@ def test_the_published_file_names_our_class_where_theirs_is_not_installed(tmp_pa
     assert {name: entry.kind for name, entry in entries.items()} == {"gsm8k": gsm8k.Gsm8kInteraction}
 
 
-def test_a_published_class_beside_the_file_is_loaded_unmodified(tmp_path, monkeypatch):
+def test_a_published_class_in_the_folder_of_the_file_is_loaded_unmodified(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "theirs_5.py").write_text(texts.PUBLISHED_CLASS, encoding="utf-8")
     file = 'interaction:\n  - class_name: "theirs_5.Gsm8kInteraction"\n    config: {}\n'
@@ -159,9 +159,9 @@ def test_two_objects_of_an_entry_share_no_config(tmp_path):
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ("class_name: nobody.knows.It", "FILE: interaction.0.class_name 'nobody.knows.It': No module named "
-         "'nobody'; it is imported from what is installed, or from the folder of this file"),
-        (f"class_name: {USERS}.Nobody", f"module '{USERS}' has no 'Nobody'"),
+        ("class_name: no_such.file.It", "FILE: interaction.0.class_name 'no_such.file.It': No module named "
+         "'no_such'; it is imported from what is installed, or from the folder of this file"),
+        (f"class_name: {USERS}.Unknown", f"module '{USERS}' has no 'Unknown'"),
         (f"class_name: {USERS}.a_function", "is no class but function"),
         (f"class_name: {USERS}.NoMethods", "has no start_interaction; derive it from BaseInteraction"),
         (f"class_name: {USERS}.NoObject", "NoObject(config) raised KeyError: 'thing'"),
@@ -209,20 +209,25 @@ def test_a_name_given_twice_is_refused(tmp_path):
     )
 
 
-def test_a_module_that_fails_half_way_is_told_and_forgotten(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "code", "told"),
+    [
+        (
+            "half.Half",
+            "from verl.interactions.base import BaseInteraction\n1 / 0\n",
+            "FILE: interaction.0.class_name 'half.Half' raised ZeroDivisionError: division by zero"
+            " (half.py:2)",
+        ),
+        (
+            "bare.Interaction",
+            "from task_app.protocols import BaseInteraction\nclass Interaction(BaseInteraction):\n    pass\n",
+            "FILE: interaction.0: class 'bare.Interaction' gives no default name; set name for this entry",
+        ),
+    ],
+)
+def test_a_module_that_fails_or_gives_no_name_is_told(tmp_path, monkeypatch, name, code, told):
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "half.py").write_text("from verl.interactions.base import BaseInteraction\n1 / 0\n")
-    told = refused(tmp_path / "a.yaml", "interaction: [{class_name: half.Half}]")
-    assert told.endswith("class_name 'half.Half' raised ZeroDivisionError: division by zero (half.py:2)")
-    assert "half" not in sys.modules
-
-
-def test_of_a_class_that_is_named_interaction_no_name_is_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "bare.py").write_text(
-        "from task_app.protocols import BaseInteraction\nclass Interaction(BaseInteraction):\n    pass\n"
-    )
-    told = refused(tmp_path / "a.yaml", "interaction: [{class_name: bare.Interaction}]")
-    assert told == (
-        "FILE: interaction.0: class 'bare.Interaction' gives no default name; set name for this entry"
-    )
+    module = name.partition(".")[0]
+    (tmp_path / f"{module}.py").write_text(code)
+    assert refused(tmp_path / "a.yaml", f"interaction: [{{class_name: {name}}}]") == told
+    assert "half" not in sys.modules, "it is forgotten, so that a mended file is imported"

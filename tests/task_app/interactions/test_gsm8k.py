@@ -1,4 +1,4 @@
-"""Grade-school maths: what counts as an answer, and the six scripts that a published loop left unscored."""
+"""Grade-school maths: what counts as an answer, and the scripts that a published loop left unscored."""
 
 import csv
 import sys
@@ -142,23 +142,15 @@ async def test_the_row_comes_before_the_ground_truth_of_the_request():
         assert (await live.respond(said("#### 42"))).score == 1.0
 
 
-# script: what the assistant says, and how many answers a limit leaves; verl.md section 1.3
-SCRIPTS = {
-    "correct at once": (["#### 42"], [1.0]),
-    "wrong, then correct": (["#### 41", "#### 42"], [0.0, 1.0]),
-    "one assistant turn, correct": (["#### 42"], [1.0]),
-    "two assistant turns, wrong and correct": (["#### 41", "#### 42"], [0.0, 1.0]),
-    "one user turn, wrong and correct": (["#### 41", "#### 42"], [0.0, 1.0]),
-    "the feedback overflows the context": (["#### 41"], [0.0]),
-}
+# The scripts of verl.md 1.3 without their limits, which tests/task_app/test_conversation.py has.
+SCRIPTS = [["#### 42"], ["#### 41", "#### 42"], ["#### 41"]]
 
 
 @pytest.mark.parametrize("published", [False, True], ids=["ours", "published"])
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("answers", SCRIPTS, ids=str)
 async def test_in_every_script_every_answer_is_scored_and_nothing_is_left(
-    script, published, tmp_path, monkeypatch
+    answers, published, tmp_path, monkeypatch
 ):
-    answers, scores = SCRIPTS[script]
     kind = published_class(tmp_path, monkeypatch) if published else Gsm8kInteraction
     finalised = []
     kept = kind.finalize_interaction
@@ -172,7 +164,7 @@ async def test_in_every_script_every_answer_is_scored_and_nothing_is_left(
     async with interactions(observed).open(None, {"ground_truth": "42"}, rollout_id="r") as live:
         for count in range(1, len(answers) + 1):
             found.append((await live.respond(said(*answers[:count]))).score)
-    assert found == scores
+    assert found == [float(answer == "#### 42") for answer in answers]
     assert len(finalised) == 1 and finalised[0][1] == {}
 
 

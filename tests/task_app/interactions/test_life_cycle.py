@@ -14,6 +14,16 @@ from tests.task_app.interactions import users
 from tests.task_app.interactions.opening import entered, interactions, said
 
 
+async def answered(room, name=None):
+    async with room.open(name, {}, rollout_id="r1") as live:
+        await live.respond(said("a"))
+
+
+async def never_started(room):
+    async with room.open(None, {}, rollout_id="r1"):
+        raise AssertionError("it never started")
+
+
 async def test_every_answer_is_scored_and_the_instance_finalised_once():
     room = interactions(users.Noted)
     async with room.open("noted", {"query": "q"}, rollout_id="r1", ground_truth="42") as live:
@@ -72,8 +82,7 @@ async def test_closing_twice_finalises_once():
 async def test_whatever_a_class_raises_fails_its_own_episode_and_finalises(where, what, told):
     room = interactions(users.Raises, config={"where": where, "what": what})
     with pytest.raises(InteractionFailed) as failed:
-        async with room.open("raises", {}, rollout_id="r1") as live:
-            await live.respond(said("a"))
+        await answered(room, "raises")
     assert failed.value.code == "interaction_failed"
     assert failed.value.detail.startswith("interaction 'raises': ")
     assert f"{told} (users.py:" in failed.value.detail
@@ -83,8 +92,7 @@ async def test_whatever_a_class_raises_fails_its_own_episode_and_finalises(where
 
 async def test_a_finalise_that_raises_costs_no_episode():
     room = interactions(users.Raises, config={"where": "finalise", "what": "exit"})
-    async with room.open("raises", {}, rollout_id="r1") as live:
-        await live.respond(said("a"))
+    await answered(room, "raises")
     assert users.counts() == {"start": 1, "finalise": 1}
     assert len(room) == 0
 
@@ -93,8 +101,7 @@ async def test_a_finalise_that_raises_costs_no_episode():
 async def test_what_waits_for_ever_meets_the_deadline_and_is_finalised(kind):
     room = interactions(kind, interaction_deadline_s=0.2)
     with pytest.raises(InteractionFailed, match=r"gave no answer within 0\.2 s") as failed:
-        async with room.open(None, {}, rollout_id="r1") as live:
-            await live.respond(said("a"))
+        await answered(room)
     assert failed.value.code == "interaction_deadline"
     assert users.counts() == {"start": 1, "finalise": 1}
 
@@ -103,11 +110,7 @@ async def test_what_waits_for_ever_meets_the_deadline_and_is_finalised(kind):
 async def test_a_cancel_while_it_starts_finalises_it_after_the_start_has_ended(kind):
     room = interactions(kind, interaction_deadline_s=20.0)
 
-    async def episode():
-        async with room.open(None, {}, rollout_id="r1"):
-            raise AssertionError("it never started")
-
-    playing = asyncio.create_task(episode())
+    playing = asyncio.create_task(never_started(room))
     await entered(users.ENTERED)
     playing.cancel()
     users.LET_GO.set()
@@ -121,11 +124,7 @@ async def test_a_cancel_while_it_starts_finalises_it_after_the_start_has_ended(k
 async def test_a_cancel_before_the_start_ran_owes_nothing():
     room = interactions(users.Noted)
 
-    async def episode():
-        async with room.open(None, {}, rollout_id="r1"):
-            raise AssertionError("it never started")
-
-    playing = asyncio.create_task(episode())
+    playing = asyncio.create_task(never_started(room))
     playing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await playing
@@ -135,11 +134,7 @@ async def test_a_cancel_before_the_start_ran_owes_nothing():
 async def test_a_cancel_while_it_answers_finalises_once():
     room = interactions(users.Waits, interaction_deadline_s=20.0)
 
-    async def episode():
-        async with room.open(None, {}, rollout_id="r1") as live:
-            await live.respond(said("a"))
-
-    playing = asyncio.create_task(episode())
+    playing = asyncio.create_task(answered(room))
     await entered(users.ENTERED)
     playing.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -150,11 +145,7 @@ async def test_a_cancel_while_it_answers_finalises_once():
 async def test_a_second_cancel_while_it_is_finalised_changes_nothing():
     room = interactions(users.Blocks, interaction_deadline_s=20.0)
 
-    async def episode():
-        async with room.open(None, {}, rollout_id="r1") as live:
-            await live.respond(said("a"))
-
-    playing = asyncio.create_task(episode())
+    playing = asyncio.create_task(answered(room))
     await entered(users.ENTERED)
     playing.cancel()
     await asyncio.sleep(0)
@@ -167,7 +158,7 @@ async def test_a_second_cancel_while_it_is_finalised_changes_nothing():
     assert users.counts() == {"start": 1, "finalise": 1}
 
 
-async def test_one_that_blocks_its_thread_stalls_nobody_else_and_is_finalised_when_it_lets_go():
+async def test_one_that_blocks_its_thread_stalls_no_other_and_is_finalised_when_it_lets_go():
     room = interactions(users.Blocks, users.Noted, interaction_deadline_s=0.2, max_plugin_threads=1)
     with pytest.raises(InteractionFailed, match=r"within 0\.2 s"):
         async with room.open("blocks", {}, rollout_id="r1") as blocking:
@@ -247,7 +238,7 @@ async def test_a_call_after_the_end_is_refused_at_once_and_not_at_its_deadline()
     calls = Calls(InteractionEntry("noted", users.Noted, {}), "r", {}, context=None, at_most_bytes=1_024)
     await calls.start()
     await calls.finalise(within_s=1.0)
-    # Whoever finalised keeps the turn: a call that waited for it would wait for ever.
+    # Finalising keeps the turn, so a call that waited for it would wait for ever.
     async with asyncio.timeout(20.0):
         for late in (calls.respond([]), calls.score(), calls.start()):
             with pytest.raises(InteractionFailed, match="'noted' is finalised; it takes no more calls"):

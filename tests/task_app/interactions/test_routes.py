@@ -1,4 +1,4 @@
-"""/interaction over HTTP: start, respond, score, finalize, and what becomes of sessions that nobody ends."""
+"""/interaction over HTTP: start, respond, score, finalize, and sessions that are never finalised."""
 
 import asyncio
 from dataclasses import replace
@@ -47,7 +47,7 @@ async def test_the_four_calls_of_an_episode():
         assert capabilities["interactions"] == capabilities["number_interactions"] == ["gsm8k"]
 
 
-async def test_each_session_is_finalised_once_whoever_ends_it():
+async def test_each_session_is_finalised_once_however_it_ends():
     async with app_with(users.Noted, max_sessions=2) as client:
         ids = [(await post(client, "/interaction/start"))["interaction_id"] for _ in range(2)]
         full = await refused(client, "/interaction/start")

@@ -11,14 +11,10 @@ from task_app.interactions.service import Interactions
 from task_app.interactions.user_simulator import UserSimulatorInteraction
 from task_app.plugins import InteractionEntry, PolicyContext
 from task_app.settings import Settings
-from tests.task_app.fake_inference import completion, fake_inference, status
+from tests.task_app.fake_inference import fake_inference, says, status
 from tests.task_app.interactions.opening import said
 
 NAME = "task_app.interactions.user_simulator.UserSimulatorInteraction"
-
-
-def says(text):
-    return completion({"role": "assistant", "content": text})
 
 
 async def answers(*served, config=None, kwargs=None, asked=("a",), ground_truth=None):

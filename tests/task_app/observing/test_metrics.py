@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.exposition import shape
 from tests.task_app.counting import KEY, rollout, running_app
 from tests.task_app.fake_inference import calling, fake_inference, status
-from tests.task_app.rollout_client import WAITING, accept, all_of, waiting_boards
+from tests.task_app.rollout_client import WAITING, accept, wait_for_all, waiting_boards
 
 
 async def scraped(client):
@@ -53,7 +53,7 @@ async def test_rollouts_are_counted_by_how_they_ended():
     broken = rollout("b", policy={"policy_name": "planned", "config": {"names": ["boom"]}})
     async with running_app() as client:
         await accept(client, rollout("a"), broken)
-        await all_of(client, 2)
+        await wait_for_all(client, 2)
         samples = await scraped(client)
     ended = "turnwise_rollouts_ended_total"
     assert value(samples, ended, status="finished", reason="max_decisions") == 1
@@ -84,7 +84,7 @@ async def test_a_second_attempt_to_ask_a_model_is_counted():
         config = {"inference_url": fake.url, "model": "m"}
         policy = {"policy_name": "openai", "config": config}
         await accept(client, rollout("a", policy=policy))
-        assert (await all_of(client, 1))["a"].status == "finished"
+        assert (await wait_for_all(client, 1))["a"].status == "finished"
         samples = await scraped(client)
     assert value(samples, "turnwise_inference_retries_total") == 1
 
@@ -93,7 +93,7 @@ async def test_names_types_helps_and_labels_are_those_that_dashboards_were_built
     async with fake_inference(calling("a")) as fake, running_app() as client:
         policy = {"policy_name": "openai", "config": {"inference_url": fake.url, "model": "m"}}
         await accept(client, rollout("a", policy=policy))
-        await all_of(client, 1)
+        await wait_for_all(client, 1)
         text = (await client.get("/metrics")).text
     assert shape(text) == Path("tests/task_app/observing/metrics.txt").read_text().splitlines()
 

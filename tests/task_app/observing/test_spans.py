@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of episodes that are really played, and nothing where nobody asked for them."""
+"""OpenTelemetry spans of played episodes; none unless they are switched on."""
 
 import json
 import os
@@ -10,12 +10,12 @@ import httpx
 import pytest
 
 from task_app.app import create_app
-from task_app.observing.spans import Spans, spans_of
+from task_app.observing.spans import Spans, configure_spans
 from task_app.settings import Settings
-from tests.task_app.captures.test_agents import board_of
+from tests.task_app.captures.test_agents import build_board
 from tests.task_app.counting import KEY, boards, rollout
-from tests.task_app.fake_inference import calling, completion, fake_inference, status
-from tests.task_app.rollout_client import accept, all_of
+from tests.task_app.fake_inference import calling, fake_inference, says, status
+from tests.task_app.rollout_client import accept, wait_for_all
 from tests.task_app.served import served_app
 
 HAS_SDK = find_spec("opentelemetry") is not None and find_spec("opentelemetry.sdk") is not None
@@ -44,7 +44,7 @@ async def spans_of_rollouts(*rollouts):
     ):
         with tracer.start_as_current_span("a trainer's request"):
             assert (await accept(client, *rollouts)).status_code == 202
-        ended = await all_of(client, len(rollouts))
+        ended = await wait_for_all(client, len(rollouts))
     (request,) = (span for span in memory.get_finished_spans() if span.name == "a trainer's request")
     spans = [span for span in memory.get_finished_spans() if span is not request]
     for span in spans:
@@ -104,14 +104,14 @@ threads = [threading.Thread(target=one, args=(number,)) for number in range(2)]
 @needs_sdk
 async def test_captured_calls_of_an_agent_stand_below_its_episode(tmp_path):
     memory, tracer = memory_and_tracer()
-    agents = board_of(tmp_path, TWO_CALLS)
+    agents = build_board(tmp_path, TWO_CALLS)
     async with (
-        fake_inference(*[completion({"role": "assistant", "content": "Yes."})] * 2) as server,
+        fake_inference(*[says("Yes.")] * 2) as server,
         served_app(agents, spans=Spans(tracer)) as (client, _),
     ):
         request = asking(server.url, env={"env_name": "agent:a"}, limits={"timeout_s": 20.0})
         assert (await accept(client, request)).status_code == 202
-        ended = await all_of(client, 1)
+        ended = await wait_for_all(client, 1)
     *calls, episode = memory.get_finished_spans()
     assert [span.name for span in (*calls, episode)] == ["chat tiny", "chat tiny", "invoke_agent openai"]
     assert {span.parent.span_id for span in calls} == {episode.context.span_id} and episode.parent is None
@@ -123,7 +123,7 @@ async def test_captured_calls_of_an_agent_stand_below_its_episode(tmp_path):
 async def test_calls_of_a_capture_opened_by_hand_are_traces_that_its_id_holds_together():
     memory, tracer = memory_and_tracer()
     async with (
-        fake_inference(*[completion({"role": "assistant", "content": "Yes."})] * 2) as server,
+        fake_inference(*[says("Yes.")] * 2) as server,
         served_app(boards(), spans=Spans(tracer)) as (client, _),
     ):
         policy = {"policy_name": "openai", "config": {"inference_url": server.url, "model": "tiny"}}
@@ -142,14 +142,14 @@ async def test_calls_of_a_capture_opened_by_hand_are_traces_that_its_id_holds_to
 @needs_sdk
 async def test_a_captured_call_without_an_answer_has_no_turn(tmp_path):
     memory, tracer = memory_and_tracer()
-    agents = board_of(tmp_path, 'ask("Go.")')
+    agents = build_board(tmp_path, 'ask("Go.")')
     async with (
         fake_inference(status(500, {})) as server,
         served_app(agents, spans=Spans(tracer)) as (client, _),
     ):
         request = asking(server.url, env={"env_name": "agent:a"}, limits={"timeout_s": 20.0})
         assert (await accept(client, request)).status_code == 202
-        await all_of(client, 1)
+        await wait_for_all(client, 1)
     call, *_ = memory.get_finished_spans()
     assert call.name == "chat tiny" and call.attributes["error.type"]
     assert "turnwise.turn" not in call.attributes
@@ -197,21 +197,21 @@ def test_they_are_off_where_the_standard_variables_do_not_ask_for_them():
         {"OTEL_TRACES_EXPORTER": "console", "OTEL_SDK_DISABLED": "true"},
         {"OTEL_TRACES_EXPORTER": "zipkin"},
     ]
-    assert [spans_of(environ).tracer for environ in off] == [None] * 4
+    assert [configure_spans(environ).tracer for environ in off] == [None] * 4
     assert isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider), "nothing was set up"
 
 
 @pytest.mark.skipif(HAS_SDK, reason="opentelemetry-sdk is installed")
 def test_an_endpoint_without_the_packages_starts_nothing_and_breaks_nothing():
-    assert spans_of({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}).tracer is None
+    assert configure_spans({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}).tracer is None
 
 
 @needs_sdk
 def test_an_exporter_in_the_environment_gets_the_spans_of_the_process():
     code = (
-        "import os; from task_app.observing.spans import spans_of\n"
+        "import os; from task_app.observing.spans import configure_spans\n"
         "from task_app.episode.actions import Action\n"
-        "with spans_of(os.environ).environment('counting', Action(text='x'), 1): pass\n"
+        "with configure_spans(os.environ).environment('counting', Action(text='x'), 1): pass\n"
     )
     environ = {**os.environ, "OTEL_TRACES_EXPORTER": "console", "OTEL_SERVICE_NAME": "ours"}
     done = subprocess.run(
@@ -224,8 +224,8 @@ def test_an_exporter_in_the_environment_gets_the_spans_of_the_process():
 
 def test_without_the_variables_the_sdk_is_not_imported():
     code = (
-        "import sys; from task_app.observing.spans import spans_of; import task_app.app\n"
-        "assert spans_of({}).tracer is None\n"
+        "import sys; from task_app.observing.spans import configure_spans; import task_app.app\n"
+        "assert configure_spans({}).tracer is None\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry.sdk')]"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

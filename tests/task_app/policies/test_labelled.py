@@ -1,4 +1,4 @@
-"""A model plays and a teacher labels: the one is executed, the other recorded beside it."""
+"""A model plays and a teacher labels: the model's action is executed, the teacher's is recorded with it."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from task_app.policies.labelled import LabelledConfig, LabelledPolicy
 from task_app.policies.scripted import CrafterTeacher, TeacherConfig
 from task_app.protocols import PolicyObservation
 from task_app.settings import Settings
-from tests.task_app.fake_inference import Answer, completion, fake_inference
+from tests.task_app.fake_inference import Answer, completion, fake_inference, says
 
 TEACHER = {"teacher": "crafter_teacher", "teacher_config": {"max_actions": 4}}
 
@@ -37,7 +37,7 @@ def actions_in(label: Mapping) -> list[str]:
 
 
 async def test_the_model_s_call_is_executed_and_the_teacher_s_recorded_even_where_the_model_s_is_refused():
-    async with fake_inference(waiting(), completion({"role": "assistant", "content": "hm"})) as fake:
+    async with fake_inference(waiting(), says("hm")) as fake:
         task = TaskDefinitionModel(
             resource_type="crafter",
             base_resource_config={"text": "compact", "max_actions": 4},

@@ -6,7 +6,11 @@ from pydantic import ValidationError
 from shared_schemas.evaluate_result import EvaluateResult, StepOutput
 from shared_schemas.trajectory import ObservationData, RewardPart, StepData, StopReason, Trajectory
 from task_app.errors import RewardFunctionFailed
-from task_app.reward_functions.alignment import align_data_for_rl_processing, episode_of, with_user_reward
+from task_app.reward_functions.alignment import (
+    align_data_for_rl_processing,
+    build_arguments,
+    with_user_reward,
+)
 
 PENALTY = RewardPart(source="penalty", value=-1.0)
 
@@ -33,7 +37,7 @@ def episode(count):
     )  # fmt: skip
 
 
-def test_each_base_reward_lands_on_its_decision_and_beside_what_it_had():
+def test_each_base_reward_is_added_to_what_its_decision_had():
     found, warnings = align_data_for_rl_processing(
         said((1, 0.25), ("0", -2.0)), steps(2, reward_parts=(PENALTY,)), "r"
     )
@@ -121,7 +125,7 @@ def test_half_a_character_of_a_reason_does_not_break_the_record():
 
 
 def test_a_function_is_given_facts_that_json_can_hold():
-    given = episode_of(episode(2), [], {"answer": 4}, rollout_id="r")
+    given = build_arguments(episode(2), [], {"answer": 4}, rollout_id="r")
     assert given == {
         "messages": [],
         "ground_truth": {"answer": 4},

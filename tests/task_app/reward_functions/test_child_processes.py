@@ -181,7 +181,7 @@ async def test_a_batch_is_what_waits_when_a_process_is_free_up_to_a_bound():
             (1, "0"), (3, "1"), (3, "2"), (3, "3"), (1, "4")
         ], "each gets its own result"  # fmt: skip
 
-        # An episode that nobody waits for any more is not judged.
+        # An episode is not judged after its caller stopped waiting.
         calls = [asyncio.create_task(made.judge(episode("ok", str(index)))) for index in range(3)]
         await asyncio.sleep(0)
         calls[1].cancel()

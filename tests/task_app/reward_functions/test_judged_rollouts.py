@@ -4,7 +4,7 @@ from pathlib import Path
 
 from task_app.operator_plugins import with_plugins
 from tests.task_app.counting import boards, rollout, running_app
-from tests.task_app.rollout_client import accept, all_of
+from tests.task_app.rollout_client import accept, wait_for_all
 
 FILE = Path(__file__).with_name("judges.py")
 
@@ -25,7 +25,7 @@ async def test_each_rollout_has_what_its_function_says_and_fails_alone():
             rollout("hangs", reward_function="hangs"),
             rollout("raises", reward_function="truth"),
         )
-        found = await all_of(client, 6)
+        found = await wait_for_all(client, 6)
     assert_judged(found["judged"].trajectory, found["plain"].trajectory)
     assert found["true"].trajectory.outcome_reward == 42.0
     misfit = found["misfit"].trajectory

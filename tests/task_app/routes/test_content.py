@@ -1,4 +1,4 @@
-"""What nobody could hold is refused at the edge, on every route, before a route looks at it."""
+"""Content that could not be stored is refused on every route before the route reads it."""
 
 import json
 

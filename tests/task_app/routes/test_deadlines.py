@@ -64,7 +64,7 @@ async def test_a_request_that_is_cancelled_in_the_middle_leaves_its_step_whole()
     assert gates.calls == 2
 
 
-async def test_a_policy_that_never_decides_is_given_up_on_and_asked_anew():
+async def test_a_policy_that_never_decides_is_given_up_on_and_asked_again():
     policies = []
 
     def waiting():

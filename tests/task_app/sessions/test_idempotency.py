@@ -6,7 +6,7 @@ import pytest
 
 from task_app.sessions.idempotency import request_digest
 from task_app.sessions.journal import Answer, Database, Work
-from tests.task_app.counting import running_app
+from tests.task_app.counting import Clock, running_app
 from tests.task_app.slow import Gates, slow_boards
 
 CALLS = [{"tool": "add", "args": {"names": ["a"]}}]
@@ -116,13 +116,6 @@ async def test_a_stranger_learns_nothing_from_a_key():
         await stepped(client, env_id, "k")
         client.headers["X-API-Key"] = "wrong"
         assert (await stepped(client, env_id, "k")).status_code == 401
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self):
-        return self.now_s
 
 
 def opened(folder=None, clock=None, **bounds):

@@ -1,4 +1,4 @@
-"""A task app is killed before each statement of its database: nobody finds out, if requests are repeated.
+"""A task app is killed before each statement of its database; clients that retry see no difference.
 
 The folder is copied before every statement that SQLite carries out: a copy is what a kill would have left.
 A task app on each copy is sent all requests again, with their keys, and gives the answers of an undisturbed
@@ -12,15 +12,16 @@ from dataclasses import replace
 
 from task_app.plugins import default_plug_boards
 from tests.task_app.counting import boards
+from tests.task_app.playing import act
 from tests.task_app.sessions.test_idempotency import keyed
 from tests.task_app.sessions.test_killed_requests import living
-from tests.task_app.sessions.test_recovery import CRAFTER, acts, app_on
+from tests.task_app.sessions.test_recovery import CRAFTER, app_on
 
 DEFAULT = default_plug_boards()
 PLUGGED = replace(DEFAULT, environments={**DEFAULT.environments, **boards().environments})
 
 
-def digest_of(folder):
+def digest_folder(folder):
     files = sorted(path for path in folder.iterdir() if path.is_file())
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
@@ -35,7 +36,7 @@ class Kills:
 
     def __call__(self, statement):
         self.statements += 1
-        digest = digest_of(self._folder)
+        digest = digest_folder(self._folder)
         if digest != self._last:
             self._last = digest
             copy = self._root / f"left{len(self.left)}"
@@ -78,16 +79,16 @@ class Story:
             "/policy/create",
             {"policy_name": "random", "config": {"seed": 5}, "bound_env_id": "$crafter"},
         )
-        both = [{"env_id": f"${name}", "tool_calls": acts("noop")} for name in ("crafter", "counting")] * 3
+        both = [{"env_id": f"${name}", "tool_calls": act("noop")} for name in ("crafter", "counting")] * 3
         told = [
-            await self.send("/env/step", {"env_id": "$crafter", "tool_calls": acts("move_right", "do")}),
+            await self.send("/env/step", {"env_id": "$crafter", "tool_calls": act("move_right", "do")}),
             await self.send("/env/step_many", {"steps": both}),
             await self.send("/rollout", living("$crafter", 2, {"policy_id": "$policy"})),
             await self.send("/env/reset", {"env_id": "$counting", "seed": 8}),
             (await self.send("/policy/step", {"policy_id": "$policy"}))["tool_calls"],
             await self.send("/env/step", {"env_id": "$counting", "tool_calls": []}),
             await self.send("/env/terminate", {"env_id": "$counting"}),
-            await self.send("/env/step", {"env_id": "$crafter", "tool_calls": acts("do")}),
+            await self.send("/env/step", {"env_id": "$crafter", "tool_calls": act("do")}),
         ]
         played = told[2].pop("trajectories")
         told[2] = [step["tool_calls"] for step in played[0]["steps"]]

@@ -141,7 +141,7 @@ async def test_a_rollout_on_living_sessions_is_undone_whole_and_played_the_same_
 
 
 async def test_a_batch_on_two_sessions_is_undone_in_both_or_in_none(tmp_path):
-    """In none, because somebody goes on with one of the sessions."""
+    """In none, because a client continues one of the sessions."""
     async with app_on(tmp_path / "s", BOTH) as client:
         one, two = await created(client, "crafter"), await created(client, "counting")
         batch = {"steps": many(one, 1)["steps"] + many(two, 1)["steps"]}
@@ -215,7 +215,7 @@ async def test_a_batch_with_a_key_is_one_transaction_with_its_answer(tmp_path):
     assert sum(said.startswith("INSERT INTO steps") for said in statements) == 18
 
 
-async def test_rollouts_are_accepted_anew_by_the_next_process(tmp_path):
+async def test_rollouts_are_accepted_again_by_the_next_process(tmp_path):
     """They ended with the process before, so its answer would be about nothing."""
     policies, plugged = waiting_boards(2)
     batch = {"rollouts": [rollout("r", **WAITING)]}

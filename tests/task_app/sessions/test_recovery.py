@@ -21,6 +21,7 @@ from task_app.sessions.journal import FILE, WORK, Work
 from task_app.settings import Settings
 from tests.task_app.counting import KEY, CountingConfig, CountingEnvironment
 from tests.task_app.fake_inference import completion, fake_inference
+from tests.task_app.playing import act
 from tests.task_app.sessions.test_idempotency import keyed
 
 CRAFTER = {"env_name": "crafter", "seed": 17, "config": {"text": "compact"}}
@@ -46,10 +47,6 @@ def killed(folder, tmp_path):
     return left
 
 
-def acts(*names):
-    return [{"tool": "interact_many", "args": {"actions": list(names)}}]
-
-
 async def post(client, path, body, status=200, **headers):
     answer = await client.post(path, json=body, headers=headers)
     assert answer.status_code == status, answer.text
@@ -57,7 +54,7 @@ async def post(client, path, body, status=200, **headers):
 
 
 async def step(client, env_id, calls=None, **more):
-    return await post(client, "/env/step", {"env_id": env_id, "tool_calls": calls or acts("noop")}, **more)
+    return await post(client, "/env/step", {"env_id": env_id, "tool_calls": calls or act("noop")}, **more)
 
 
 async def created(client, **headers):
@@ -166,17 +163,17 @@ async def test_what_was_done_but_never_answered_is_undone_and_done_by_its_retry(
     async with app_on(left) as client:
         session = client._transport.app.state.services.environments.find(env_id)
         token = WORK.set(Work(key="late", digest="digest"))
-        answer = await step(client, env_id, acts("move_right"))
+        answer = await step(client, env_id, act("move_right"))
         WORK.reset(token)
         assert (answer["info"]["turn"], session.turn) == (2, 2)
         again = tmp_path / "again"
         shutil.copytree(left, again)
     async with app_on(again) as client:
-        assert await step(client, env_id, acts("move_right"), **keyed("late")) == answer
+        assert await step(client, env_id, act("move_right"), **keyed("late")) == answer
         assert (await step(client, env_id))["info"]["turn"] == 3
 
 
-async def test_a_session_that_nobody_was_told_of_is_forgotten(tmp_path):
+async def test_a_session_whose_id_was_never_answered_is_forgotten(tmp_path):
     async with app_on(tmp_path / "s") as client:
         token = WORK.set(Work(key="late", digest="digest"))
         await created(client)

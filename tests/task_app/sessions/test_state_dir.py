@@ -5,20 +5,14 @@ import signal
 import pytest
 
 from task_app.__main__ import main
+from tests.task_app.playing import ON, act
 from tests.task_app.test_service_process import task_app
 
-ON = {"enabled": True, "mode": "decision_stepwise"}
-
-
-def acts(*names):
-    return [{"tool": "interact_many", "args": {"actions": list(names)}}]
-
-
 MOVES = [
-    acts("move_right"),
-    acts("move_right", "move_right", "do"),
-    acts("move_down", "move_right", "do"),
-    acts("noop"),
+    act("move_right"),
+    act("move_right", "move_right", "do"),
+    act("move_down", "move_right", "do"),
+    act("noop"),
 ]
 
 
@@ -54,7 +48,7 @@ def test_after_a_kill_sessions_go_on_and_retries_get_the_answers_of_before(tmp_p
         snapshot = posted(client, "/env/snapshot", {"env_id": odd})["snapshot"]
         assert stepped(client, odd, MOVES[2]) == expected[2]
 
-        # Its folder is nobody else's.
+        # A second task app cannot use its folder.
         with pytest.raises(SystemExit, match="2"):
             main(["--port", "0", "--state-dir", str(tmp_path)])
         assert "is in use by another task app" in capsys.readouterr().err

@@ -25,7 +25,7 @@ def opened(data: bytes) -> Contents:
 
 
 def forged(inside: bytes, *, version: int = 1) -> bytes:
-    """An envelope with a good checksum around anything: whoever writes one can compute that, too."""
+    """An envelope with a valid checksum around any body; an attacker can compute one too."""
     body = zlib.compress(inside)
     rest = b"TWSN" + struct.pack("<HI", version, len(body))
     return rest + sha256(rest + body).digest() + body

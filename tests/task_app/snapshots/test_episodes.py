@@ -18,7 +18,7 @@ from tests.task_app.snapshots.test_starts import played, rollout
 SEEDED = {"seed": 17}
 
 
-def step_of(found, turn):
+def find_step(found, turn):
     return found["trajectory"]["steps"][turn - 1]
 
 
@@ -36,17 +36,21 @@ async def test_the_steps_that_were_asked_for_carry_the_world_before_them():
 async def test_an_episode_from_such_a_snapshot_begins_in_what_its_parent_saw_there():
     async with running_app(default_plug_boards()) as client:
         [parent] = await played(client, rollout("parent", SEEDED, snapshot_turns=[4]))
-        start = {"snapshot": step_of(parent, 4)["snapshot"], "parent_rollout_id": "parent", "parent_turn": 3}
+        start = {
+            "snapshot": find_step(parent, 4)["snapshot"],
+            "parent_rollout_id": "parent",
+            "parent_turn": 3,
+        }
         [branch] = await played(client, rollout("branch", start, limits={"max_decisions": 2}))
-        before, seen = step_of(parent, 4)["observation_data"], step_of(branch, 1)["observation_data"]
+        before, seen = find_step(parent, 4)["observation_data"], find_step(branch, 1)["observation_data"]
         assert seen == before, "its messages too, with the history of three decisions"
         # The parent's own calls bring the parent's own future, by hand.
-        restored = await post(client, "/env/restore", snapshot=step_of(parent, 4)["snapshot"])
+        restored = await post(client, "/env/restore", snapshot=find_step(parent, 4)["snapshot"])
         assert (restored["step_idx"], restored["info"]["seed"]) == (
             sum(len(step["env_rewards"]) for step in parent["trajectory"]["steps"][:3]), 17,
         )  # fmt: skip
         for turn in (4, 5):
-            decided = step_of(parent, turn)
+            decided = find_step(parent, turn)
             told = await post(
                 client, "/env/step", env_id=restored["env_id"], tool_calls=decided["tool_calls"]
             )

@@ -110,51 +110,58 @@ def test_a_fault_of_the_tools_own_code_is_no_refusal():
         Toolbox([function_tool(broken)]).answer(ToolRequest("broken", {}))
 
 
-def test_a_function_whose_signature_is_no_schema_is_refused_when_it_is_made_a_tool():
-    def untyped(number) -> str:
-        return str(number)
+def untyped(number) -> str:
+    return str(number)
 
-    def listed(*numbers: int) -> str:
-        return str(numbers)
 
-    def anything(value: object) -> str:
-        """Take it."""
-        return str(value)
+def listed(*numbers: int) -> str:
+    return str(numbers)
 
-    def silent(number: int) -> str:
-        return str(number)
 
-    with pytest.raises(TypeError, match="tool untyped: the parameter 'number' has no type"):
-        function_tool(untyped)
-    with pytest.raises(TypeError, match=r"tool listed: .* cannot be given by name"):
-        function_tool(listed)
-    with pytest.raises(TypeError, match="tool anything: the type of 'value' allows anything"):
-        function_tool(anything)
-    with pytest.raises(TypeError, match="tool silent has no docstring"):
-        function_tool(silent)
+def anything(value: object) -> str:
+    """Take it."""
+    return str(value)
+
+
+def silent(number: int) -> str:
+    return str(number)
+
+
+async def fetch(number: int) -> str:
+    """Fetch it."""
+    return str(number)
+
+
+def half(number: int) -> float:
+    """Halve it."""
+    return number / 2
+
+
+def maybe(number: int) -> str | None:
+    """Perhaps."""
+    return None
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (untyped, "tool untyped: the parameter 'number' has no type"),
+        (listed, r"tool listed: .* cannot be given by name"),
+        (anything, "tool anything: the type of 'value' allows anything"),
+        (silent, "tool silent has no docstring"),
+        (fetch, "tool fetch is async; a tool answers at once: make it a plain def"),
+        (half, "tool half is said to return float; a model reads text: make it"),
+        (maybe, r"tool maybe is said to return str \| None; "),
+    ],
+)
+def test_a_function_that_cannot_be_a_tool_is_refused_when_it_is_made_one(function, words):
+    with pytest.raises(TypeError, match=words):
+        function_tool(function)
+
+
+def test_two_tools_of_one_name_are_refused():
     with pytest.raises(ValueError, match="two tools are named 'add'"):
         Toolbox([function_tool(Counter().add), function_tool(Counter().add)])
-
-
-def test_a_function_that_cannot_answer_in_text_is_refused_when_it_is_made_a_tool():
-    async def fetch(number: int) -> str:
-        """Fetch it."""
-        return str(number)
-
-    def half(number: int) -> float:
-        """Halve it."""
-        return number / 2
-
-    def maybe(number: int) -> str | None:
-        """Perhaps."""
-        return None
-
-    with pytest.raises(TypeError, match="tool fetch is async; a tool answers at once: make it a plain def"):
-        function_tool(fetch)
-    with pytest.raises(TypeError, match="tool half is said to return float; a model reads text: make it"):
-        function_tool(half)
-    with pytest.raises(TypeError, match=r"tool maybe is said to return str \| None; "):
-        function_tool(maybe)
 
 
 def test_a_result_that_is_no_text_is_told_with_what_it_is():

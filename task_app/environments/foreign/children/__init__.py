@@ -1,1 +1,1 @@
-"""What plays in the process of another library, with a Python of its own; it imports nothing of Turnwise."""
+"""Programs that run another library with its own Python; they import nothing of Turnwise."""

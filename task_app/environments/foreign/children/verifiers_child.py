@@ -132,7 +132,7 @@ class World:
         return shown
 
     def _answer(self, message: Json) -> tuple[Sequence[Any], Json]:
-        """Answer the request that waits: what the next one has that is new, and the end if there is none."""
+        """Answer the waiting request; return the new messages of the next one, and the end if none comes."""
         assert self._player.answer is not None and self._episode is not None, "a request waits"
         answer, self._player.answer = self._player.answer, None
         answer.set_result(message)
@@ -193,7 +193,7 @@ def _end(episode: Any) -> Json:
 
 
 def _fault(episode: Any) -> str:
-    """What failed in the episode; empty where nothing did."""
+    """The error of the episode; empty without one."""
     if episode.ok:
         return ""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]

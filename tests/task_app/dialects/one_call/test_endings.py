@@ -8,7 +8,7 @@ from task_app.errors import JournalFailed
 from tests.task_app.counting import running_app
 from tests.task_app.dialects.one_call.test_rollout import body
 from tests.task_app.rollout_client import waiting_boards
-from tests.task_app.test_policy_routes import env_id_of
+from tests.task_app.test_policy_routes import create_env
 
 KEYED = {"Idempotency-Key": "k"}
 WAITING = {"policy_name": "waiting"}
@@ -50,7 +50,7 @@ async def test_a_stop_of_the_task_app_is_no_abort_and_its_answer_is_not_kept(dec
 async def test_what_a_stopping_task_app_did_to_a_living_environment_is_told():
     (policy,), plug_boards = waiting_boards(1)
     async with running_app(plug_boards) as client:
-        env_id = await env_id_of(client)
+        env_id = await create_env(client)
         asked = body(policy=WAITING, env=alive(env_id))
         playing = asyncio.create_task(client.post("/rollout", json=asked))
         await decided(policy, decisions=1)
@@ -91,7 +91,7 @@ class FullDisk:
 @pytest.mark.parametrize("takes", [0, 1])
 async def test_a_journal_that_cannot_be_written_is_no_abort(takes):
     async with running_app() as client:
-        env_id = await env_id_of(client)
+        env_id = await create_env(client)
         session = client._transport.app.state.services.environments.find(env_id)
         session.journal = FullDisk(takes)
         answer = await client.post("/rollout", json=body(env=alive(env_id)))

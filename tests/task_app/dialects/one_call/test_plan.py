@@ -144,7 +144,7 @@ def test_a_table_of_a_config_is_a_home_of_the_switches_too(part, name):
 
 
 @pytest.mark.parametrize("name", ["training", "rollout"])
-def test_a_table_beside_the_configs_acts_where_they_have_no_switches(name):
+def test_a_table_outside_the_configs_acts_where_they_have_no_switches(name):
     plan = planned(**{name: TABLE})
     assert (plan.stepwise.emits_decision_rewards, plan.warnings) == (True, ())
     weighed = {"enabled": True, "mode": "decision_stepwise", "step_beta": 1.0}

@@ -172,12 +172,12 @@ async def test_a_living_environment_and_a_living_policy_go_on_where_they_stand()
     assert any("env.seed is ignored" in warning for warning in answer["warnings"])
 
 
-async def test_a_living_environment_that_ended_is_started_anew_or_left():
+async def test_a_living_environment_that_ended_is_restarted_or_left():
     async with running_app(with_policy(add("end"))) as client:
         env_id = (await created(client))["env_id"]
         changes = {"env": {"env_name": None, "env_id": env_id, "seed": None}, "policy": SCRIPTED}
         answer = await played(client, **changes, on_done="reset")
-        assert "started anew" in answer["warnings"][0]
+        assert "was restarted" in answer["warnings"][0]
         answer = await played(client, **changes)
         assert answer["trajectories"][0]["steps"][0]["terminated"]
         over = await client.post("/rollout", json=body(**changes))

@@ -11,7 +11,7 @@ NOON, MIDNIGHT = 60, 210  # steps at which it is bright, and dark
 
 
 def meadow(place: tuple[int, int] = (32, 32), *, step: int = NOON, length: int = 10_000) -> CrafterEngine:
-    """Grass everywhere, nobody there, the player at `place` facing down, `step` steps into the episode."""
+    """Grass everywhere, no creatures, the player at `place` facing down, `step` steps into the episode."""
     engine = CrafterEngine(0, length=length)
     engine.reset()
     grass = bytes([MATERIAL_IDS["grass"]]) * AREA**2

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -171,15 +172,13 @@ def test_steps_at_the_wrong_time_raise_errors_of_their_own():
         engine.act(0)
 
 
-@pytest.mark.parametrize("seed", [-1, 2**31 - 1, True, 1.0, "7", None])
-def test_a_seed_that_is_no_int_in_range_is_refused(seed: object):
-    with pytest.raises(ValueError, match="seed must be an int"):
-        CrafterEngine(seed)  # type: ignore[arg-type]
-
-
-def test_a_length_below_one_is_refused():
-    with pytest.raises(ValueError, match="length must be an int at least 1"):
-        CrafterEngine(0, length=0)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*(("seed", seed) for seed in (-1, 2**31 - 1, True, 1.0, "7", None)), ("length", 0)],
+)
+def test_a_seed_or_length_that_is_no_int_in_range_is_refused(name: str, value: Any):
+    with pytest.raises(ValueError, match=f"{name} must be an int"):
+        CrafterEngine(**{"seed": 0, name: value})
 
 
 def test_step_is_act_in_the_shape_of_gym():
@@ -198,7 +197,7 @@ def test_step_is_act_in_the_shape_of_gym():
 
 
 def test_a_dark_step_consumes_the_draws_of_stocks_night_picture():
-    # 9x7 cells of 7x7 pixels, a double each; nobody lives in the meadow, so nothing else draws
+    # 9x7 cells of 7x7 pixels, a double each; the meadow has no creatures, so nothing else draws
     night, day = meadow(step=MIDNIGHT), meadow()
     before_night, before_day = night.fork(), day.fork()
     act(night, "noop")

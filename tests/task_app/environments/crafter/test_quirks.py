@@ -1,4 +1,4 @@
-"""Habits of stock crafter that nobody would invent, and that the engine must keep."""
+"""Surprising behaviour of stock crafter that the engine must keep."""
 
 import numpy as np
 import pytest

@@ -10,7 +10,7 @@ from task_app.environments.crafter.walks import (
     Trails,
     cell_at,
     find_trails,
-    place_of,
+    locate,
     step,
     walk_to,
 )
@@ -20,7 +20,7 @@ maps = st.lists(
 )
 
 
-def ground_of(names: list[str]) -> Ground:
+def build_ground(names: list[str]) -> Ground:
     """7x5 names around a player in the middle."""
     cells = {cell_at(number % 7, number // 7): name for number, name in enumerate(names)}
     return Ground(cells | {cell_at(3, 2): "player"}, player=cell_at(3, 2), facing="down")
@@ -36,9 +36,9 @@ def surcharge(ground: Ground, cell: int, *, can_dig: bool) -> float:
 @settings(max_examples=60, deadline=None)
 @given(maps, st.booleans())
 def test_no_neighbour_offers_a_cheaper_or_straighter_way_than_the_one_taken(names, can_dig):
-    ground = ground_of(names)
+    ground = build_ground(names)
     trails = find_trails(ground, can_dig=can_dig)
-    ranks = [(cost, turns, place_of(cell)) for cell, (cost, turns, *_) in trails.items()]
+    ranks = [(cost, turns, locate(cell)) for cell, (cost, turns, *_) in trails.items()]
     assert ranks == sorted(ranks)  # in the order in which they are preferred
     for cell in ground.cells.keys() - {ground.player}:
         offers = [
@@ -54,7 +54,7 @@ def test_no_neighbour_offers_a_cheaper_or_straighter_way_than_the_one_taken(name
 @settings(max_examples=60, deadline=None)
 @given(maps, st.booleans())
 def test_the_legs_of_a_whole_walk_lead_to_its_cell_and_dig_where_stone_is(names, can_dig):
-    ground = ground_of(names)
+    ground = build_ground(names)
     trails: Trails = find_trails(ground, can_dig=can_dig)
     for cell in trails.keys() - {ground.player}:
         walk, at = walk_to(ground, trails, cell, max_cells=100), ground.player
@@ -67,5 +67,5 @@ def test_the_legs_of_a_whole_walk_lead_to_its_cell_and_dig_where_stone_is(names,
 
 def test_a_cell_has_one_number_and_numbers_compare_as_places_do():
     places = [(x, y) for x in range(-8, 120) for y in range(-8, 120)]
-    assert [place_of(cell_at(x, y)) for x, y in places] == places
+    assert [locate(cell_at(x, y)) for x, y in places] == places
     assert [cell_at(x, y) for x, y in places] == sorted(cell_at(x, y) for x, y in places)

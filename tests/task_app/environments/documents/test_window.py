@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from task_app.environments.documents.environment import DocumentsConfig, DocumentsEnvironment
 from task_app.episode.context_tools import CONTEXT_TOOLS, apply
 from task_app.episode.history import History
@@ -63,13 +65,9 @@ class Reader:
         return texts
 
 
-def test_50_chunks_are_read_within_a_window_of_3_where_the_reader_deletes():
-    reader = Reader(deletes=True)
+@pytest.mark.parametrize("deletes", [True, False])
+def test_a_reader_that_deletes_reads_50_chunks_within_a_window_of_3_and_another_needs_them_all(deletes: bool):
+    reader = Reader(deletes=deletes)
     reader.read_all()
-    assert reader.chunks == 50 and reader.most_chars < 3 * CHUNK
-
-
-def test_a_reader_that_deletes_nothing_needs_a_window_of_the_whole_document():
-    reader = Reader(deletes=False)
-    reader.read_all()
-    assert reader.chunks == 50 and reader.most_chars > 49 * CHUNK
+    assert reader.chunks == 50
+    assert reader.most_chars < 3 * CHUNK if deletes else reader.most_chars > 49 * CHUNK

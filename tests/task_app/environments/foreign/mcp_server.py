@@ -16,21 +16,21 @@ server = MCPServer("guess", log_level="CRITICAL")
 numbers: dict[str, int] = {}
 
 
-def session_of(context: Context[Any, Any]) -> str:
+def name_session(context: Context[Any, Any]) -> str:
     return "" if context.headers is None else context.headers["mcp-session-id"]
 
 
 @server.tool()
 def start(seed: int, context: Context[Any, Any]) -> str:
     """Think of a number."""
-    numbers[session_of(context)] = random.Random(seed).randint(0, 9)
+    numbers[name_session(context)] = random.Random(seed).randint(0, 9)
     return "a number from 0 to 9"
 
 
 @server.tool()
 def guess(number: int, context: Context[Any, Any]) -> dict[str, Any]:
     """Guess the number."""
-    own = numbers[session_of(context)]
+    own = numbers[name_session(context)]
     if number < 0:
         raise ToolError("there is no such number")
     right = number == own

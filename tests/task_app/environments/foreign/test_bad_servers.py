@@ -20,10 +20,10 @@ from task_app.environments.foreign.child import end_all
 from task_app.environments.foreign.mcp_servers import McpServer
 from task_app.environments.foreign.peer import ForeignDeadline, ForeignFailed
 from task_app.errors import EpisodeOver, HostNotAllowed, InvalidRequest
-from task_app.protocols import Environment, ToolRequest
+from task_app.protocols import ToolRequest
 from tests.task_app.counting import PlannedPolicy, boards, rollout, running_app
 from tests.task_app.environments.foreign.contracts import environment
-from tests.task_app.rollout_client import accept, all_of
+from tests.task_app.rollout_client import accept, wait_for_all
 
 MOVE = {"properties": {"move": {"type": "integer"}}, "required": ["move"]}
 START = {"type": "observation", "data": {"observation": {"at": 0}, "reward": None, "done": False}}
@@ -60,28 +60,26 @@ def openenv(step: Answer, schema: Any = None, reset: Answer = says(START)) -> It
 
 
 BAD = {
-    "hangs": (lambda connection: None, ForeignDeadline, "did not answer within 2 s"),
-    "closes": (lambda connection: connection.close(), ForeignFailed, "closed its socket in mid-episode"),
-    "nan": (
-        says('{"type": "observation", "data": {"observation": {}, "reward": NaN}}'),
-        ForeignFailed,
-        "no JSON",
-    ),
-    "large": (says("x" * 100_000_000), ForeignFailed, "answered more than 10000 bytes"),
-    "no_json": (says("hello"), ForeignFailed, "answered no JSON"),
-    "another": (says({"jsonrpc": "2.0", "result": {}}), ForeignFailed, "a message: type is missing"),
-    "unknown": (says({"type": "state", "data": {}}), ForeignFailed, "speaks another protocol"),
-    "words": (says(paid("much")), ForeignFailed, "reward is 'much' (str); it should be a valid number"),
+    "hangs": (lambda connection: None, "did not answer within 2 s"),
+    "closes": (lambda connection: connection.close(), "closed its socket in mid-episode"),
+    "nan": (says('{"type": "observation", "data": {"observation": {}, "reward": NaN}}'), "no JSON"),
+    "large": (says("x" * 100_000_000), "answered more than 10000 bytes"),
+    "no_json": (says("hello"), "answered no JSON"),
+    "another": (says({"jsonrpc": "2.0", "result": {}}), "a message: type is missing"),
+    "unknown": (says({"type": "state", "data": {}}), "speaks another protocol"),
+    "words": (says(paid("much")), "reward is 'much' (str); it should be a valid number"),
     "broken": (
         says({"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "oh"}}),
-        ForeignFailed,
         "answered EXECUTION_ERROR to step: oh",
     ),
 }
 
 
-def fails_and_is_left(foreign: Environment, opening: str, kind: type[ForeignFailed], sentence: str) -> None:
+def fails_and_is_left(name: str, opening: str, sentence: str, config: Any = None, **reach: Any) -> None:
     """Its first call fails its episode with this reason; another episode can be begun."""
+    kind, deadline_s = (ForeignDeadline, 2.0) if "within 2 s" in sentence else (ForeignFailed, 20.0)
+    bounds = {"environment_deadline_s": deadline_s, "max_environment_bytes": 10_000}
+    foreign = environment(name, config, **bounds, **reach)
     assert foreign.reset(0).text == opening
     with pytest.raises(kind) as failed:
         foreign.step(CALL)
@@ -94,12 +92,9 @@ def fails_and_is_left(foreign: Environment, opening: str, kind: type[ForeignFail
 
 @pytest.mark.parametrize("how", BAD)
 def test_a_server_that_misbehaves_in_mid_episode_fails_it_and_is_left(how):
-    step, kind, sentence = BAD[how]
+    step, sentence = BAD[how]
     with openenv(step) as name:
-        foreign = environment(
-            name, environment_deadline_s=2.0 if how == "hangs" else 20.0, max_environment_bytes=10_000
-        )
-        fails_and_is_left(foreign, "at: 0", kind, sentence)
+        fails_and_is_left(name, "at: 0", sentence)
 
 
 def test_an_action_that_the_server_refuses_is_a_no_op():
@@ -128,25 +123,23 @@ def test_a_server_of_something_else_is_told_as_such(schema, sentence):
     assert sentence in failed.value.detail
 
 
-def test_a_schema_that_refers_to_another_machine_is_never_fetched():
-    schema = json.dumps({"action": {"properties": {"move": {"$ref": "http://127.0.0.1:1/secret"}}}})
+@pytest.mark.parametrize(
+    ("reference", "sentence"),
+    [
+        ("http://127.0.0.1:1/secret", "refers to what it does not define"),  # and is never fetched
+        ("#/properties/move", "the schema of tool 'step' cannot be applied: "),
+    ],
+)
+def test_a_schema_with_a_bad_reference_fails_the_episode_and_is_no_mistake_of_the_model(reference, sentence):
+    schema = json.dumps({"action": {"properties": {"move": {"$ref": reference}}}})
     with openenv(says(START), schema) as name:
         foreign = environment(name)
         foreign.reset(0)
-        with pytest.raises(ForeignFailed, match="refers to what it does not define"):
-            foreign.step(CALL)
-
-
-def test_a_schema_that_refers_to_itself_fails_the_episode_and_is_no_mistake_of_the_model():
-    schema = json.dumps({"action": {"properties": {"move": {"$ref": "#/properties/move"}}}})
-    with openenv(says(START), schema) as name:
-        foreign = environment(name)
-        foreign.reset(0)
-        with pytest.raises(ForeignFailed, match="the schema of tool 'step' cannot be applied: "):
+        with pytest.raises(ForeignFailed, match=sentence):
             foreign.step((ToolRequest("step", {"move": "up"}, '{"move": "up"}'),))
 
 
-def test_nobody_there_is_told_as_such():
+def test_an_unreachable_server_is_told_as_such():
     with openenv(says(START)) as name:
         pass
     with pytest.raises(ForeignFailed, match="ConnectError"):
@@ -259,7 +252,7 @@ def closes(handler: Mcp, request_id: Any) -> None:
 
 
 def much(kind: str, start: str) -> McpAnswer:
-    """100 MB, or as much of it as somebody takes."""
+    """100 MB, or as much of it as the reader takes."""
 
     def call(handler: Mcp, request_id: Any) -> None:
         handler.begins(kind)
@@ -292,71 +285,50 @@ def mcp(
             server.shutdown()
 
 
-BAD_MCP = {
-    "hangs": (hangs, ForeignDeadline, "did not answer within 2 s"),
-    "only_pings": (only_pings, ForeignDeadline, "did not answer within 2 s"),
-    "closes": (closes, ForeignFailed, "RemoteProtocolError: Server disconnected without sending a response"),
-    "closes_in_the_middle": (closes_in_the_middle, ForeignFailed, "peer closed connection"),
-    "ends_its_events": (
-        lambda handler, request_id: handler.answers(": ping\n\n", kind=EVENTS),
-        ForeignFailed,
-        "no JSON",
-    ),
-    "nan": (pays(float("nan")), ForeignFailed, "no JSON"),
+BAD_MCP: dict[str, tuple[McpAnswer, str]] = {
+    "hangs": (hangs, "did not answer within 2 s"),
+    "only_pings": (only_pings, "did not answer within 2 s"),
+    "closes": (closes, "RemoteProtocolError: Server disconnected without sending a response"),
+    "closes_in_the_middle": (closes_in_the_middle, "peer closed connection"),
+    "ends_its_events": (lambda handler, _: handler.answers(": ping\n\n", kind=EVENTS), "no JSON"),
+    "nan": (pays(float("nan")), "no JSON"),
     "infinite": (
-        lambda handler, request_id: handler.answers(
-            message(request_id, {"_meta": {"reward": 0}}).replace("0}", "1e999}")
+        lambda handler, number: handler.answers(
+            message(number, {"_meta": {"reward": 0}}).replace("0}", "1e999}")
         ),
-        ForeignFailed,
         "no JSON",
     ),
-    "large": (much("application/json", ""), ForeignFailed, "answered more than 10000 bytes"),
-    "large_events": (much(EVENTS, "data: "), ForeignFailed, "answered more than 10000 bytes"),
-    "a_byte_too_much": (a_byte_too_much, ForeignFailed, "answered more than 10000 bytes"),
-    "no_json": (lambda handler, request_id: handler.answers("hello"), ForeignFailed, "answered no JSON"),
-    "another": (
-        results_in("hello"),
-        ForeignFailed,
-        "tools/call: result is 'hello' (str); it should be an object",
-    ),
+    "large": (much("application/json", ""), "answered more than 10000 bytes"),
+    "large_events": (much(EVENTS, "data: "), "answered more than 10000 bytes"),
+    "a_byte_too_much": (a_byte_too_much, "answered more than 10000 bytes"),
+    "no_json": (lambda handler, _: handler.answers("hello"), "answered no JSON"),
+    "another": (results_in("hello"), "tools/call: result is 'hello' (str); it should be an object"),
     "answers_another": (
-        lambda handler, request_id: handler.answers(message(request_id + 1, {})),
-        ForeignFailed,
+        lambda handler, number: handler.answers(message(number + 1, {})),
         "the answer to tools/call: id is 4 (int); it should be 3, that of the request",
     ),
     "events_of_another": (
-        lambda handler, request_id: handler.answers(f"data: {message(True, {})}\n\n", kind=EVENTS),
-        ForeignFailed,
+        lambda handler, _: handler.answers(f"data: {message(True, {})}\n\n", kind=EVENTS),
         "the answer to tools/call: id is True (bool); it should be 3, that of the request",
     ),
     "pays_twice": (
         results_in({"content": [{"type": "text", "text": '{"reward": 0, "reward": 9}'}]}),
-        ForeignFailed,
         "the text of a result that pays: the key 'reward' comes twice",
     ),
-    "words": (pays("much"), ForeignFailed, "a call of step pays: reward is 'much' (str)"),
+    "words": (pays("much"), "a call of step pays: reward is 'much' (str)"),
     "nan_in_its_text": (
         results_in({"content": [{"type": "text", "text": '{"reward": NaN}'}]}),
-        ForeignFailed,
         "reward is nan (float); it should be a finite number",
     ),
-    "broken": (
-        lambda handler, request_id: handler.send_error(500, "oh"),
-        ForeignFailed,
-        "answered 500 to POST",
-    ),
+    "broken": (lambda handler, _: handler.send_error(500, "oh"), "answered 500 to POST"),
 }
 
 
 @pytest.mark.parametrize("how", BAD_MCP)
 def test_an_mcp_server_that_misbehaves_in_mid_call_fails_the_episode_and_is_left(how):
-    call, kind, sentence = BAD_MCP[how]
+    call, sentence = BAD_MCP[how]
     with mcp(call) as name:
-        deadline_s = 2.0 if kind is ForeignDeadline else 20.0
-        foreign = environment(
-            name, {"task": "Go."}, environment_deadline_s=deadline_s, max_environment_bytes=10_000
-        )
-        fails_and_is_left(foreign, "Go.", kind, sentence)
+        fails_and_is_left(name, "Go.", sentence, {"task": "Go."})
 
 
 def child(how: str, *arguments: str) -> dict[str, McpServer]:
@@ -366,29 +338,20 @@ def child(how: str, *arguments: str) -> dict[str, McpServer]:
 
 
 BAD_CHILD = {
-    "hangs": (ForeignDeadline, "did not answer within 2 s"),
-    "only_tells": (ForeignDeadline, "did not answer within 2 s"),
-    "closes": (ForeignFailed, "has ended its process"),
-    "nan": (ForeignFailed, "no JSON"),
-    "large": (ForeignFailed, "answered more than 10000 bytes"),
-    "no_json": (ForeignFailed, "answered no JSON"),
-    "another": (ForeignFailed, "is [1] (list); it should be an object"),
-    "did_not_read": (ForeignFailed, "what?"),
+    "hangs": "did not answer within 2 s",
+    "only_tells": "did not answer within 2 s",
+    "closes": "has ended its process",
+    "nan": "no JSON",
+    "large": "answered more than 10000 bytes",
+    "no_json": "answered no JSON",
+    "another": "is [1] (list); it should be an object",
+    "did_not_read": "what?",
 }
 
 
 @pytest.mark.parametrize("how", BAD_CHILD)
 def test_an_mcp_process_that_misbehaves_in_mid_call_fails_the_episode_and_is_left(how):
-    kind, sentence = BAD_CHILD[how]
-    deadline_s = 2.0 if kind is ForeignDeadline else 20.0
-    foreign = environment(
-        "mcp:child",
-        {"task": "Go."},
-        environment_deadline_s=deadline_s,
-        max_environment_bytes=10_000,
-        mcp_servers=child(how),
-    )
-    fails_and_is_left(foreign, "Go.", kind, sentence)
+    fails_and_is_left("mcp:child", "Go.", BAD_CHILD[how], {"task": "Go."}, mcp_servers=child(how))
 
 
 def test_an_mcp_process_that_reads_no_more_has_no_longer_than_any_other():
@@ -426,14 +389,19 @@ def test_an_mcp_process_has_its_entrys_variables_and_folder_and_no_key_of_ours(t
     foreign.close()
 
 
-def test_an_mcp_process_may_ask_and_tell_in_mid_call_and_ends_by_itself(tmp_path):
+@pytest.mark.parametrize(
+    ("how", "last"),
+    [("asks", "left"), ("goes_at_a_signal", "told")],
+    ids=["it may ask and tell in mid-call", "it outlives its stdin, and is told before it is killed"],
+)
+def test_an_mcp_process_ends_by_itself_or_by_a_signal(how, last, tmp_path):
     file = tmp_path / "left"
-    foreign = environment("mcp:child", mcp_servers=child("asks", str(file)))
+    foreign = environment("mcp:child", mcp_servers=child(how, str(file)))
     foreign.reset(0)
     assert foreign.step(CALL).env_rewards == (1.0,)
     assert not file.exists()
     foreign.close()
-    assert file.read_text() == "left"
+    assert file.read_text() == last
 
 
 def test_an_mcp_process_that_floods_its_stderr_is_drained_into_the_log_up_to_a_bound():
@@ -447,15 +415,6 @@ def test_an_mcp_process_that_floods_its_stderr_is_drained_into_the_log_up_to_a_b
     (left_out,) = [entry for entry in logs if entry["event"] == "environment_prints_left_out"]
     assert 0 < logged <= MAX_LOG_BYTES and left_out["bytes"] > 19_900_000
     assert left_out["last"].endswith("has paid")
-
-
-def test_an_mcp_process_that_outlives_its_stdin_is_told_to_end_before_it_is_killed(tmp_path):
-    file = tmp_path / "left"
-    foreign = environment("mcp:child", mcp_servers=child("goes_at_a_signal", str(file)))
-    foreign.reset(0)
-    assert foreign.step(CALL).env_rewards == (1.0,)
-    foreign.close()
-    assert file.read_text() == "told"
 
 
 def test_an_mcp_server_of_another_version_is_left_before_it_is_asked_for_anything(tmp_path):
@@ -539,7 +498,7 @@ def test_a_server_at_a_url_of_the_operators_file_gets_its_headers_and_no_error_t
             assert str(failed.value) == sentence
         foreign.close()
     assert keys == ["secret"] * 5 * 6, "initialize, initialized, tools/list, tools/call and the end"
-    # Nobody is there any more, and nowhere.
+    # No server answers at these addresses.
     for place, error in ((url, "ConnectError"), ("http://999.1.1.1/mcp", "InvalidURL")):
         with pytest.raises(ForeignFailed) as failed:
             environment("mcp:far", mcp_servers={"far": McpServer(url=place)}).reset(0)
@@ -596,7 +555,7 @@ async def test_a_rollout_in_a_bad_server_fails_with_its_reason_and_earns_nothing
                     policy={"policy_name": "act"},
                 ),
             )
-            bad = (await all_of(client, 1))["bad"]
+            bad = (await wait_for_all(client, 1))["bad"]
     assert (bad.status, bad.failure.code, bad.failure.decisions_done) == (
         "failed",
         "foreign_environment_failed",
@@ -605,7 +564,7 @@ async def test_a_rollout_in_a_bad_server_fails_with_its_reason_and_earns_nothing
     assert bad.trajectory is None
 
 
-def test_nobody_waits_long_for_an_mcp_server_that_hangs_when_it_is_left():
+def test_an_mcp_server_that_hangs_when_it_is_left_delays_no_caller():
     has_left, waits_for_ever = threading.Event(), threading.Event()
 
     def leave(handler: Mcp, request_id: Any) -> None:

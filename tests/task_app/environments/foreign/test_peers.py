@@ -48,7 +48,7 @@ SERVERS = {
 }
 
 
-def game_of(mcp: str) -> Environment:
+def build_game(mcp: str) -> Environment:
     return environment(mcp, GUESS, mcp_servers=SERVERS)
 
 
@@ -69,7 +69,7 @@ def guess(*numbers):
 
 
 def test_the_reward_of_a_call_is_what_the_tools_result_says(mcp):
-    game = game_of(mcp)
+    game = build_game(mcp)
     assert isinstance(game, ConversationalEnvironment) and not isinstance(game, RestorableEnvironment)
     game.reset(3)  # random.Random(3).randint(0, 9) == 3
     assert game.opening()[-1].content == "Find the number.\n\na number from 0 to 9"
@@ -86,7 +86,7 @@ def test_the_reward_of_a_call_is_what_the_tools_result_says(mcp):
 
 
 def test_two_episodes_of_one_server_do_not_touch(mcp):
-    one, other = game_of(mcp), game_of(mcp)
+    one, other = build_game(mcp), build_game(mcp)
     one.reset(3)
     other.reset(0)  # 6
     assert [one.step(guess(3)).terminated, other.step(guess(3)).terminated] == [True, False]
@@ -96,7 +96,7 @@ def test_two_episodes_of_one_server_do_not_touch(mcp):
 
 def test_closing_returns_what_is_held_and_threads_too(mcp):
     before = threading.active_count()
-    game = game_of(mcp)
+    game = build_game(mcp)
     game.reset(3)
     game.close()
     game.close()

@@ -104,19 +104,12 @@ def test_the_text_is_the_requests_and_what_was_looked_up_as_it_is_now():
     )
 
 
-def test_marks_stand_before_the_orders_that_a_request_is_about():
-    environment = OrdersEnvironment(OrdersConfig(marks=True))
+@pytest.mark.parametrize(("marks", "mark"), [(False, ""), (True, "* ")])
+def test_the_prompt_of_the_docs_is_that_of_seed_3_and_marks_stand_before_orders_of_requests(marks, mark):
+    environment = OrdersEnvironment(OrdersConfig(marks=marks))
     environment.reset(3)
     assert call(environment, "find", customer="Cleo").observation.text == (
-        "Cleo: no lamp . Ann: move to Oslo .\nCleo Bonn ; vase #7 open 1 ; * lamp #12 open 5"
-    )
-
-
-def test_the_prompt_of_the_docs_is_that_of_seed_3():
-    environment = OrdersEnvironment()
-    environment.reset(3)
-    assert call(environment, "find", customer="Cleo").observation.text == (
-        "Cleo: no lamp . Ann: move to Oslo .\nCleo Bonn ; vase #7 open 1 ; lamp #12 open 5"
+        f"Cleo: no lamp . Ann: move to Oslo .\nCleo Bonn ; vase #7 open 1 ; {mark}lamp #12 open 5"
     )
 
 

@@ -15,7 +15,7 @@ from task_app.environments.sokoban.environment import (
     generate,
     push_key,
 )
-from task_app.environments.sokoban.solver import best_push, is_solvable, key_of, pushes_left
+from task_app.environments.sokoban.solver import best_push, is_solvable, make_key, pushes_left
 from task_app.environments.sokoban.text import compact_text
 from task_app.policies.random_calls import DetourConfig
 from task_app.policies.teachers import SokobanTeacher
@@ -101,13 +101,13 @@ def test_the_solver_agrees_with_a_search_forwards_on_every_state_of_boards():
         board, _ = generate(seed, size=4, boxes=2, pushes=(2, 10))
         left = pushes_left(board)
         for key in every_key(board):
-            assert left.get(key) == fewest_pushes(board, key), xsb_rows(board, state_of(key))
+            assert left.get(key) == fewest_pushes(board, key), xsb_rows(board, read_state(key))
 
 
 def every_key(board: Board) -> set[tuple[int, int]]:
     free = [cell for cell in range(board.width**2) if board.floor >> cell & 1]
     return {
-        key_of(board, State(1 << a | 1 << b, player))
+        make_key(board, State(1 << a | 1 << b, player))
         for a in free
         for b in free
         for player in free
@@ -115,7 +115,7 @@ def every_key(board: Board) -> set[tuple[int, int]]:
     }
 
 
-def state_of(key: tuple[int, int]) -> State:
+def read_state(key: tuple[int, int]) -> State:
     return State(key[0], key[1].bit_length() - 1)
 
 
@@ -125,8 +125,8 @@ def fewest_pushes(board: Board, start: tuple[int, int]) -> int | None:
         key, count = queue.popleft()
         if key[0] == board.goals:
             return count
-        for push in board.pushes(state_of(key)):
-            after = key_of(board, push.state)
+        for push in board.pushes(read_state(key)):
+            after = make_key(board, push.state)
             if after not in seen:
                 seen.add(after)
                 queue.append((after, count + 1))
@@ -148,7 +148,7 @@ def test_every_world_can_be_solved_by_the_teacher_in_as_many_pushes_as_the_confi
         environment = SokobanEnvironment(config.model_copy(update={"text": "compact"}))
         observation = environment.reset(seed)
         board, state = read_xsb(observation.data["rows"])
-        pushes = pushes_left(board)[key_of(board, state)]
+        pushes = pushes_left(board)[make_key(board, state)]
         assert config.min_pushes <= pushes <= config.max_pushes
         assert not state.boxes & board.goals
         decisions = played_by_the_teacher(environment, observation)
