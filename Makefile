@@ -111,19 +111,19 @@ size: $(VENV)/.ready ## lines and names of each package, what changed since the 
 setup: $(VENV)/.ready ## make .venv alone
 
 study-demo: $(VENV)/.ready ## the demo with five seeds (an hour; resumable)
-	$(BIN)/python -m bench.study_jobs demo --seeds 0 1 2 3 4
+	$(BIN)/python -m bench.studies demo --seeds 0 1 2 3 4
 
 study-reward-modes: $(VENV)/.ready ## decision rewards against outcome only, 3 seeds each (an hour; resumable)
 	$(BIN)/python -m bench.studies reward_modes
 
 study-credit: $(VENV)/.ready ## five estimators of credit, one warm start and equal decisions, 3 seeds each (an hour; resumable)
-	$(BIN)/python -m bench.study_credit
+	$(BIN)/python -m bench.studies credit
 
 study-dialogue: $(VENV)/.ready ## turn scores against the outcome alone in dialogues, 3 seeds each (a quarter of an hour; resumable)
 	$(BIN)/python -m bench.studies dialogue
 
 study-starts: $(VENV)/.ready ## starts at snapshots against starts at the beginning in a corridor, 5 seeds each (an hour; resumable)
-	$(BIN)/python -m bench.study_starts --seeds 0 1 2 3 4
+	$(BIN)/python -m bench.studies starts --seeds 0 1 2 3 4
 
 study-ahead: $(VENV)/.ready ## collecting ahead, in one process and in several, against taking turns, 3 seeds each (an hour; resumable)
 	$(BIN)/python -m bench.studies ahead

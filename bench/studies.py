@@ -1,11 +1,12 @@
-"""Five studies of learning: their arms start from one checkpoint a seed, and learn by RL.
+"""Studies of learning: a table of jobs and arms, each with several seeds.
 
     python -m bench.studies NAME [--quick] [--seeds 0 1 2] [--arms …] [--background]
 
-Without a NAME it lists them. Worlds, sampling seeds, passes and learning rates of a study's arms are equal
-where an arm does not say otherwise. What is done is skipped, what was interrupted is resumed, and after each
-arm bench/results/NAME.json (curves with 95 % intervals, settings, times, versions) and NAME.png are written
-again. Arms are not tuned each for itself.
+Without a NAME it lists them. Arms start from one checkpoint a seed, or in studies of whole jobs from an
+imitation of their own. Worlds, sampling seeds, passes and rates are equal, unless an arm names others.
+What is done is skipped, what was interrupted is resumed, and after each arm bench/results/NAME.json (curves
+with 95 % intervals, settings, times, versions) and NAME.png are written again. Arms are not tuned each for
+itself.
 """
 
 import shutil
@@ -166,7 +167,116 @@ MIXTURE = Study(
     models=fixed_policies,
 )  # fmt: skip
 
-NAMES = {study.name: study for study in (AHEAD, DIALOGUE, REWARD_MODES, STATELM, MIXTURE)}
+# Which estimator learns most from the same number of decisions? What `branch` plays on from before a decision
+# counts too, so it plays fewer episodes.
+_BY_DECISION = ("training.step_rewards_enabled=true", "training.step_rewards_mode=decision_stepwise")
+_UNEQUAL = (
+    "branch samples fewer decisions and takes about a third of the optimizer steps an iteration, since "
+    "nothing is trained on what was played on (summary: decisions_an_iteration, steps_an_iteration): its "
+    "gain does not say how good it is"
+)
+CREDIT = Study(
+    name="credit",
+    title="estimators of credit on one warm start, equal budget of decisions",
+    against="grpo",
+    beside=lambda: {"not_equal": _UNEQUAL},
+    # 64 episodes of 50 decisions an iteration, as the demo; 15 iterations; evaluated at both ends.
+    settings=(
+        *IN_GROUPS,
+        "training.keep_checkpoints=1",
+        "training.iterations=15",
+        "evaluation.every_n_iters=15",
+    ),
+    arms={
+        "grpo": Arm(
+            "grpo, outcome alone",
+            (
+                "training.step_rewards_enabled=false",
+                "training.step_rewards_mode=off",
+                "algorithm.advantage=grpo",
+            ),
+        ),
+        "stepwise": Arm("stepwise", (*_BY_DECISION, "algorithm.advantage=stepwise")),
+        "gigpo": Arm("gigpo", (*_BY_DECISION, "algorithm.advantage=gigpo")),
+        "gae": Arm("gae", (*_BY_DECISION, "algorithm.advantage=gae")),
+        "branch": Arm(
+            "branch",
+            (
+                *_BY_DECISION,
+                "algorithm.advantage=branch",
+                "algorithm.branches_per_episode=2",
+                "algorithm.branch_rollouts=2",
+                # From a decision in the middle half an episode is left: 2 * 2 of them cost two episodes more,
+                # so a third of 64, in whole groups.
+                "rollout.episodes_per_batch=20",
+            ),
+        ),
+    },
+)
+
+# A corridor (tests/corridor.py): one of two ways is right in each of 30 cells, and the other ends the game.
+# Key, door and treasure earn 1 each. Three of four groups start at snapshots of the run.
+_SHARE = "curriculum.share=0.75"
+STARTS = Study(
+    name="starts",
+    title="starts at snapshots of the run against starts at the beginning, in a corridor of 30 decisions",
+    against="plain",
+    job="bench/corridor.toml",
+    settings=("training.keep_checkpoints=1",),
+    quick=(
+        "training.iterations=2", "rollout.episodes_per_batch=16", "evaluation.every_n_iters=1",
+        "warmup.episodes=48", "warmup.epochs=2",
+    ),
+    arms={
+        "plain": Arm("starts at the beginning", ()),
+        "frontier": Arm("starts at the frontier", (_SHARE, "curriculum.rule=frontier")),
+        "uncertain": Arm("uncertain starts", (_SHARE, "curriculum.rule=uncertain")),
+        "late": Arm("starts at every turn", (_SHARE, "curriculum.rule=late")),
+    },
+    measure="unique_achievements",
+    measured="of key, door and treasure, held out",
+)  # fmt: skip
+
+# Whole jobs, each seed from its own imitation on: the first two take ten minutes and an hour a seed on two
+# quiet cores, the others a quarter of an hour.
+_REMEMBERS = ("rollout.env_config.memory=true", "warmup.policy_config.memory=true")
+JOBS = (
+    Study(
+        name="demo",
+        title="the demo, from its warm-up on",
+        against="demo",
+        settings=(),
+        arms={"demo": Arm("the demo", ())},
+        from_the_start=True,
+    ),
+    Study(
+        name="laptop",
+        title="whole games of Crafter, from what is in view or from everything seen",
+        against="view",
+        job="configs/crafter_laptop.toml",
+        settings=(),
+        arms={"view": Arm("the view alone", ()), "memory": Arm("with a memory", _REMEMBERS)},
+        from_the_start=True,
+    ),
+    *(
+        Study(
+            name=name,
+            title=f"{name}, from its warm-up on",
+            against=name,
+            job=f"configs/{name}.toml",
+            settings=(),
+            arms={name: Arm(name, ())},
+            measure="outcome_reward",
+            measured=f"{unit}, held out",
+            from_the_start=True,
+        )
+        for name, unit in (("babyai", "missions accomplished"), ("sokoban", "boxes on goals"))
+    ),
+)
+
+NAMES = {
+    study.name: study for study in (*JOBS, AHEAD, CREDIT, DIALOGUE, MIXTURE, REWARD_MODES, STARTS, STATELM)
+}
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in NAMES:
