@@ -631,10 +631,30 @@ def shared_prefix_claims() -> Iterator[Claim]:
     yield Claim(README, "an update on Crafter's full text", times["full text, tiny-0.8m"])
 
 
+def start_claims() -> Iterator[Claim]:
+    """Starts in the corridor, by the most probable calls at the end."""
+    arms = Arms("starts", "unique_achievements")
+    for arm, row in (("frontier", "**`frontier` in a corridor"), ("plain", "the same corridor from the beginning")):
+        ends = arms.after(arm)
+        yield Claim(FIGURES, row, f"| {sum(end == 3 for end in ends)} of {len(ends)} |")
+
+
+def limit_claims() -> Iterator[Claim]:
+    """Scripted players of whole games of Crafter."""
+    rows = (
+        ("view", "**The scripted teacher"), ("memory", "a teacher that remembers"), ("whole", "a teacher that sees"),
+        ("view, blows do not hurt", "the memoryless teacher where blows"),
+    )  # fmt: skip
+    players = data("player_limits")["players"]
+    for name, row in rows:
+        words = "{unique_achievements:.2f} | 95 % {low:.2f} to {high:.2f}".format(**players[name])
+        yield Claim(FIGURES, row, f"| {words} |")
+
+
 def claims() -> list[Claim]:
     """All of them."""
     parts = (
-        shared_prefix_claims, demo_claims, reward_mode_claims, credit_claims, study_claims, captured_claims,
+        start_claims, limit_claims, shared_prefix_claims, demo_claims, reward_mode_claims, credit_claims, study_claims, captured_claims,
         cost_claims, gpu_claims, agreement_claims, gpu_curve_claims, coverage_claims, fault_claims,
         rank_claims, server_claims, truth_claims,
     )  # fmt: skip
