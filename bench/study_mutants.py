@@ -2,10 +2,9 @@
 
     python -m bench.study_mutants [--count 200] [--again]
 
-A mutant changes a comparison, an operator, a number, a condition, a returned number or a keyword argument;
-annotations, decorators, asserts and what is raised stay. It exists in the memory of one process, where the
-tests that run its line (coverage.py tells them) are run, fastest first, until one fails. A test that takes
-no end is stopped after `--limit` seconds of CPU time, and has killed the mutant.
+A mutant (bench/mutations.py) exists in the memory of one process, where the tests that run its line, as
+coverage.py tells, are run, fastest first, until one fails. One that is stopped after `--limit` seconds of
+CPU time has failed too.
 
 bench/results/mutants.json has a row for each mutant, written at once: what is there is not run again, except
 survivors with --again. A survivor whose `equivalent` says why no test can kill it does not count.
@@ -21,6 +20,7 @@ import resource
 import signal
 import sys
 import tempfile
+import traceback
 import types
 from argparse import Namespace
 from collections import Counter
@@ -34,6 +34,7 @@ import coverage
 import pytest
 
 from bench.kit import ROOT, options, report, write_results
+from bench.mutations import Change, changes
 
 SOURCES = ("trainer_backend/core", "trainer_backend/credit")
 _ALSO = ("test_credit", "test_recredit", "test_mixture_credit", "evaluation/test_truth_player")
@@ -42,105 +43,7 @@ TESTS = ("tests/trainer_backend/core", *(f"tests/trainer_backend/{name}.py" for 
 ELSEWHERE = (
     "tests/trainer_backend/test_recredit.py::test_the_ranks_of_a_jobs_learner_find_the_same_cosines",
 )
-PRELOADED = ("torch", "numpy", "hypothesis", "pydantic", "fastapi", "httpx", "pyarrow.parquet", "stamina")
 MEMORY = 12 << 30  # bytes of addresses, for a mutant that appends without end
-
-_SWAPS: Mapping[type[ast.AST], tuple[type[ast.AST], ...]] = {
-    ast.Lt: (ast.LtE, ast.GtE), ast.LtE: (ast.Lt, ast.Gt), ast.Gt: (ast.GtE, ast.LtE),
-    ast.GtE: (ast.Gt, ast.Lt), ast.Eq: (ast.NotEq,), ast.NotEq: (ast.Eq,), ast.In: (ast.NotIn,), ast.NotIn: (ast.In,),
-    ast.Is: (ast.IsNot,), ast.IsNot: (ast.Is,), ast.And: (ast.Or,), ast.Or: (ast.And,),
-    ast.Add: (ast.Sub,), ast.Sub: (ast.Add,), ast.Mult: (ast.Div,), ast.Div: (ast.Mult,),
-    ast.Pow: (ast.Mult,), ast.Mod: (ast.Mult,), ast.FloorDiv: (ast.Mult,),
-}  # fmt: skip
-_STAYS = ("annotation", "returns", "decorator_list", "type_params")
-Functions = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-class Change(NamedTuple):
-    """One field of a node gets another value.
-
-    Attributes:
-        lines: of the node's statement, without its body.
-        imported: whether an import runs it, and not a call.
-    """
-
-    node: ast.AST
-    field: str
-    value: Any
-    lines: range
-    imported: bool
-
-    def apply(self) -> str:
-        """Change the tree; return how the code read before and reads now."""
-        before = self._shown()
-        setattr(self.node, self.field, self.value)
-        ast.fix_missing_locations(self.node)
-        return f"{before} -> {self._shown()}"
-
-    def _shown(self) -> str:
-        if isinstance(self.node, ast.If | ast.While | ast.comprehension):
-            value = getattr(self.node, self.field)
-            return ast.unparse(value[0] if isinstance(value, list) else value)
-        return ast.unparse(self.node)
-
-
-def _negated(test: ast.expr) -> ast.expr:
-    return ast.UnaryOp(ast.Not(), test)
-
-
-def _values(node: ast.AST, numeric: bool) -> Iterator[tuple[str, Any]]:
-    """Fields of a node with the values that mutants have there; `numeric`: its function returns a number."""
-    match node:
-        case ast.Compare(ops=ops):
-            for place, op in enumerate(ops):
-                yield from (("ops", [*ops[:place], new(), *ops[place + 1 :]]) for new in _SWAPS[type(op)])
-        case ast.BinOp(op=op) | ast.AugAssign(op=op) | ast.BoolOp(op=op):
-            yield from (("op", new()) for new in _SWAPS.get(type(op), ()))
-        case ast.Constant(value=bool(value)):
-            yield "value", not value
-        case ast.Constant(value=int(value) | float(value)):
-            yield from (("value", new) for new in {0: (1,), 1: (0, 2)}.get(value, (0, value + 1)))
-        case ast.UnaryOp(op=ast.Not(), operand=operand):
-            yield "operand", _negated(operand)
-        case ast.Return(value=ast.expr() as value) if numeric:
-            yield "value", ast.BinOp(value, ast.Add(), ast.Constant(1))
-        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
-            if not isinstance(test, ast.Compare | ast.UnaryOp):
-                yield "test", _negated(test)
-        case ast.comprehension(ifs=[first, *others]) if not isinstance(first, ast.Compare | ast.UnaryOp):
-            yield "ifs", [_negated(first), *others]
-        case ast.Call(keywords=keywords):
-            for keyword in keywords:
-                if keyword.arg not in (None, "strict"):  # of zip: a guard
-                    yield "keywords", [other for other in keywords if other is not keyword]
-
-
-def _stays(node: ast.AST) -> bool:
-    match node:
-        case ast.Raise() | ast.Assert() | ast.JoinedStr() | ast.keyword(arg="strict"):
-            return True
-        case ast.FunctionDef(name="__repr__") | ast.If(test=ast.Name(id="TYPE_CHECKING")):
-            return True
-    return False
-
-
-def changes(
-    node: ast.AST, lines: range = range(0), *, imported: bool = True, numeric: bool = False
-) -> Iterator[Change]:
-    """All changes of a tree, in the order of its text."""
-    if isinstance(node, ast.stmt):
-        body = getattr(node, "body", None)
-        lines = range(
-            node.lineno, max(body[0].lineno, node.lineno + 1) if body else (node.end_lineno or 0) + 1
-        )
-    yield from (Change(node, field, value, lines, imported) for field, value in _values(node, numeric))
-    if isinstance(node, Functions):
-        numeric = isinstance(node.returns, ast.Name) and node.returns.id in ("int", "float")
-    for field, value in ast.iter_fields(node):
-        for child in value if isinstance(value, list) else (value,):
-            if isinstance(child, ast.AST) and field not in _STAYS and not _stays(child):
-                called = isinstance(node, Functions | ast.Lambda) and field == "body"
-                yield from changes(child, lines, imported=imported and not called, numeric=numeric)
 
 
 class Watch:
@@ -171,15 +74,19 @@ def forked(work: Callable[[], Any], *, limit: int) -> Any:
     """What `work` returned in a process of its own; None if that was killed or ran out of time."""
     with tempfile.TemporaryFile("w+") as answer:
         if (child := os.fork()) == 0:
-            os.setsid()
-            silent = os.open(os.devnull, os.O_RDWR)
-            for stream in (0, 1, 2):
-                os.dup2(silent, stream)
-            resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
-            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-            json.dump(work(), answer)
-            answer.flush()
-            os._exit(0)
+            try:
+                os.setsid()
+                errors, silent = os.dup(2), os.open(os.devnull, os.O_RDWR)
+                for stream in (0, 1, 2):
+                    os.dup2(silent, stream)
+                resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+                resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+                json.dump(work(), answer)
+                answer.flush()
+            except Exception:
+                os.write(errors, traceback.format_exc().encode())
+            finally:
+                os._exit(0)
         os.waitpid(child, 0)
         with suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)  # what tests left behind
@@ -198,7 +105,8 @@ class Tree(NamedTuple):
     def pytest(self, tests: Sequence[str], watch: Watch) -> int:
         os.chdir(self.root)
         sys.path.insert(0, str(self.root))
-        return int(pytest.main(["-x", "-q", "--hypothesis-seed=0", "-p", "no:xdist", *tests], [watch]))
+        fixed = ("-x", "-q", "--assert=plain", "--hypothesis-seed=0", "-p", "no:xdist")
+        return int(pytest.main([*fixed, *tests], [watch]))
 
     def covered(self) -> dict[str, Any]:
         """The seconds of each test, and by file and line the tests, or whole files of them, that run it."""
@@ -209,7 +117,13 @@ class Tree(NamedTuple):
         cover.stop()
         data = cover.get_data()
         lines = {str(path): data.contexts_by_lineno(str(path)) for path in self.files}
-        return {"code": code, "failed": watch.failed, "seconds": watch.seconds, "lines": lines}
+        packages = [
+            name
+            for name, module in [*sys.modules.items()]
+            if "site-packages" in str(getattr(module, "__file__", ""))
+        ]
+        answer = {"code": code, "failed": watch.failed, "seconds": watch.seconds}
+        return {**answer, "lines": lines, "packages": packages}
 
     def drawn(self, count: int, seed: int) -> Iterator[tuple[Path, ast.Module, Change]]:
         """So many changes, each of a tree of its own."""
@@ -262,6 +176,9 @@ def study(tree: Tree, known: Sequence[dict[str, Any]], given: Namespace) -> Iter
     base = forked(tree.covered, limit=20 * given.limit)
     if base is None or base["code"]:
         raise SystemExit(f"the tests fail without a mutant: {base and base['failed']}")
+    for name in base["packages"]:  # once, and not in each process
+        with suppress(Exception):
+            importlib.import_module(name)
     stored = {(row["file"], row["line"], row["column"], row["change"]): row for row in known}
     for path, module, change in tree.drawn(given.count, given.seed):
         line, column = (
@@ -294,9 +211,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments=arguments,
     )
     root, results = Path(given.root).resolve(), Path(given.results)
-    if given.sources == " ".join(SOURCES):
-        for name in PRELOADED:  # once, and not in each process
-            importlib.import_module(name)
     files = [path for folder in given.sources.split() for path in sorted((root / folder).glob("*.py"))]
     known = json.loads(results.read_text(encoding="utf-8"))["rows"] if results.exists() else []
     rows: list[dict[str, Any]] = []
