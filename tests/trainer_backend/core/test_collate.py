@@ -119,6 +119,9 @@ def test_a_row_holds_what_segments_begin_with_once():
         [1, 1, 1, 0, 1, 1, 0, 0, 0],
         [1, 1, 0, 0, 0, 0, 1, 0, 0],
     ]
+    ones = {segment.rollout_id: [1.0] for segment in alike}
+    batch = make_batch(alike, advantages=ones, row_tokens=12, tries=Tries.of(alike, 1))
+    assert torch.equal(batch.packed.token_ids_BL, packed.token_ids_BL)
     # the two tokens that the fourth has of the others are too few, and so is one more than three
     apart = pack_segments(alike, row_tokens=12, tries=Tries.of(alike, 3))
     assert apart.position_ids_BL.tolist() == [[0, 1, 2, 3, 3, 3, 4, 0, 1, 2, 0, 1]]
@@ -157,6 +160,9 @@ def test_equal_segments_have_no_more_sampled_tokens_in_a_row_than_a_row_has_toke
     alike += [segment(f"s-{k}", [20, 21], [-1, 0]) for k in range(7)]
     packed = pack_segments(alike, row_tokens=20, tries=Tries.of(alike, 1))
     assert packed.predict_row_N.bincount().tolist() == [18, 10]
+    # as many as a row has tokens are not too many
+    assert pack([2, 2], 8, [4, 4]) == [[0, 1]]
+    assert pack([2, 2], 8, [4, 5]) == [[0], [1]]
 
 
 def test_rows_are_filled_best_by_whole_tries():

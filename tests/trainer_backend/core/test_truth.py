@@ -35,6 +35,7 @@ def measured(advantage, *, error=0.0, turn=1, reward=0.0, rollout="a", **rest):
 def test_pairs_have_the_mean_of_their_differences_and_its_standard_error():
     # deviations from 2: -1, 1, -1, 1; sample variance 4/3; over four pairs 1/3
     assert mean_difference([(1.0, [1.0, 3.0, 1.0, 3.0])], 4) == (2.0, pytest.approx(math.sqrt(1 / 3)))
+    assert mean_difference([(1.0, [1.0, 3.0])], 4) == (2.0, 1.0), "two are enough: 2 / 2"
     with pytest.raises(ValueError, match="at least two pairs, got 1"):
         mean_difference([(0.5, [1.0]), (0.5, [])], 8)
 
@@ -192,6 +193,7 @@ def test_no_signal_explains_nothing_and_says_so():
     score = truth_score([0.0, 0.0], [measured(1.0), measured(-1.0)])
     assert (score.correlation, score.sign_agreement, score.scale, score.zero_share) == (None, None, 0.0, 1.0)
     assert (score.error, score.explained) == (1.0, 0.0)
+    assert truth_score([1.0, -1.0], [measured(0.0), measured(0.0)]).explained is None
 
 
 def test_scores_by_hand():
@@ -204,6 +206,7 @@ def test_scores_by_hand():
     assert score.scale == pytest.approx(scale)
     apart = [scale - 1, scale, 1 - scale, 3 * scale - 1]
     assert score.error == pytest.approx(sum(value**2 for value in apart) / 4)
+    assert score.explained == pytest.approx(1 - score.error / 0.75), "the mean of T^2 is 3/4"
     assert score.sign_agreement == 1.0, "the second decision has no sign"
     by_name = {bias.name: bias for bias in score.biases}
     assert by_name["a reward"].mean == pytest.approx(apart[3]) and by_name["a reward"].error is None
