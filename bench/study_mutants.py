@@ -37,8 +37,13 @@ from bench.kit import ROOT, options, report, write_results
 from bench.mutations import Change, changes
 
 SOURCES = ("trainer_backend/core", "trainer_backend/credit")
-_ALSO = ("test_credit", "test_recredit", "test_mixture_credit", "evaluation/test_truth_player")
-TESTS = ("tests/trainer_backend/core", *(f"tests/trainer_backend/{name}.py" for name in _ALSO))
+# Of core: the presets of losses, what is imitated, the load of experts; of credit: what `inspect` shows.
+_ALSO = (
+    "test_credit.py", "test_recredit.py", "test_mixture_credit.py", "evaluation/test_truth_player.py",
+    "job/test_unread_keys.py", "learner/test_labels.py", "pages/test_conversations_are_shown.py",
+    "learner/test_families.py::test_the_load_of_experts_by_hand",
+)  # fmt: skip
+TESTS = ("tests/trainer_backend/core", *(f"tests/trainer_backend/{name}" for name in _ALSO))
 # Its learner is in processes of their own, which have no mutant.
 ELSEWHERE = (
     "tests/trainer_backend/test_recredit.py::test_the_ranks_of_a_jobs_learner_find_the_same_cosines",
@@ -202,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("--count", 200, "mutants"),
         ("--seed", 0, "of the draw"),
         ("--again", False, "run survivors again"),
-        ("--limit", 300, "seconds of CPU time for the tests of one mutant"),
+        ("--limit", 120, "seconds of CPU time for the tests of one mutant"),
         ("--least", 0.9, "the exit code is 1 below this score"),
         ("--root", str(ROOT), "the checkout"),
         ("--sources", " ".join(SOURCES), "folders that get mutants"),
@@ -211,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments=arguments,
     )
     root, results = Path(given.root).resolve(), Path(given.results)
-    files = [path for folder in given.sources.split() for path in sorted((root / folder).glob("*.py"))]
+    files = [path for folder in given.sources.split() for path in sorted((root / folder).rglob("*.py"))]
     known = json.loads(results.read_text(encoding="utf-8"))["rows"] if results.exists() else []
     rows: list[dict[str, Any]] = []
     for row in study(Tree(root, files, given.tests.split()), known, given):

@@ -9,6 +9,7 @@ from tests.conftest import tiny_job
 from tests.trainer_backend.dialogues import dialogue
 from tests.trainer_backend.pages import hand_made
 from trainer_backend import job_parts
+from trainer_backend.core.critic import ByToken
 from trainer_backend.core.statistics import step_deltas
 from trainer_backend.credit.credit import Measured
 from trainer_backend.credit.rewards import Rewards
@@ -170,6 +171,16 @@ def test_a_critic_goes_on_from_where_a_limit_cut_and_refuses_where_nobody_looked
         assert job_parts.credit(job).credits([rollout], measured)[0].advantages_T == [-1.0]
     with pytest.raises(AdvantageError, match="rollout r/0: no value of the state after its last decision"):
         job_parts.credit(job).credits([cut], Measured(values))
+
+
+def test_advantages_by_token_are_stored_next_to_those_of_the_decision():
+    # no reward, V = 1, 2, lambda 1/2: -2, and 2 - 1 + 1/2 * -2
+    keys = {"advantage": "gae_token", "gamma": 1.0, "gae_token_lambda": 0.5}
+    job = tiny_job(**TURN_SCORES, **{f"algorithm__{key}": value for key, value in keys.items()})
+    values = Measured({"r/0": ByToken([[1.0, 2.0]])})
+    (found,) = job_parts.credit(job).credits([with_tokens([(0, (1, 2), (3, 4))])], values)
+    assert [*map(list, found.token_advantages.rows_T)] == [[0.0, -2.0]]
+    assert [*map(list, found.token_values.rows_T)] == [[1.0, 2.0]]
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,9 @@ def test_an_episode_is_shown_decision_by_decision(trained):
     assert f"{credits[0]['return_to_go']:+.3f}" in shown
     unique, every = (sum(row[name] for row in credits) for name in ("unique_delta", "ach_delta"))
     assert f"achievements over its decisions: unique {unique}, all {every}\n" in shown
+    console.print(episode_view(rollout, credits, full=True))
+    counts = shown.count("user: "), console.export_text().count("user: ")
+    assert counts == (0, len(rollout.trajectory.steps)), "whole prompts say who speaks"
 
 
 def test_an_episode_is_shown_with_the_credit_of_an_estimator_that_did_not_train(trained, tmp_path):
