@@ -131,6 +131,7 @@ def test_step_changes_hands_at_each_of_its_steps(steps: list[int], initial: str,
         (lambda: AdaptiveSchedule(seed=0, alpha_0=0.5, window=0), "window must be 1 at least"),
         (lambda: Weighted({}), "one at least"),
         (lambda: Weighted({"a": 0.0}), "must be above 0"),
+        (lambda: Weighted({"a": math.inf}), "must be above 0 and finite"),
     ],
 )
 def test_what_is_no_schedule_is_refused(make, told: str):

@@ -127,6 +127,14 @@ def test_a_row_holds_what_segments_begin_with_once():
     assert apart.position_ids_BL.tolist() == [[0, 1, 2, 3, 3, 3, 4, 0, 1, 2, 0, 1]]
 
 
+def test_a_branch_near_the_one_above_is_dropped_with_all_that_are_as_deep():
+    # 5 ids shared with the first, and 7 with each other; only two below are not worth a branch
+    ends = ([9, 9, 9], [8, 8, 1], [8, 8, 2], [8, 8, 3])
+    parts = [segment(str(k), [1] * 5 + end, [-1] * 7 + [0]) for k, end in enumerate(ends)]
+    assert Tries.of(parts, 2).shared_S.tolist() == [0, 7, 7, 5]
+    assert Tries.of(parts, 3).shared_S.tolist() == [0, 5, 5, 5]
+
+
 def test_a_token_is_there_once_only_for_segments_that_name_the_same_experts():
     # two numbers a token; b differs from a at its second token, d names none; the last tokens name none
     named = {"a": [0, 1, 2, 3, 4, 5, N, N], "b": [0, 1, 2, 0, 4, 5, N, N], "c": [0, 1, 2, 3, 4, 5, N, N]}

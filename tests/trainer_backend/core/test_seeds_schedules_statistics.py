@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from shared_schemas.trajectory import (
     ObservationData,
+    PolicyLogprobs,
+    Sampling,
     StepData,
     StepInfo,
     StopReason,
@@ -21,6 +23,7 @@ from trainer_backend.core.statistics import (
     episode_metrics,
     mean_interval,
     over_worlds,
+    staleness_metrics,
     t_quantile_975,
     unique_by_turn,
 )
@@ -91,6 +94,20 @@ def test_episode_means_and_endings():
     assert metrics["episode/decisions"] == 2.0
     assert metrics["episode/invalid_frac"] == 0.25
     assert metrics["stop/max_decisions"] == 1.0
+
+
+def test_tokens_lag_behind_by_the_version_that_sampled_them():
+    # two tokens of version 3 and one of 4, while 5 learns: 2, 2, 1
+    call = PolicyLogprobs(
+        prompt_token_ids=(1,), token_ids=(2, 3, 4), logprobs=(-1.0,) * 3, versions=((0, 3), (2, 4)),
+        finish_reason="stop",
+    )  # fmt: skip
+    told = [
+        step.model_copy(update={"policy_logprobs": call, "sampling": Sampling()}) for step in NOTHING.steps
+    ]
+    metrics = staleness_metrics([NOTHING.model_copy(update={"steps": tuple(told)}), WOOD_TWICE], version=5)
+    assert metrics == {"policy/staleness_max": 2.0, "policy/staleness_mean": pytest.approx(5 / 3)}
+    assert staleness_metrics([WOOD_TWICE], version=5) == {}
 
 
 def test_an_interval_by_hand():
