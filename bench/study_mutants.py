@@ -37,10 +37,11 @@ from bench.kit import ROOT, options, report, write_results
 from bench.mutations import Change, changes
 
 SOURCES = ("trainer_backend/core", "trainer_backend/credit")
-# Of core: the presets of losses, what is imitated, the load of experts; of credit: what `inspect` shows.
+# Then what else has rules of these packages, and takes no minutes.
 _ALSO = (
-    "test_credit.py", "test_recredit.py", "test_mixture_credit.py", "evaluation/test_truth_player.py",
-    "job/test_unread_keys.py", "learner/test_labels.py", "pages/test_conversations_are_shown.py",
+    "credit", "test_credit.py", "test_recredit.py", "test_mixture_credit.py", "test_job.py",
+    "evaluation/test_truth_player.py", "job/test_unread_keys.py", "learner/test_labels.py",
+    "pages/test_conversations_are_shown.py", "test_branches_in_the_loop.py", "collect/test_plan.py",
     "learner/test_families.py::test_the_load_of_experts_by_hand",
 )  # fmt: skip
 TESTS = ("tests/trainer_backend/core", *(f"tests/trainer_backend/{name}" for name in _ALSO))

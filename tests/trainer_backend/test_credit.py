@@ -142,7 +142,7 @@ def with_tokens(calls, final_view=None):
 
 
 def test_the_view_after_the_last_decision_is_read_where_the_next_one_would_have_begun():
-    grown = with_tokens([(0, (1, 2), (3,)), (3, (4,), (5, 6))], final_view=(6, (7, 8), (9,)))
+    grown = with_tokens([(0, (1, 2), (3,)), (3, (4,), (5, 6))], final_view=(6, (7, 8), (9, 10)))
     view = job_parts.credit(tiny_job()).policies.final_view_by(grown)
     assert view.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert view.sampled_positions.tolist() == [8], (

@@ -57,6 +57,8 @@ def test_frequent_choices_have_pairs_by_their_share_and_rare_ones_share_the_rest
     # 8 * 7 / 16 and 8 * 6 / 16 are 3.5 and 3; two are left for c, d and e
     assert often == (7 / 16, (0, 1, 2)) and also == (6 / 16, (6, 7, 8))
     assert share == 3 / 16 and len(set(rare)) == 2 and set(rare) <= {10, 11, 12}
+    # 7 * 6 / 10 and 7 * 4 / 10 are 4.2 and 2.8: the second is given what is left
+    assert [len(members) for _, members in choice_strata("aaaaaabbbb", 7, 0)] == [4, 3]
     # 8 * 9 / 16 and 8 * 7 / 16 are 4.5 and 3.5: nothing is rare, and the first is given what is left
     assert [len(members) for _, members in choice_strata("aaaaaaaaabbbbbbb", 8, 0)] == [5, 3]
     # 8 * 5 / 16 are 2.5, three times: two are left, one for the only rare choice, one for a
