@@ -43,6 +43,7 @@ _ALSO = (
     "evaluation/test_truth_player.py", "job/test_unread_keys.py", "learner/test_labels.py",
     "pages/test_conversations_are_shown.py", "test_branches_in_the_loop.py", "collect/test_plan.py",
     "learner/test_families.py::test_the_load_of_experts_by_hand",
+    "models/test_presets_and_tokenizer.py",
 )  # fmt: skip
 TESTS = ("tests/trainer_backend/core", *(f"tests/trainer_backend/{name}" for name in _ALSO))
 # Its learner is in processes of their own, which have no mutant.

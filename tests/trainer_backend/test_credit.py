@@ -10,6 +10,7 @@ from tests.trainer_backend.dialogues import dialogue
 from tests.trainer_backend.pages import hand_made
 from trainer_backend import job_parts
 from trainer_backend.core.critic import ByToken
+from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.statistics import step_deltas
 from trainer_backend.credit.credit import Measured
 from trainer_backend.credit.rewards import Rewards
@@ -65,6 +66,18 @@ def test_a_causal_horizon_counts_the_decisions_that_were_done_before():
     rewards = Rewards(job.training, max_decisions=10)
     assert rewards.earned_by(item, {}).rewards_T == [6.0, 0.0]
     assert rewards.earned_by(item, {}, decisions_done=4).rewards_T == [4.0, 0.0]
+
+
+def test_what_decisions_pay_for_their_kl_is_paid_only_where_the_job_says_so():
+    job = tiny_job(**TURN_SCORES, training__kl_reward_coef=0.5)
+    item, rewards = two_dialogues()[1], Rewards(job.training, max_decisions=10)
+    scored = ScoredTokens([[-1.0], [-1.0]], [[-3.0], [-1.0]])  # 2 nats, then none
+    assert rewards.earned_by(item, {"r/1": scored}).rewards_T == [-0.5, 0.5]
+    assert rewards.without_kl().earned_by(item, {"r/1": scored}).rewards_T == [0.5, 0.5]
+    assert not Rewards(tiny_job().training, max_decisions=10).pays_kl
+    with pytest.raises(RewardError) as caught:
+        rewards.earned_by(item, {"r/1": ScoredTokens([[-1.0], [-1.0]], [[-3.0], []])})
+    assert caught.value.where == "rollout r/1, turn 2"
 
 
 GIGPO = {"advantage": "gigpo", "fnorm": "one", "gamma": 0.5, "omega": 0.5}

@@ -5,7 +5,9 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from shared_schemas.evaluate_result import EvaluateResult
 from shared_schemas.trajectory import (
     ObservationData,
     PolicyLogprobs,
@@ -14,8 +16,17 @@ from shared_schemas.trajectory import (
     StepInfo,
     StopReason,
     Trajectory,
+    UserReward,
 )
-from trainer_backend.core.schedules import constant, cosine, followed_rate, learning_rate, linear
+from trainer_backend.core.schedules import (
+    DesiredKlKeys,
+    FallKeys,
+    constant,
+    cosine,
+    followed_rate,
+    learning_rate,
+    linear,
+)
 from trainer_backend.core.statistics import (
     Interval,
     ach_by_turn,
@@ -26,6 +37,7 @@ from trainer_backend.core.statistics import (
     staleness_metrics,
     t_quantile_975,
     unique_by_turn,
+    user_reward_metrics,
 )
 
 
@@ -108,6 +120,23 @@ def test_tokens_lag_behind_by_the_version_that_sampled_them():
     metrics = staleness_metrics([NOTHING.model_copy(update={"steps": tuple(told)}), WOOD_TWICE], version=5)
     assert metrics == {"policy/staleness_max": 2.0, "policy/staleness_mean": pytest.approx(5 / 3)}
     assert staleness_metrics([WOOD_TWICE], version=5) == {}
+
+
+def test_what_a_reward_function_said_is_a_mean_over_the_episodes_that_it_judged():
+    said = UserReward(
+        reward_function="f", result=EvaluateResult(score=4.0), environment_outcome_reward=3.0,
+        environment_outcome_definition="d",
+    )  # fmt: skip
+    first, *others = WOOD_TWICE.steps
+    steps = (first.model_copy(update={"base_reward": 0.5}), *others)
+    judged = WOOD_TWICE.model_copy(update={"steps": steps, "user_reward": said, "warnings": ("w", "w")})
+    assert user_reward_metrics([judged, NOTHING]) == {
+        "user_reward/score": 4.0,
+        "user_reward/base_sum": 0.5,
+        "user_reward/warnings": 2.0,
+        "episode/environment_outcome_reward": 3.0,
+    }
+    assert user_reward_metrics([NOTHING]) == {}
 
 
 def test_an_interval_by_hand():
@@ -212,6 +241,10 @@ def test_a_bandit_gets_the_rate_whose_steps_have_the_desired_size(begin: float):
 def test_shares_outside_their_range_are_refused():
     with pytest.raises(ValueError, match="progress=2"):
         learning_rate(1.0, progress=2, rise=0, final=0)
+    for keys, name in ((FallKeys, "learning_rate_final"), (DesiredKlKeys, "desired_kl_final")):
+        for share in (-0.1, 1.1):
+            with pytest.raises(ValidationError, match=name):
+                keys.model_validate({name: share})
 
 
 def test_the_interval_of_a_batch_is_over_groups_whose_siblings_share_their_start():
