@@ -42,6 +42,7 @@ _ALSO = (
     "credit", "test_credit.py", "test_recredit.py", "test_mixture_credit.py", "test_job.py",
     "evaluation/test_truth_player.py", "job/test_unread_keys.py", "learner/test_labels.py",
     "pages/test_conversations_are_shown.py", "test_branches_in_the_loop.py", "collect/test_plan.py",
+    "test_forks_in_the_loop.py",
     "learner/test_families.py::test_the_load_of_experts_by_hand",
     "models/test_presets_and_tokenizer.py",
 )  # fmt: skip

@@ -40,7 +40,10 @@ def recredit(directory, out, *, names=(), iterations=(), checkpoint=None, overri
 
 def test_the_jobs_own_estimator_gives_what_training_stored(trained, tmp_path):
     directory, _, _ = trained
+    _, _, folder = recredit(directory, tmp_path / "two", names=["stepwise", "grpo"], iterations=[1])
+    assert (folder / "agreement.html").exists(), "two are enough to compare"
     recredit(directory, tmp_path, names=["stepwise"], iterations=[1])
+    assert not (tmp_path / "agreement.html").exists()
     columns = ["rollout_id", "decisions"]
     stored = finished_rows(directory.rollouts_file("iteration_1"), columns)
     assert finished_rows(tmp_path / "stepwise.parquet", columns) == stored
@@ -55,6 +58,8 @@ def test_every_estimator_is_computed_or_refused_by_name(trained, tmp_path):
     assert pair["correlation"] == pytest.approx(1.0), "one is the other times G / (G - 1)"
     assert b"saved-charts" in (folder / "agreement.html").read_bytes()
     assert all(name in shown for name in ESTIMATORS)
+    (heads,) = re.findall("^correlation .*", shown, re.MULTILINE)
+    assert heads.split() == ["correlation", *map(str, range(1, len(figures["estimators"])))]
     tables, _ = recredit_run(directory.path, (), (), None, tmp_path, (), reporter=ListReporter())
     narrow = Console(width=60, record=True)
     narrow.print(tables, crop=False)

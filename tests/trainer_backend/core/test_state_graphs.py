@@ -7,6 +7,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from tests.trainer_backend.core.exact_estimators import (
     exact_g2po,
@@ -20,7 +21,7 @@ from trainer_backend.core.advantages.g2po import g2po
 from trainer_backend.core.advantages.gagpo import gagpo
 from trainer_backend.core.advantages.gigpo import gigpo, gigpo_additive
 from trainer_backend.core.advantages.gigpo_soft import gigpo_soft
-from trainer_backend.core.advantages.graphgpo import graphgpo
+from trainer_backend.core.advantages.graphgpo import GraphgpoKeys, graphgpo
 from trainer_backend.job.training_table import AlgorithmTable
 
 ONE = AlgorithmTable(gamma=0.95, fnorm="one")
@@ -243,6 +244,12 @@ def test_the_goal_is_the_best_score_of_the_group_or_any_that_is_high_enough():
     missed = graphgpo(won_beside_a_detour(), HALF.model_copy(update=dict(goal_score=2.0)))
     assert missed.parts["closeness"] == [[None] * 3] * 2
     assert missed.parts["step_advantage"] == [[0.0] * 3] * 2
+
+
+@pytest.mark.parametrize("discount", [0.0, 1.0])
+def test_a_discount_that_tells_no_distances_apart_is_refused(discount):
+    with pytest.raises(ValidationError, match="distance_discount"):
+        GraphgpoKeys(distance_discount=discount)
 
 
 def soft(texts, rewards, temperature, **config):
