@@ -5,7 +5,9 @@ keyword arguments change; annotations, decorators, asserts, f-strings, `__repr__
 """
 
 import ast
-from collections.abc import Iterator, Mapping
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 _SWAPS: Mapping[type[ast.AST], tuple[type[ast.AST], ...]] = {
@@ -32,6 +34,11 @@ class Change(NamedTuple):
     value: Any
     lines: range
     imported: bool
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Line and column."""
+        return getattr(self.node, "lineno", self.lines.start), getattr(self.node, "col_offset", 0)
 
     def apply(self) -> str:
         """Change the tree; return how the code read before and reads now."""
@@ -104,3 +111,12 @@ def changes(
             if isinstance(child, ast.AST) and field not in _STAYS and not _stays(child):
                 called = isinstance(node, Functions | ast.Lambda) and field == "body"
                 yield from changes(child, lines, imported=imported and not called, numeric=numeric)
+
+
+def draw(files: Sequence[Path], count: int, seed: int) -> Iterator[tuple[Path, ast.Module, Change]]:
+    """So many of all changes of the files, each with a tree of its own."""
+    texts = {path: path.read_text(encoding="utf-8") for path in files}
+    sites = [(path, n) for path, text in texts.items() for n, _ in enumerate(changes(ast.parse(text)))]
+    for path, number in random.Random(seed).sample(sites, min(count, len(sites))):
+        module = ast.parse(texts[path])
+        yield path, module, [*changes(module)][number]

@@ -12,10 +12,8 @@ survivors with --again. A survivor whose `equivalent` says why no test can kill 
 
 import ast
 import importlib
-import importlib.machinery
 import json
 import os
-import random
 import resource
 import signal
 import sys
@@ -27,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,23 +33,19 @@ import coverage
 import pytest
 
 from bench.kit import ROOT, options, report, write_results
-from bench.mutations import Change, changes
+from bench.mutations import Change, draw
 
-SOURCES = ("trainer_backend/core", "trainer_backend/credit")
-# Then what else has rules of these packages, and takes no minutes.
-_ALSO = (
-    "credit", "test_credit.py", "test_recredit.py", "test_mixture_credit.py", "test_job.py",
-    "evaluation/test_truth_player.py", "job/test_unread_keys.py", "learner/test_labels.py",
-    "pages/test_conversations_are_shown.py", "test_branches_in_the_loop.py", "collect/test_plan.py",
-    "test_forks_in_the_loop.py",
-    "learner/test_families.py::test_the_load_of_experts_by_hand",
-    "models/test_presets_and_tokenizer.py",
-)  # fmt: skip
-TESTS = ("tests/trainer_backend/core", *(f"tests/trainer_backend/{name}" for name in _ALSO))
+SOURCES = "trainer_backend/core trainer_backend/credit"
+# Tests of these packages, and what else has rules of theirs and takes no minutes.
+TESTS = """
+    core credit test_credit.py test_recredit.py test_mixture_credit.py test_job.py job/test_unread_keys.py
+    test_branches_in_the_loop.py test_forks_in_the_loop.py evaluation/test_truth_player.py
+    collect/test_plan.py pages/test_conversations_are_shown.py models/test_presets_and_tokenizer.py
+    learner/test_labels.py learner/test_families.py::test_the_load_of_experts_by_hand
+"""
 # Its learner is in processes of their own, which have no mutant.
-ELSEWHERE = (
-    "tests/trainer_backend/test_recredit.py::test_the_ranks_of_a_jobs_learner_find_the_same_cosines",
-)
+NOT = "tests/trainer_backend/test_recredit.py::test_the_ranks_of_a_jobs_learner_find_the_same_cosines"
+_PLACE = ("file", "line", "column", "change")
 MEMORY = 12 << 30  # bytes of addresses, for a mutant that appends without end
 
 
@@ -60,17 +55,15 @@ class Watch:
     def __init__(self, cover: coverage.Coverage | None = None) -> None:
         self.cover, self.seconds, self.failed = cover, dict[str, float](), ""
 
-    def _switch(self, name: str) -> None:
-        if self.cover is not None:
-            self.cover.switch_context(name)
-
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        self._switch(item.nodeid.partition("::")[0])  # fixtures may be shared by the whole file
+        if self.cover is not None:  # fixtures may be shared by the whole file
+            self.cover.switch_context(item.nodeid.partition("::")[0])
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> None:
-        self._switch(item.nodeid)
+        if self.cover is not None:
+            self.cover.switch_context(item.nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
@@ -113,7 +106,7 @@ class Tree(NamedTuple):
     def pytest(self, tests: Sequence[str], watch: Watch) -> int:
         os.chdir(self.root)
         sys.path.insert(0, str(self.root))
-        fixed = ("-x", "-q", "--assert=plain", "--hypothesis-seed=0", "-p", "no:xdist")
+        fixed = ("-x", "-q", "--assert=plain", "--hypothesis-seed=0", "-p", "no:xdist", f"--deselect={NOT}")
         return int(pytest.main([*fixed, *tests], [watch]))
 
     def covered(self) -> dict[str, Any]:
@@ -125,34 +118,19 @@ class Tree(NamedTuple):
         cover.stop()
         data = cover.get_data()
         lines = {str(path): data.contexts_by_lineno(str(path)) for path in self.files}
-        packages = [
-            name
-            for name, module in [*sys.modules.items()]
-            if "site-packages" in str(getattr(module, "__file__", ""))
-        ]
-        answer = {"code": code, "failed": watch.failed, "seconds": watch.seconds}
-        return {**answer, "lines": lines, "packages": packages}
-
-    def drawn(self, count: int, seed: int) -> Iterator[tuple[Path, ast.Module, Change]]:
-        """So many changes, each of a tree of its own."""
-        sites = [
-            (path, place)
-            for path in self.files
-            for place, _ in enumerate(changes(ast.parse(path.read_text(encoding="utf-8"))))
-        ]
-        for path, place in random.Random(seed).sample(sites, min(count, len(sites))):
-            module = ast.parse(path.read_text(encoding="utf-8"))
-            yield path, module, [*changes(module)][place]
+        files = {name: str(getattr(module, "__file__", "")) for name, module in [*sys.modules.items()]}
+        packages = [name for name, file in files.items() if "site-packages" in file]
+        found = {"code": code, "failed": watch.failed, "seconds": watch.seconds}
+        return {**found, "lines": lines, "packages": packages}
 
     def survives(self, path: Path, module: ast.Module, tests: Sequence[str]) -> tuple[bool, str]:
         """Whether all these tests pass with this text of a file, and the first that does not."""
-        loader = importlib.machinery.SourceFileLoader
-        usual = loader.get_code
+        usual = SourceFileLoader.get_code
 
-        def get_code(self: importlib.machinery.SourceFileLoader, name: str) -> types.CodeType | None:
+        def get_code(self: SourceFileLoader, name: str) -> types.CodeType | None:
             return compile(module, self.path, "exec") if self.path == str(path) else usual(self, name)
 
-        loader.get_code = get_code  # type: ignore[assignment, method-assign]
+        SourceFileLoader.get_code = get_code  # type: ignore[assignment, method-assign]
         watch = Watch()
         return self.pytest(tests, watch) == 0, watch.failed or "no import"
 
@@ -170,11 +148,11 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     counted = [row for row in rows if "equivalent" not in row]
     killed = Counter(row["file"] for row in counted if row["killed_by"])
     total = Counter(row["file"] for row in counted)
+    score = round(killed.total() / max(total.total(), 1), 4)
+    numbers = {"mutants": len(rows), "equivalent": len(rows) - len(counted), "killed": killed.total()}
     return {
-        "mutants": len(rows),
-        "equivalent": len(rows) - len(counted),
-        "killed": killed.total(),
-        "score": round(killed.total() / max(total.total(), 1), 4),
+        **numbers,
+        "score": score,
         "by_file": {name: [killed[name], total[name]] for name in sorted(total)},
     }
 
@@ -187,19 +165,15 @@ def study(tree: Tree, known: Sequence[dict[str, Any]], given: Namespace) -> Iter
     for name in base["packages"]:  # once, and not in each process
         with suppress(Exception):
             importlib.import_module(name)
-    stored = {(row["file"], row["line"], row["column"], row["change"]): row for row in known}
-    for path, module, change in tree.drawn(given.count, given.seed):
-        line, column = (
-            getattr(change.node, "lineno", change.lines.start),
-            getattr(change.node, "col_offset", 0),
-        )
-        name, text = path.relative_to(tree.root).as_posix(), change.apply()
-        row = stored.get((name, line, column, text), {})
+    stored = {tuple(row[name] for name in _PLACE): row for row in known}
+    for path, module, change in draw(tree.files, given.count, given.seed):
+        place = (path.relative_to(tree.root).as_posix(), *change.place, change.apply())
+        row = stored.get(place, {})
         if not row or (given.again and not row["killed_by"] and "equivalent" not in row):
             tests = chosen(change, base["lines"][str(path)], base["seconds"])
             work = partial(tree.survives, path, module, tests)
             survives, test = (forked(work, limit=given.limit) or (False, "stopped")) if tests else (True, "")
-            row = {"file": name, "line": line, "column": column, "change": text, "tests": len(tests)}
+            row = dict(zip(_PLACE, place, strict=True)) | {"tests": len(tests)}
             row["killed_by"] = "" if survives else test
         yield row
 
@@ -213,8 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("--limit", 120, "seconds of CPU time for the tests of one mutant"),
         ("--least", 0.9, "the exit code is 1 below this score"),
         ("--root", str(ROOT), "the checkout"),
-        ("--sources", " ".join(SOURCES), "folders that get mutants"),
-        ("--tests", " ".join([*TESTS, *(f"--deselect={test}" for test in ELSEWHERE)]), "for pytest"),
+        ("--sources", SOURCES, "folders that get mutants"),
+        ("--tests", " ".join(f"tests/trainer_backend/{name}" for name in TESTS.split()), "for pytest"),
         ("--results", str(ROOT / "bench/results/mutants.json"), "where rows are kept"),
         arguments=arguments,
     )
