@@ -136,10 +136,9 @@ class Tree(NamedTuple):
 
 
 def chosen(change: Change, lines: Mapping[str, Sequence[str]], seconds: Mapping[str, float]) -> list[str]:
-    """The tests that run a change, fastest first; of what an import runs, all that run any of its file."""
-    rows = lines.values() if change.imported else (lines.get(str(line), ()) for line in change.lines)
-    names = {name for row in rows for name in row if name}
-    tests = {test for test in seconds if test in names or test.partition("::")[0] in names}
+    """The tests that run a change, fastest first; of what an import runs, all."""
+    names = {name for line in change.lines for name in lines.get(str(line), ())}
+    tests = [test for test in seconds if change.imported or test in names or test.partition("::")[0] in names]
     return sorted(tests, key=lambda test: (seconds[test], test))
 
 

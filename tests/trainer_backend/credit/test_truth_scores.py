@@ -23,11 +23,10 @@ RIGHT = {"a": [2.0, 9.0, -2.0], "b": [0.0]}
 WRONG = {"a": [-1.0, 9.0, 1.0], "b": [0.0]}
 
 
-def scores(advantages, groups=("g", "h"), **cosines):
-    return TruthScores(
-        TruthFile(Path("unused"), SETTING, TRUTHS), advantages, dict(zip("ab", groups, strict=True)),
-        {(name, "truth"): value for name, value in cosines.items()},
-    )  # fmt: skip
+def scores(advantages, truths=TRUTHS, **cosines):
+    """Every rollout is of a group of its own."""
+    compared = {(name, "truth"): value for name, value in cosines.items()}
+    return TruthScores(TruthFile(Path("unused"), SETTING, truths), advantages, {}, compared)
 
 
 def shown(found):
@@ -55,3 +54,16 @@ def test_the_best_comes_first_and_what_is_not_known_is_a_dash():
     assert (row["sign"], rows["rloo"]["sign"], row["of 0"]) == ("100%", "0%", "33%")
     assert row["95 %"] == "-", "without either group one constant is left, which has no correlation"
     assert row["unbiased"] == "-", "the std of grpo's estimate is not only noise"
+
+
+def test_bounds_are_shown_where_three_groups_tell_them():
+    values = {"a": [0.0, 0.5], "b": [1.0, 0.5], "c": [0.0, 1.0]}
+    truths = [
+        TrueAdvantage(rollout, turn, 0.0, value, 0.01, None, 4, 0, 2, 9)
+        for rollout, row in values.items()
+        for turn, value in enumerate(row, 1)
+    ]
+    played = {"a": [0.0, 1.0], "b": [1.0, 0.0], "c": [2.0, -1.0]}
+    score = scores({"rloo": played}, truths).scores["rloo"]
+    bounds = shown(scores({"rloo": played, "grpo": played}, truths))["rloo"]["95 %"]
+    assert bounds == f"{score.low:+.2f} {score.high:+.2f}"
