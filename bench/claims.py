@@ -631,11 +631,18 @@ def shared_prefix_claims() -> Iterator[Claim]:
     yield Claim(README, "an update on Crafter's full text", times["full text, tiny-0.8m"])
 
 
+def mutant_claims() -> Iterator[Claim]:
+    counted = [row for row in data("mutants")["rows"] if "equivalent" not in row]
+    killed = sum(bool(row["killed_by"]) for row in counted) / len(counted)
+    row = f"mutants that the tests of `core` and `credit` kill, of {len(counted)}"
+    yield Claim(FIGURES, row, f"| {killed:.1%} |".replace("%", " %"))
+
+
 def claims() -> list[Claim]:
     """All of them."""
     parts = (
         shared_prefix_claims, demo_claims, reward_mode_claims, credit_claims, study_claims, captured_claims,
         cost_claims, gpu_claims, agreement_claims, gpu_curve_claims, coverage_claims, fault_claims,
-        rank_claims, server_claims, truth_claims,
+        rank_claims, server_claims, truth_claims, mutant_claims,
     )  # fmt: skip
     return [claim for part in parts for claim in part()]
