@@ -219,6 +219,13 @@ def test_keys_without_a_meaning_are_refused(keys, values):
         keys(**values)
 
 
+def test_the_dual_clip_leaves_small_positive_advantages_to_the_other_one():
+    # ratio 1, advantage 1/2, whose dual bound of 3/2 is for negative ones alone
+    zero, half, one = (torch.tensor([value]) for value in (0.0, 0.5, 1.0))
+    loss = clipped_policy_loss(zero, zero, half, one, ClipKeys(clip_dual=3.0))
+    assert loss.item() == -0.5
+
+
 def test_the_loss_of_routers_can_be_switched_off():
     assert RouterKeys(router_aux_coef=0.0).router_aux_coef == 0.0
 
