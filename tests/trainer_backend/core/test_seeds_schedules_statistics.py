@@ -105,6 +105,7 @@ def test_episode_means_and_endings():
     assert metrics["episode/unique_achievements"] == 1.0
     assert metrics["episode/decisions"] == 2.0
     assert metrics["episode/invalid_frac"] == 0.25
+    assert (metrics["episode/env_steps"], metrics["episode/outcome_reward"]) == (2.0, 1.0)
     assert metrics["stop/max_decisions"] == 1.0
 
 
