@@ -634,7 +634,8 @@ def shared_prefix_claims() -> Iterator[Claim]:
 def start_claims() -> Iterator[Claim]:
     """Starts in the corridor, by the most probable calls at the end."""
     arms = Arms("starts", "unique_achievements")
-    for arm, row in (("frontier", "**`frontier` in a corridor"), ("plain", "the same corridor from the beginning")):
+    rows = (("frontier", "**`frontier` in a corridor"), ("plain", "the same corridor from the beginning"))
+    for arm, row in rows:
         ends = arms.after(arm)
         yield Claim(FIGURES, row, f"| {sum(end == 3 for end in ends)} of {len(ends)} |")
 
@@ -642,7 +643,8 @@ def start_claims() -> Iterator[Claim]:
 def limit_claims() -> Iterator[Claim]:
     """Scripted players of whole games of Crafter."""
     rows = (
-        ("view", "**The scripted teacher"), ("memory", "a teacher that remembers"), ("whole", "a teacher that sees"),
+        ("view", "**The scripted teacher"), ("memory", "a teacher that remembers"),
+        ("whole", "a teacher that sees"),
         ("view, blows do not hurt", "the memoryless teacher where blows"),
     )  # fmt: skip
     players = data("player_limits")["players"]
@@ -651,11 +653,19 @@ def limit_claims() -> Iterator[Claim]:
         yield Claim(FIGURES, row, f"| {words} |")
 
 
+def mutant_claims() -> Iterator[Claim]:
+    counted = [row for row in data("mutants")["rows"] if "equivalent" not in row]
+    killed = sum(bool(row["killed_by"]) for row in counted) / len(counted)
+    row = f"mutants that the tests of `core` and `credit` kill, of {len(counted)}"
+    yield Claim(FIGURES, row, f"| {killed:.1%} |".replace("%", " %"))
+
+
 def claims() -> list[Claim]:
     """All of them."""
     parts = (
-        start_claims, limit_claims, shared_prefix_claims, demo_claims, reward_mode_claims, credit_claims, study_claims, captured_claims,
+        start_claims, limit_claims, shared_prefix_claims, demo_claims, reward_mode_claims, credit_claims,
+        study_claims, captured_claims,
         cost_claims, gpu_claims, agreement_claims, gpu_curve_claims, coverage_claims, fault_claims,
-        rank_claims, server_claims, truth_claims,
+        rank_claims, server_claims, truth_claims, mutant_claims,
     )  # fmt: skip
     return [claim for part in parts for claim in part()]

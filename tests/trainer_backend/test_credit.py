@@ -9,6 +9,8 @@ from tests.conftest import tiny_job
 from tests.trainer_backend.dialogues import dialogue
 from tests.trainer_backend.pages import hand_made
 from trainer_backend import job_parts
+from trainer_backend.core.critic import ByToken
+from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.core.statistics import step_deltas
 from trainer_backend.credit.credit import Measured
 from trainer_backend.credit.rewards import Rewards
@@ -64,6 +66,18 @@ def test_a_causal_horizon_counts_the_decisions_that_were_done_before():
     rewards = Rewards(job.training, max_decisions=10)
     assert rewards.earned_by(item, {}).rewards_T == [6.0, 0.0]
     assert rewards.earned_by(item, {}, decisions_done=4).rewards_T == [4.0, 0.0]
+
+
+def test_what_decisions_pay_for_their_kl_is_paid_only_where_the_job_says_so():
+    job = tiny_job(**TURN_SCORES, training__kl_reward_coef=0.5)
+    item, rewards = two_dialogues()[1], Rewards(job.training, max_decisions=10)
+    scored = ScoredTokens([[-1.0], [-1.0]], [[-3.0], [-1.0]])  # 2 nats, then none
+    assert rewards.earned_by(item, {"r/1": scored}).rewards_T == [-0.5, 0.5]
+    assert rewards.without_kl().earned_by(item, {"r/1": scored}).rewards_T == [0.5, 0.5]
+    assert not Rewards(tiny_job().training, max_decisions=10).pays_kl
+    with pytest.raises(RewardError) as caught:
+        rewards.earned_by(item, {"r/1": ScoredTokens([[-1.0], [-1.0]], [[-3.0], []])})
+    assert caught.value.where == "rollout r/1, turn 2"
 
 
 GIGPO = {"advantage": "gigpo", "fnorm": "one", "gamma": 0.5, "omega": 0.5}
@@ -141,7 +155,7 @@ def with_tokens(calls, final_view=None):
 
 
 def test_the_view_after_the_last_decision_is_read_where_the_next_one_would_have_begun():
-    grown = with_tokens([(0, (1, 2), (3,)), (3, (4,), (5, 6))], final_view=(6, (7, 8), (9,)))
+    grown = with_tokens([(0, (1, 2), (3,)), (3, (4,), (5, 6))], final_view=(6, (7, 8), (9, 10)))
     view = job_parts.credit(tiny_job()).policies.final_view_by(grown)
     assert view.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert view.sampled_positions.tolist() == [8], (
@@ -170,6 +184,16 @@ def test_a_critic_goes_on_from_where_a_limit_cut_and_refuses_where_nobody_looked
         assert job_parts.credit(job).credits([rollout], measured)[0].advantages_T == [-1.0]
     with pytest.raises(AdvantageError, match="rollout r/0: no value of the state after its last decision"):
         job_parts.credit(job).credits([cut], Measured(values))
+
+
+def test_advantages_by_token_are_stored_next_to_those_of_the_decision():
+    # no reward, V = 1, 2, lambda 1/2: -2, and 2 - 1 + 1/2 * -2
+    keys = {"advantage": "gae_token", "gamma": 1.0, "gae_token_lambda": 0.5}
+    job = tiny_job(**TURN_SCORES, **{f"algorithm__{key}": value for key, value in keys.items()})
+    values = Measured({"r/0": ByToken([[1.0, 2.0]])})
+    (found,) = job_parts.credit(job).credits([with_tokens([(0, (1, 2), (3, 4))])], values)
+    assert [*map(list, found.token_advantages.rows_T)] == [[0.0, -2.0]]
+    assert [*map(list, found.token_values.rows_T)] == [[1.0, 2.0]]
 
 
 @pytest.mark.parametrize(

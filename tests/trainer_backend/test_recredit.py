@@ -40,7 +40,10 @@ def recredit(directory, out, *, names=(), iterations=(), checkpoint=None, overri
 
 def test_the_jobs_own_estimator_gives_what_training_stored(trained, tmp_path):
     directory, _, _ = trained
+    _, _, folder = recredit(directory, tmp_path / "two", names=["stepwise", "grpo"], iterations=[1])
+    assert (folder / "agreement.html").exists(), "two are enough to compare"
     recredit(directory, tmp_path, names=["stepwise"], iterations=[1])
+    assert not (tmp_path / "agreement.html").exists()
     columns = ["rollout_id", "decisions"]
     stored = finished_rows(directory.rollouts_file("iteration_1"), columns)
     assert finished_rows(tmp_path / "stepwise.parquet", columns) == stored
@@ -55,10 +58,12 @@ def test_every_estimator_is_computed_or_refused_by_name(trained, tmp_path):
     assert pair["correlation"] == pytest.approx(1.0), "one is the other times G / (G - 1)"
     assert b"saved-charts" in (folder / "agreement.html").read_bytes()
     assert all(name in shown for name in ESTIMATORS)
+    (heads,) = re.findall("^correlation .*", shown, re.MULTILINE)
+    assert heads.split() == ["correlation", *map(str, range(1, len(figures["estimators"])))]
     tables, _ = recredit_run(directory.path, (), (), None, tmp_path, (), reporter=ListReporter())
     narrow = Console(width=60, record=True)
     narrow.print(tables, crop=False)
-    assert "…" not in narrow.export_text(), "every number is whole, however narrow the terminal is"
+    assert not {*"…│┃━"} & {*narrow.export_text()}, "every number is whole, however narrow the terminal is"
 
 
 def test_the_ranks_of_a_jobs_learner_find_the_same_cosines(trained, tmp_path):
@@ -126,7 +131,7 @@ def test_how_often_states_and_texts_were_met_twice_is_said():
     told = (
         "50.0% of the decisions after the first of their episode have a {0} that was met twice in their group"
     )
-    assert told.format("state") + "; states are compared by gigpo, g2po.\n" in shown
+    assert "\n\n" + told.format("state") + "; states are compared by gigpo, g2po.\n" in shown
     assert told.format("text") + "; texts are compared by gigpo_soft.\n" in shown
 
 
@@ -189,6 +194,9 @@ def test_an_episode_is_shown_decision_by_decision(trained):
     assert f"{credits[0]['return_to_go']:+.3f}" in shown
     unique, every = (sum(row[name] for row in credits) for name in ("unique_delta", "ach_delta"))
     assert f"achievements over its decisions: unique {unique}, all {every}\n" in shown
+    console.print(episode_view(rollout, credits, full=True))
+    counts = shown.count("user: "), console.export_text().count("user: ")
+    assert counts == (0, len(rollout.trajectory.steps)), "whole prompts say who speaks"
 
 
 def test_an_episode_is_shown_with_the_credit_of_an_estimator_that_did_not_train(trained, tmp_path):

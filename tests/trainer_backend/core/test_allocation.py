@@ -131,6 +131,7 @@ def test_step_changes_hands_at_each_of_its_steps(steps: list[int], initial: str,
         (lambda: AdaptiveSchedule(seed=0, alpha_0=0.5, window=0), "window must be 1 at least"),
         (lambda: Weighted({}), "one at least"),
         (lambda: Weighted({"a": 0.0}), "must be above 0"),
+        (lambda: Weighted({"a": math.inf}), "must be above 0 and finite"),
     ],
 )
 def test_what_is_no_schedule_is_refused(make, told: str):
@@ -154,6 +155,10 @@ def test_a_subclass_with_get_policy_choice_alone_schedules():
     alone = AllocationPlug(EveryThird).schedule({}, seed=0, selection=Weighted({"teacher": 1.0}))
     assert [alone.get_policy_choice(step) for step in range(1, 7)] == ["actor", "actor", "teacher"] * 2
     assert [alone.alpha_at(step) for step in (1, 2, 3)] == [1.0, 1.0, 0.0]
+    rising = AllocationPlug(LinearSchedule).schedule(
+        {"alpha_0": 0.25, "beta": 0.25}, seed=0, selection=Weighted()
+    )
+    assert [rising.alpha_at(step) for step in (1, 2)] == [0.5, 0.75], "one with alpha is asked for it"
     units = [(group,) for group in range(40)]
     assert set(schedule.choices(2, units)) == {ACTOR}
     assert set(schedule.choices(3, units)) == {"teacher", "early"}, "each unit draws which of them"

@@ -50,6 +50,8 @@ def test_as_in_verl_a_threshold_is_a_cap_and_two_of_them_are_a_range_outside_of_
         WeightKeys(behaviour_weight_cap=1.5, behaviour_weight_mode="mask", behaviour_weight_floor=0.5),
     )
     assert masked.tolist() == pytest.approx([0.0, 0.6, 1.0, 1.4, 0.0, 0.0])
+    keys = WeightKeys(behaviour_weight_cap=1.0, behaviour_weight_mode="mask", behaviour_weight_floor=1.0)
+    assert weigh([1.0], keys).tolist() == [1.0], "both ends belong to the range"
 
 
 def test_the_sum_of_a_sequence_is_held_at_20_before_exp_and_from_below_by_nothing():

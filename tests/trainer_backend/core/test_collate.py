@@ -119,9 +119,20 @@ def test_a_row_holds_what_segments_begin_with_once():
         [1, 1, 1, 0, 1, 1, 0, 0, 0],
         [1, 1, 0, 0, 0, 0, 1, 0, 0],
     ]
+    ones = {segment.rollout_id: [1.0] for segment in alike}
+    batch = make_batch(alike, advantages=ones, row_tokens=12, tries=Tries.of(alike, 1))
+    assert torch.equal(batch.packed.token_ids_BL, packed.token_ids_BL)
     # the two tokens that the fourth has of the others are too few, and so is one more than three
     apart = pack_segments(alike, row_tokens=12, tries=Tries.of(alike, 3))
     assert apart.position_ids_BL.tolist() == [[0, 1, 2, 3, 3, 3, 4, 0, 1, 2, 0, 1]]
+
+
+def test_a_branch_near_the_one_above_is_dropped_with_all_that_are_as_deep():
+    # 5 ids shared with the first, and 7 with each other; only two below are not worth a branch
+    ends = ([9, 9, 9], [8, 8, 1], [8, 8, 2], [8, 8, 3])
+    parts = [segment(str(k), [1] * 5 + end, [-1] * 7 + [0]) for k, end in enumerate(ends)]
+    assert Tries.of(parts, 2).shared_S.tolist() == [0, 7, 7, 5]
+    assert Tries.of(parts, 3).shared_S.tolist() == [0, 5, 5, 5]
 
 
 def test_a_token_is_there_once_only_for_segments_that_name_the_same_experts():
@@ -157,6 +168,9 @@ def test_equal_segments_have_no_more_sampled_tokens_in_a_row_than_a_row_has_toke
     alike += [segment(f"s-{k}", [20, 21], [-1, 0]) for k in range(7)]
     packed = pack_segments(alike, row_tokens=20, tries=Tries.of(alike, 1))
     assert packed.predict_row_N.bincount().tolist() == [18, 10]
+    # as many as a row has tokens are not too many
+    assert pack([2, 2], 8, [4, 4]) == [[0, 1]]
+    assert pack([2, 2], 8, [4, 5]) == [[0], [1]]
 
 
 def test_rows_are_filled_best_by_whole_tries():

@@ -258,6 +258,14 @@ def test_a_constant_added_to_every_score_changes_nothing(scores, constant):
             assert math.isclose(found, expected, rel_tol=1e-6, abs_tol=1e-9), name
 
 
+def test_those_that_divide_by_a_standard_deviation_say_so():
+    for name in set(ESTIMATORS) - CRITICS:
+        once, twice = (computed(name, single(scores)).per_episode for scores in ([0, 1, 3], [0, 2, 6]))
+        grown = 1.0 if ESTIMATORS[name].divides_by_std else 2.0
+        for (own,), (other,) in zip(once, twice, strict=True):
+            assert math.isclose(grown * own, other, rel_tol=1e-5, abs_tol=1e-9), name
+
+
 @EACH
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_reward_that_is_not_finite_is_refused_by_rollout_and_turn(name, bad):

@@ -93,5 +93,7 @@ def test_predictions_are_compared_with_returns_before_the_critic_learns_from_the
     # returns 3, 2 (gamma 1); V misses both by 1: it explains their spread and not their mean
     found = foretold([EpisodeRewards("r", "g", [1.0, 2.0], values_T=[2.0, 1.0])], gamma=1.0)
     assert found == {"value/mean": 1.5, "value/return_mean": 2.5, "value/explained_variance": 1.0}
+    one = foretold([EpisodeRewards("r", "g", [1.0], values_T=[3.0])], gamma=1.0)
+    assert one == {"value/mean": 3.0, "value/return_mean": 1.0}
     flat = foretold([EpisodeRewards("r", "g", [0.0, 2.0], values_T=[2.0, 1.0])], gamma=1.0)
     assert "value/explained_variance" not in flat, "equal returns leave nothing to explain"

@@ -96,6 +96,15 @@ def test_rewards_that_do_not_sum_to_the_score_are_refused_with_both(keys, told):
         checked(episode(), keys, rewards=[3.0, 4.0])
 
 
+def test_the_sum_of_rewards_may_differ_by_rounding_alone():
+    checked(episode(), OFF, rewards=[1.0, 1.0 + 1.9e-9])  # of 2: 1e-9 of what was paid
+    with pytest.raises(RewardError):
+        checked(episode(), OFF, rewards=[1.0, 1.0 + 2.1e-9])
+    none = episode([{}, {}]).model_copy(update={"outcome_reward": 0.0})
+    with pytest.raises(RewardError):
+        checked(none, OFF, rewards=[0.0, 1.1e-9])
+
+
 @pytest.mark.parametrize("kind", ["unique", "absolute"])
 @pytest.mark.parametrize(("horizon", "end"), [(None, 3), (10, 10)])
 def test_the_bonuses_of_unlocking_are_part_of_the_sum(kind, horizon, end):

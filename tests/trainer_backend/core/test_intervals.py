@@ -158,6 +158,8 @@ def test_worlds_that_were_all_solved_count_once_each_at_most():
     interval = nested_rate_interval([1.0] * 4, 12)
     assert (interval.mean, interval.high, interval.count) == (1.0, 1.0, 4)
     assert interval.low == pytest.approx(1.913817 / (1.913817 + 3.841459), abs=1e-6)
+    none = nested_rate_interval([0.0] * 4, 12)
+    assert (none.low, none.high) == (0.0, pytest.approx(1 - interval.low))
     with pytest.raises(ValueError, match="at least one world"):
         nested_rate_interval([], 0)
 

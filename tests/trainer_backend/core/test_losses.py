@@ -20,6 +20,7 @@ from trainer_backend.core.losses import (
     sapo_loss,
     unit_means,
 )
+from trainer_backend.core.router_loss import RouterKeys
 from trainer_backend.job.training_table import TrainingTable
 
 # The example of prior-art/verl.md 3.4; the values to six digits are those that verl prints.
@@ -210,11 +211,23 @@ def test_entropy_is_rewarded_by_weight_and_not_read_on_padding():
         (SapoKeys, {"tau_pos": 0.0}),
         (SapoKeys, {"tau_neg": -1.0}),
         (SapoKeys, {"tau_pos": math.inf}),
+        (RouterKeys, {"router_aux_coef": -0.1}),
     ],
 )
 def test_keys_without_a_meaning_are_refused(keys, values):
     with pytest.raises(ValueError, match=next(iter(values))):
         keys(**values)
+
+
+def test_the_dual_clip_leaves_small_positive_advantages_to_the_other_one():
+    # ratio 1, advantage 1/2, whose dual bound of 3/2 is for negative ones alone
+    zero, half, one = (torch.tensor([value]) for value in (0.0, 0.5, 1.0))
+    loss = clipped_policy_loss(zero, zero, half, one, ClipKeys(clip_dual=3.0))
+    assert loss.item() == -0.5
+
+
+def test_the_loss_of_routers_can_be_switched_off():
+    assert RouterKeys(router_aux_coef=0.0).router_aux_coef == 0.0
 
 
 def test_metrics_tell_what_was_held_and_how_far_the_policy_moved():

@@ -5,15 +5,28 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from shared_schemas.evaluate_result import EvaluateResult
 from shared_schemas.trajectory import (
     ObservationData,
+    PolicyLogprobs,
+    Sampling,
     StepData,
     StepInfo,
     StopReason,
     Trajectory,
+    UserReward,
 )
-from trainer_backend.core.schedules import constant, cosine, followed_rate, learning_rate, linear
+from trainer_backend.core.schedules import (
+    DesiredKlKeys,
+    FallKeys,
+    constant,
+    cosine,
+    followed_rate,
+    learning_rate,
+    linear,
+)
 from trainer_backend.core.statistics import (
     Interval,
     ach_by_turn,
@@ -21,8 +34,10 @@ from trainer_backend.core.statistics import (
     episode_metrics,
     mean_interval,
     over_worlds,
+    staleness_metrics,
     t_quantile_975,
     unique_by_turn,
+    user_reward_metrics,
 )
 
 
@@ -90,7 +105,39 @@ def test_episode_means_and_endings():
     assert metrics["episode/unique_achievements"] == 1.0
     assert metrics["episode/decisions"] == 2.0
     assert metrics["episode/invalid_frac"] == 0.25
+    assert (metrics["episode/env_steps"], metrics["episode/outcome_reward"]) == (2.0, 1.0)
     assert metrics["stop/max_decisions"] == 1.0
+
+
+def test_tokens_lag_behind_by_the_version_that_sampled_them():
+    # two tokens of version 3 and one of 4, while 5 learns: 2, 2, 1
+    call = PolicyLogprobs(
+        prompt_token_ids=(1,), token_ids=(2, 3, 4), logprobs=(-1.0,) * 3, versions=((0, 3), (2, 4)),
+        finish_reason="stop",
+    )  # fmt: skip
+    told = [
+        step.model_copy(update={"policy_logprobs": call, "sampling": Sampling()}) for step in NOTHING.steps
+    ]
+    metrics = staleness_metrics([NOTHING.model_copy(update={"steps": tuple(told)}), WOOD_TWICE], version=5)
+    assert metrics == {"policy/staleness_max": 2.0, "policy/staleness_mean": pytest.approx(5 / 3)}
+    assert staleness_metrics([WOOD_TWICE], version=5) == {}
+
+
+def test_what_a_reward_function_said_is_a_mean_over_the_episodes_that_it_judged():
+    said = UserReward(
+        reward_function="f", result=EvaluateResult(score=4.0), environment_outcome_reward=3.0,
+        environment_outcome_definition="d",
+    )  # fmt: skip
+    first, *others = WOOD_TWICE.steps
+    steps = (first.model_copy(update={"base_reward": 0.5}), *others)
+    judged = WOOD_TWICE.model_copy(update={"steps": steps, "user_reward": said, "warnings": ("w", "w")})
+    assert user_reward_metrics([judged, NOTHING]) == {
+        "user_reward/score": 4.0,
+        "user_reward/base_sum": 0.5,
+        "user_reward/warnings": 2.0,
+        "episode/environment_outcome_reward": 3.0,
+    }
+    assert user_reward_metrics([NOTHING]) == {}
 
 
 def test_an_interval_by_hand():
@@ -101,12 +148,26 @@ def test_an_interval_by_hand():
     assert interval.high == pytest.approx(2.0 + 4.303 / math.sqrt(3))
 
 
+def probability_within(t: float, freedom: int) -> float:
+    """P(|T| <= t) of Student's t: finite sums, Abramowitz and Stegun 26.7.3 and 26.7.4."""
+    angle = math.atan(t / math.sqrt(freedom))
+    odd = freedom % 2
+    term, total = math.cos(angle) if odd else 1.0, 0.0
+    for k in range(1 + odd, freedom, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * k / (k + 1)
+    return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
+
+
+# 3 decimals in the table, and a series whose first term left out is 1.6 / freedom^4
 @pytest.mark.parametrize(
-    ("freedom", "known"),  # tables of Student's t, 97.5 %
-    [(1, 12.706), (30, 2.042), (31, 2.039513), (40, 2.021075), (60, 2.000298), (120, 1.979930)],
+    ("freedom", "error"), [*((n, 6e-4) for n in range(1, 31)), (31, 3e-6), (101, 3e-8), (1000, 3e-12)]
 )
-def test_the_quantile_of_student_s_t_is_that_of_the_tables(freedom: int, known: float):
-    assert t_quantile_975(freedom) == pytest.approx(known, abs=3e-6)
+def test_19_of_20_lie_within_the_quantile_of_student_s_t(freedom: int, error: float):
+    quantile = t_quantile_975(freedom)
+    assert (
+        probability_within(quantile - error, freedom) < 0.95 < probability_within(quantile + error, freedom)
+    )
 
 
 def test_student_s_t_needs_a_degree_of_freedom():
@@ -181,6 +242,10 @@ def test_a_bandit_gets_the_rate_whose_steps_have_the_desired_size(begin: float):
 def test_shares_outside_their_range_are_refused():
     with pytest.raises(ValueError, match="progress=2"):
         learning_rate(1.0, progress=2, rise=0, final=0)
+    for keys, name in ((FallKeys, "learning_rate_final"), (DesiredKlKeys, "desired_kl_final")):
+        for share in (-0.1, 1.1):
+            with pytest.raises(ValidationError, match=name):
+                keys.model_validate({name: share})
 
 
 def test_the_interval_of_a_batch_is_over_groups_whose_siblings_share_their_start():

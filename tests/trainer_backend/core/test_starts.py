@@ -37,7 +37,8 @@ def test_the_oldest_of_the_most_common_cell_goes_first_by_number_and_by_bytes():
     pool = Pool().after([rare, *common], [], KEYS)
     assert pool.moments == (rare, *common[1:])
     narrow = KEYS.model_copy(update={"pool_mib": 25 / 2**20})  # of moments of 10 bytes each
-    assert Pool().after([rare, *common], [], narrow).moments == (rare, common[3])
+    kept = Pool().after([rare, *common], [], narrow)
+    assert (kept.moments, kept.mib) == ((rare, common[3]), 20 / 2**20)
 
 
 def test_a_pool_of_all_iterations_is_that_of_one_after_the_other():

@@ -7,6 +7,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from tests.trainer_backend.core.exact_estimators import (
     exact_g2po,
@@ -20,7 +21,7 @@ from trainer_backend.core.advantages.g2po import g2po
 from trainer_backend.core.advantages.gagpo import gagpo
 from trainer_backend.core.advantages.gigpo import gigpo, gigpo_additive
 from trainer_backend.core.advantages.gigpo_soft import gigpo_soft
-from trainer_backend.core.advantages.graphgpo import graphgpo
+from trainer_backend.core.advantages.graphgpo import GraphgpoKeys, graphgpo
 from trainer_backend.job.training_table import AlgorithmTable
 
 ONE = AlgorithmTable(gamma=0.95, fnorm="one")
@@ -115,7 +116,18 @@ def test_what_the_anchors_were_is_counted():
     assert found["anchors/groups"] == 3.0 and found["anchors/singleton_frac"] == 0.5
     assert found["anchors/mean_size"] == pytest.approx(4 / 3) and found["anchors/max_size"] == 2.0
     assert found["anchors/sign_agreement"] == 1.0
+    # scores 1 and 0, so 1/2 in size at all four; the two a differ by 1, the others are alone
+    assert found["anchors/episode_advantage_mean"] == 0.5
+    assert (found["anchors/step_advantage_mean"], found["anchors/step_advantage_zero_frac"]) == (0.25, 0.5)
     assert found["anchors/met_after_start_frac"] == 0.0
+
+
+def test_a_reward_of_every_step_counts_for_the_steps_and_not_for_the_episodes():
+    # returns at a: 1 + 0.95, and 1
+    table = ONE.model_copy(update=dict(default_step_reward=1.0))
+    found = gigpo([episode("r-0", [0.0, 0.0], "ab"), episode("r-1", [0.0], "a")], table)
+    assert found.parts["step_advantage"] == [[pytest.approx(0.475), 0.0], [pytest.approx(-0.475)]]
+    assert found.parts["episode_advantage"] == [[0.0, 0.0], [0.0]]
 
 
 @given(BATCH, st.sampled_from([0.25, 0.5, 0.8]))
@@ -234,6 +246,12 @@ def test_the_goal_is_the_best_score_of_the_group_or_any_that_is_high_enough():
     assert missed.parts["step_advantage"] == [[0.0] * 3] * 2
 
 
+@pytest.mark.parametrize("discount", [0.0, 1.0])
+def test_a_discount_that_tells_no_distances_apart_is_refused(discount):
+    with pytest.raises(ValidationError, match="distance_discount"):
+        GraphgpoKeys(distance_discount=discount)
+
+
 def soft(texts, rewards, temperature, **config):
     episodes = [
         EpisodeRewards(f"r-{i}", "g", [reward], texts_T=[text])
@@ -271,6 +289,16 @@ def test_more_texts_than_are_held_at_a_time_or_have_terms_are_compared_alike():
     total = math.fsum(rewards)
     expected = [own - (own + k * (total - own)) / (1 + k * (count - 1)) for own in rewards]
     assert [row[0] for row in found] == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_terms_that_most_decisions_have_are_kept():
+    texts = [*(f"t{i}" for i in range(1_100)), "z a", "z a", "z b", "z b"]
+    found = soft(texts, [0.0] * 1_102 + [1.0, 1.0], 1.0)
+    # z is in 4 of 1,104 decisions, a and b in 2, and each other term in one: of those not all are kept
+    z, a, b = (1 + math.log(1105 / (1 + count)) for count in (4, 2, 2))
+    cosine = z * z / math.sqrt((z * z + a * a) * (z * z + b * b))
+    near, far = math.exp(cosine - 1), math.exp(-1)
+    assert found.parts["baseline"][1_100] == [pytest.approx(2 * near / (2 + 2 * near + 1_100 * far))]
 
 
 @FEW

@@ -35,6 +35,7 @@ def measured(advantage, *, error=0.0, turn=1, reward=0.0, rollout="a", **rest):
 def test_pairs_have_the_mean_of_their_differences_and_its_standard_error():
     # deviations from 2: -1, 1, -1, 1; sample variance 4/3; over four pairs 1/3
     assert mean_difference([(1.0, [1.0, 3.0, 1.0, 3.0])], 4) == (2.0, pytest.approx(math.sqrt(1 / 3)))
+    assert mean_difference([(1.0, [1.0, 3.0])], 4) == (2.0, 1.0), "two are enough: 2 / 2"
     with pytest.raises(ValueError, match="at least two pairs, got 1"):
         mean_difference([(0.5, [1.0]), (0.5, [])], 8)
 
@@ -56,6 +57,8 @@ def test_frequent_choices_have_pairs_by_their_share_and_rare_ones_share_the_rest
     # 8 * 7 / 16 and 8 * 6 / 16 are 3.5 and 3; two are left for c, d and e
     assert often == (7 / 16, (0, 1, 2)) and also == (6 / 16, (6, 7, 8))
     assert share == 3 / 16 and len(set(rare)) == 2 and set(rare) <= {10, 11, 12}
+    # 7 * 6 / 10 and 7 * 4 / 10 are 4.2 and 2.8: the second is given what is left
+    assert [len(members) for _, members in choice_strata("aaaaaabbbb", 7, 0)] == [4, 3]
     # 8 * 9 / 16 and 8 * 7 / 16 are 4.5 and 3.5: nothing is rare, and the first is given what is left
     assert [len(members) for _, members in choice_strata("aaaaaaaaabbbbbbb", 8, 0)] == [5, 3]
     # 8 * 5 / 16 are 2.5, three times: two are left, one for the only rare choice, one for a
@@ -159,10 +162,10 @@ def test_an_even_order_names_every_decision_once(count):
 @pytest.mark.parametrize("seed", range(5))
 def test_any_first_decisions_of_an_even_order_are_a_stratified_sample(seed):
     order = list(even_order(1000, seed))
-    for size in (20, 50, 200):
+    for size, apart in ((20, 1), (50, 1), (70, 1), (200, 2)):
         for tenth in range(10):
             inside = sum(tenth * 100 <= index < (tenth + 1) * 100 for index in order[:size])
-            assert abs(inside - size / 10) <= 2
+            assert abs(inside - size / 10) <= apart
 
 
 def test_the_spread_of_the_truth_is_without_the_noise_of_its_measurement():
@@ -192,6 +195,7 @@ def test_no_signal_explains_nothing_and_says_so():
     score = truth_score([0.0, 0.0], [measured(1.0), measured(-1.0)])
     assert (score.correlation, score.sign_agreement, score.scale, score.zero_share) == (None, None, 0.0, 1.0)
     assert (score.error, score.explained) == (1.0, 0.0)
+    assert truth_score([1.0, -1.0], [measured(0.0), measured(0.0)]).explained is None
 
 
 def test_scores_by_hand():
@@ -204,6 +208,7 @@ def test_scores_by_hand():
     assert score.scale == pytest.approx(scale)
     apart = [scale - 1, scale, 1 - scale, 3 * scale - 1]
     assert score.error == pytest.approx(sum(value**2 for value in apart) / 4)
+    assert score.explained == pytest.approx(1 - score.error / 0.75), "the mean of T^2 is 3/4"
     assert score.sign_agreement == 1.0, "the second decision has no sign"
     by_name = {bias.name: bias for bias in score.biases}
     assert by_name["a reward"].mean == pytest.approx(apart[3]) and by_name["a reward"].error is None
@@ -227,6 +232,8 @@ def test_a_truth_that_is_rounding_alone_has_no_known_sign():
     assert not measured(0.1 + 0.2 - 0.3, reward=0.3).is_known
     assert not measured(0.1 + 0.2 - 0.3, action_value=0.3).is_known
     assert measured(1e-9, reward=0.3).is_known
+    assert not measured(1.0, others=4, departures=Departures(16, 4.0, 1, 1.0)).is_known, "one changed it"
+    assert not measured(1.0, others=1, departures=Departures(16, 4.0, 4, 1.0)).is_known
 
 
 def test_noise_of_the_truth_is_taken_out_of_the_correlation_and_the_error():

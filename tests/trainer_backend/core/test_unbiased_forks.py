@@ -165,6 +165,7 @@ def test_uniform_is_blind_and_the_others_draw_in_proportion():
     shorter = Parent(1, 3, [9.0], [9.0])
     assert all(FORK_RULES["uniform"].choose(shorter, 1, seed) in ((1,), ()) for seed in range(9))
     assert FORK_RULES["surprise"].choose(Parent(2, 3, [9.0, 1.0]), 5, 0) == (2,), "never before `first`"
+    assert FORK_RULES["surprise"].choose(Parent(1, 3, [0.0, 0.0, 1.0]), 3, 0) == (3,), "none of weight 0"
 
 
 def test_first_decisions_are_compared_by_leave_one_out_and_the_rest_as_the_estimator_says():

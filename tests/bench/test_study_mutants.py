@@ -1,0 +1,82 @@
+"""Mutants of a package small enough to say which of them its test kills."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.kit import ROOT
+from bench.mutations import changes
+
+MODULE = '''"""Doc."""
+
+
+def is_big(n: int) -> bool:
+    return n > 3
+
+
+def rest(n: int) -> int:
+    return n
+'''
+TEST = """from tiny.module import is_big
+
+def test_a_big_number():
+    assert is_big(9) and not is_big(2)
+"""
+
+
+def change_all(text: str) -> list[str]:
+    """Each change of a text, in a tree of its own."""
+    count = len([*changes(ast.parse(text))])
+    return [[*changes(ast.parse(text))][place].apply() for place in range(count)]
+
+
+def test_operators_numbers_conditions_and_keywords_change():
+    assert change_all("a < b") == ["a < b -> a <= b", "a < b -> a >= b"]
+    assert change_all("a + b * c") == ["a + b * c -> a - b * c", "b * c -> b / c"]
+    assert change_all("a and not b") == ["a and (not b) -> a or not b", "not b -> not not b"]
+    assert change_all("f(0, x=a, y=True)") == [
+        "f(0, x=a, y=True) -> f(0, y=True)", "f(0, x=a, y=True) -> f(0, x=a)", "0 -> 1", "True -> False",
+    ]  # fmt: skip
+    assert change_all("if a: pass") == ["a -> not a"]
+    assert change_all("[x for x in y if x]") == ["x -> not x"]
+    assert change_all("def f() -> float:\n  return a") == ["return a -> return a + 1"]
+
+
+def test_what_no_test_should_look_at_stays():
+    for text in (
+        '"""Doc 1."""', "x: Literal[1]", "def f(x: A[1]) -> B[2]: ...", "@cache(size=1)\ndef f(): ...",
+        "raise ValueError(1 + a)", "assert a < b, 1", "f'{a + 1:.2f}'", "zip(a, b, strict=True)",
+        "def __repr__(self): return 1 + a", "if TYPE_CHECKING: x = 1",
+    ):  # fmt: skip
+        assert change_all(text) == []
+
+
+def study(folder: Path) -> tuple[int, Sequence[dict[str, Any]]]:
+    results = folder / "results.json"
+    command = [sys.executable, "-m", "bench.study_mutants", f"--root={folder}", f"--results={results}"]
+    ended = subprocess.run([*command, "--sources=tiny", "--tests=tests"], cwd=ROOT, check=False)
+    return ended.returncode, json.loads(results.read_text())["rows"]
+
+
+def test_a_test_kills_what_it_runs_and_a_row_that_is_there_stays(tmp_path: Path):
+    for name, text in {"tiny/__init__.py": "", "tiny/module.py": MODULE, "tests/test_tiny.py": TEST}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    code, rows = study(tmp_path)
+    assert code == 1
+    assert {row["change"]: (row["line"], row["killed_by"]) for row in rows} == {
+        "n > 3 -> n >= 3": (5, ""),
+        "n > 3 -> n <= 3": (5, "tests/test_tiny.py::test_a_big_number"),
+        "3 -> 0": (5, "tests/test_tiny.py::test_a_big_number"),
+        "3 -> 4": (5, ""),
+        "return n -> return n + 1": (9, ""),
+    }
+    assert (tmp_path / "tiny/module.py").read_text() == MODULE
+
+    judged = [row if row["killed_by"] else {**row, "equivalent": "told so"} for row in rows]
+    (tmp_path / "results.json").write_text(json.dumps({"rows": judged}))
+    assert study(tmp_path) == (0, judged)
