@@ -10,7 +10,7 @@ from trainer_backend.plugins import estimator
 
 
 def learner_config(job: JobConfig) -> LearnerConfig:
-    samplings = [(table, job.rollout.sampling_of(table)) for table in job.fixed_policies]
+    samplings = [(table, job.rollout.choose_sampling(table)) for table in job.fixed_policies]
     gateways = job.services.gateways if _is_beside_gateways(job) else 0
     engines = gateways if job.inference.engine == "local" else 0
     is_shared = any(not table.is_remote for table in job.fixed_policies)

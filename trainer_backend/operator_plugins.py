@@ -217,7 +217,7 @@ def _with_checks(
 ) -> Estimator[Any]:
     """The function with a check of what it returns: wrong credit must never be learned from in silence."""
 
-    def advantages_of(episodes: Sequence[EpisodeRewards], keys: Any) -> Advantages:
+    def estimate_checked(episodes: Sequence[EpisodeRewards], keys: Any) -> Advantages:
         with Boundary(f"the estimator {name!r}", AdvantageError, compute):
             result = _as_advantages(compute(episodes, keys))
         _refuse_rows(name, "", episodes, result.per_episode)
@@ -230,7 +230,7 @@ def _with_checks(
                 _refuse_numbers(name, " by token", episode, one.rows_T)
         return result
 
-    return advantages_of
+    return estimate_checked
 
 
 def _as_advantages(found: Advantages | Rows) -> Advantages:
@@ -289,7 +289,7 @@ def _scalar(name: str, compute: PolicyLoss) -> PolicyLoss:
     """The function without what stands in padded tokens, and with a check of what it returns."""
 
     # Tensors: the orchestrator reads this file too, and has no torch.
-    def loss_of(logprobs: Any, proximal: Any, advantages: Any, weights: Any, keys: Any) -> Any:
+    def compute_checked(logprobs: Any, proximal: Any, advantages: Any, weights: Any, keys: Any) -> Any:
         # Masked before it: 0 times the NaN of a padded token would be NaN, in the gradient too.
         own, before, credit = (row.masked_fill(weights == 0, 0.0) for row in (logprobs, proximal, advantages))
         with Boundary(f"the loss {name!r}", JobError):
@@ -310,7 +310,7 @@ def _scalar(name: str, compute: PolicyLoss) -> PolicyLoss:
             )
         return found
 
-    return loss_of
+    return compute_checked
 
 
 def _with_weights_checked(
@@ -319,7 +319,7 @@ def _with_weights_checked(
     """The function with a check of what it returns, which scales the loss."""
     where = f"the aggregation {name!r} ({describe_line(compute)})"
 
-    def weights_of(segments: Sequence[Segment], keys: Any) -> list[NDArray[Any]]:
+    def weigh_checked(segments: Sequence[Segment], keys: Any) -> list[NDArray[Any]]:
         refuse_none(segments)
         with Boundary(f"the aggregation {name!r}", JobError, compute):
             rows = [np.asarray(row, np.float64) for row in weights(segments, keys)]
@@ -335,7 +335,7 @@ def _with_weights_checked(
             )
         return rows
 
-    return weights_of
+    return weigh_checked
 
 
 def _refuse_weights(where: str, segment: Segment, row_N: NDArray[np.float64]) -> None:
@@ -357,7 +357,7 @@ _BY_FILE: dict[Path, tuple[str, Sequence[_Plug]]] = {}
 _LOCK = RLock()  # a service reads jobs in threads
 
 
-def digests_of(files: Sequence[Path], *, option: str = KEY) -> list[str]:
+def digest_files(files: Sequence[Path], *, option: str = KEY) -> list[str]:
     """The SHA-256 of each file.
 
     Raises:
@@ -377,7 +377,7 @@ def refuse_changed(files: Sequence[Path], known: Sequence[str], *, option: str, 
     Raises:
         JobError: a file has changed, or cannot be read.
     """
-    if not known or [*known] == (digests := digests_of(files, option=option)):
+    if not known or [*known] == (digests := digest_files(files, option=option)):
         return
     changed = (file for file, old, new in zip_longest(files, known, digests) if old != new)
     raise JobError(

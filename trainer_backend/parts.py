@@ -126,7 +126,7 @@ class Learner(Protocol):
     def find_long(self, conversations: Sequence[Sequence[Mapping[str, Any]]], most: int) -> list[LongPrompt]:
         """Return the prompts of more than `most` tokens, as the gateway counts them; none has tools."""
 
-    def logprobs_of(self, ids: Sequence[int]) -> list[float]:
+    def score_ids(self, ids: Sequence[int]) -> list[float]:
         """Return the log-probs of ids[1:] under the policy, each given those before it."""
 
     def hardware(self) -> Hardware:

@@ -166,7 +166,7 @@ async def _run(
     if resume:
         await asyncio.to_thread(_refuse_damage, job, directory.checkpoints)
     checkpoint = latest_checkpoint(directory.checkpoints)
-    fixed_setup = await asyncio.to_thread(_fixed_of, job, learners, checkpoint)
+    fixed_setup = await asyncio.to_thread(_load_fixed_setup, job, learners, checkpoint)
     # Of this start alone: the ids of an earlier one, with another body, would be refused. No seed reads it.
     run_id = f"{directory.run_id}.{secrets.token_hex(4)}"
     # The port first: a taken one must not cost the minutes of a warm-up.
@@ -184,7 +184,7 @@ async def _run(
                 reporter.say(line)
             reseedable = await _try(job, planner, apps, stop, from_scratch=checkpoint is None)
             beginning = Beginning(
-                directory, planner, _models_of(job, learners, fixed_setup),
+                directory, planner, _set_up_models(job, learners, fixed_setup),
                 dispatcher=dispatcher, reporter=reporter, stop=stop,
             )  # fmt: skip
             models = await beginning.load(resume=resume)
@@ -231,13 +231,13 @@ def _curriculum(
     return Curriculum(planner.curriculum, planner, apps, directory, tell=reporter.say, reseedable=reseedable)
 
 
-def _fixed_of(job: JobConfig, learners: LearnerFactory, checkpoint: Path | None) -> FixedSetup:
+def _load_fixed_setup(job: JobConfig, learners: LearnerFactory, checkpoint: Path | None) -> FixedSetup:
     """The fixed policies, whose folders fit the actor."""
     folders = learners.fixed_folders(checkpoint)
     return FixedSetup(job.fixed_policies, folders, job.rollout_allocation_schedule)
 
 
-def _models_of(job: JobConfig, learners: LearnerFactory, fixed: FixedSetup) -> ModelSetup:
+def _set_up_models(job: JobConfig, learners: LearnerFactory, fixed: FixedSetup) -> ModelSetup:
     here = fixed if job.cluster is None else FixedSetup(folders=fixed.folders)
     return ModelSetup(job.model, job.inference, learners, here, job.rollout.max_tokens)
 

@@ -10,7 +10,7 @@ import pytest
 
 from shared_schemas.rollouts import Rollout, RolloutRequest, Start
 from tests.trainer_backend.pages.hand_made import COW, WOOD
-from tests.trainer_backend.test_train import finished, run_of
+from tests.trainer_backend.test_train import finished, make_run
 from trainer_backend.collect.batch import Batch
 from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.credit.credit import Measured
@@ -61,7 +61,7 @@ async def test_parents_are_kept_when_collecting_their_branches(tmp_path: Path, h
         stop.set()
         return None
 
-    run = run_of(tmp_path, train=answer, **BRANCH)
+    run = make_run(tmp_path, train=answer, **BRANCH)
     if how == "fails":
         with pytest.raises(TaskAppError, match="nobody answers"):
             await train(run, Progress(), stop)
@@ -79,7 +79,7 @@ async def trained(tmp_path: Path, first: Any = None, **settings: Any) -> Run:
         calls += 1
         return (first if first and calls == 1 else answered)(requests)
 
-    run = run_of(tmp_path, train=answer, training__iterations=2, **BRANCH, **settings)
+    run = make_run(tmp_path, train=answer, training__iterations=2, **BRANCH, **settings)
     await train(run, Progress(), asyncio.Event())
     return run
 
@@ -149,7 +149,7 @@ def scored(rollout: Rollout, nats: float) -> ScoredTokens:
 def test_groups_that_earned_the_same_are_flat_whatever_their_decisions_paid_for_kl(
     tmp_path: Path, coef: float
 ):
-    run = run_of(
+    run = make_run(
         tmp_path, algorithm__advantage="grpo", training__kl_reward_coef=coef, training__skip_flat_groups=True
     )
     requests = run.planner.training(1)
@@ -168,7 +168,7 @@ def test_groups_that_earned_the_same_are_flat_whatever_their_decisions_paid_for_
 
 
 def test_log_probs_of_another_number_of_decisions_are_refused_by_name(tmp_path: Path):
-    run = run_of(tmp_path, training__kl_reward_coef=0.1)
+    run = make_run(tmp_path, training__kl_reward_coef=0.1)
     rollouts = [finished(item) for item in run.planner.training(1)]
     of_all = {item.rollout_id: scored(item, 0.5) for item in rollouts}
     short = {rollouts[1].rollout_id: ScoredTokens([[-1.0]], [[-1.0]])}

@@ -14,7 +14,7 @@ from shared_schemas.rollouts import Rollout, RolloutRequest
 from tests.conftest import rows_of
 from tests.trainer_backend.pages.hand_made import COW, WOOD
 from tests.trainer_backend.test_branches_in_the_loop import is_branch, played_on
-from tests.trainer_backend.test_train import Learner, finished, run_of, without_logprob
+from tests.trainer_backend.test_train import Learner, finished, make_run, without_logprob
 from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.wire import ReplayDeparts, TaskAppLost
 from trainer_backend.core.critic import OfEpisode
@@ -97,7 +97,7 @@ def started(
         return Batch(tuple(map(play, requests)))
 
     learner = learner or Watched()
-    run = run_of(tmp_path, train=answer, learner=learner, **{**FORKS, **keys})
+    run = make_run(tmp_path, train=answer, learner=learner, **{**FORKS, **keys})
     dispatcher: Any = run.dispatcher
     dispatcher.task_apps = SimpleNamespace(serving=(app or TaskApp(),), refuse_if_none_answers=lambda: None)
     return replace(run, reseedable=True), learner, asked

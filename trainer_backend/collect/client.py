@@ -44,9 +44,9 @@ from trainer_backend.collect.wire import (
     TaskAppLost,
     is_final,
     json_in,
-    message_of,
     refusal,
     slices,
+    word_answer,
 )
 from trainer_backend.errors import TaskAppError
 
@@ -571,8 +571,8 @@ class TaskAppClient:
         text = answer.decode(errors="replace")
         problem = json_in(text)
         if status in _LATER and not is_final(status, problem):
-            raise _Unreachable(f"status {status}: {message_of(problem, text)}")
-        sentence = f"{self.url}: {method} {path}: status {status}: {message_of(problem, text)}"
+            raise _Unreachable(f"status {status}: {word_answer(problem, text)}")
+        sentence = f"{self.url}: {method} {path}: status {status}: {word_answer(problem, text)}"
         raise refusal(status, problem, sentence)
 
     def _most_bytes(self, path: str) -> int:

@@ -75,7 +75,7 @@ class Players:
         server = self._server(policy).for_rollout(rollout_id)
         fixed = next((table for table in self.fixed if table.name == policy), None)
         seed = derived_seed(self.seed, *seed_parts)
-        config = model_config(self.multi_turn, server, self.rollout.sampling_of(fixed))
+        config = model_config(self.multi_turn, server, self.rollout.choose_sampling(fixed))
         return _spec(self.rollout.policy_name, {**config, **self.rollout.policy_config}, server, seed)
 
     def scripted(self, name: str, purpose: str, group: int, config: Mapping[str, Any]) -> PolicySpec:
@@ -89,7 +89,7 @@ class Players:
         rollout, server = self.rollout, self._server(ACTOR).for_rollout(rollout_id)
         seed = derived_seed(self.seed, *Slot("evaluation", 0, group, repeat))
         temperature = self.held_out.temperature_beside(rollout)
-        sampling = rollout.sampling_of().model_copy(update={"temperature": temperature})
+        sampling = rollout.choose_sampling().model_copy(update={"temperature": temperature})
         own = model_config(self.multi_turn, server, sampling)
         return _spec(rollout.policy_name, {**own, **rollout.policy_config, **config}, server, seed)
 
@@ -125,7 +125,7 @@ def inferences(
         table.name: replace(
             actor,
             model=name_model(job_name, table.name),
-            asks=asks if rollout.sampling_of(table).is_truncated else {},
+            asks=asks if rollout.choose_sampling(table).is_truncated else {},
         )
         for table in fixed
     }

@@ -21,11 +21,11 @@ from service_kit.keys import TASK_APP_KEY, key_from_environ
 from service_kit.process import Child, last_line, name_exit
 from shared_schemas.urls import is_loopback
 from trainer_backend.collect.apps import TaskApps, Tell, log_sentence
-from trainer_backend.collect.sources import Rows, bytes_of
+from trainer_backend.collect.sources import Rows, count_bytes
 from trainer_backend.errors import JobError, TaskAppError
 from trainer_backend.job.tables import ServicesTable
 from trainer_backend.learner.calls import KEYS_OF_THE_LEARNER
-from trainer_backend.processes.launching import LOCAL, NotReady, Role, address_of
+from trainer_backend.processes.launching import LOCAL, NotReady, Role, read_address
 
 Entered = TypeVar("Entered")
 
@@ -57,7 +57,7 @@ async def own_task_app(
     child = await LOCAL.start(role)
     try:
         try:
-            url = await address_of(child, log_file, _START_S)
+            url = await read_address(child, log_file, _START_S)
         except NotReady as error:
             if error.code == _REFUSAL:
                 # Its last line names the fault; the log's folder may be deleted with the run.
@@ -104,7 +104,7 @@ async def task_apps(
         else:
             key, body_bytes = SecretStr(secrets.token_urlsafe(32)), OWN_BODY_BYTES
             if rows is not None:
-                body_bytes = max(body_bytes, bytes_of(rows.largest()) + _BESIDE_A_ROW)
+                body_bytes = max(body_bytes, count_bytes(rows.largest()) + _BESIDE_A_ROW)
             limit = os.environ.get(_BODY_BYTES, str(min(body_bytes, _MOST_BODY_BYTES)))
             variables = {_BODY_BYTES: limit, **table.task_app_variables}
             arguments = [*_arguments(table, hosts_to_call, interactions)]

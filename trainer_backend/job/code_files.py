@@ -19,7 +19,7 @@ from trainer_backend.errors import JobError
 from trainer_backend.job.layers import DIGESTS
 from trainer_backend.job.load import LoadedJob
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.operator_plugins import digests_of, refuse_changed
+from trainer_backend.operator_plugins import digest_files, refuse_changed
 
 _CLASS_NAME = re.compile(r"\w+(\.\w+)+")
 
@@ -41,7 +41,7 @@ def with_files_of_now(job: JobConfig) -> JobConfig:
     """The job with the digests of the files as they are; JobError: a file cannot be read."""
     for key, _, files in _task_files(job):
         table, _, name = DIGESTS[key].partition(".")
-        section = getattr(job, table).model_copy(update={name: tuple(digests_of(files, option=key))})
+        section = getattr(job, table).model_copy(update={name: tuple(digest_files(files, option=key))})
         job = job.model_copy(update={table: section})
     return job
 

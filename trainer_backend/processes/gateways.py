@@ -225,7 +225,7 @@ class GatewayProcesses:
         return GatewaySetup(
             job_name=self._served.job_name,
             model=self._served.model,
-            inference=share_of(table, number, len(self._listeners)),
+            inference=divide_table(table, number, len(self._listeners)),
             fixed=self._fixed,
             run=self._directory.path.resolve(),
             version=version,
@@ -233,7 +233,7 @@ class GatewayProcesses:
         )
 
 
-def share_of(table: InferenceTable, number: int, count: int) -> InferenceTable:
+def divide_table(table: InferenceTable, number: int, count: int) -> InferenceTable:
     """[inference] of one gateway: no two control the same server; together they use the threads of one."""
     share = {"threads": max(1, table.threads // count), "urls": table.urls[number::count]}
     return table.model_copy(update=share)

@@ -167,7 +167,7 @@ class NotReady(Exception):
         self.code = code
 
 
-async def address_of(process: Process, log_file: Path, within_s: float) -> str:
+async def read_address(process: Process, log_file: Path, within_s: float) -> str:
     """The address of a process once it is ready; NotReady: it has ended, or was not ready in time."""
     try:
         async with asyncio.timeout(within_s):

@@ -35,7 +35,7 @@ from trainer_backend.learner.calls import (
     learner_role,
 )
 from trainer_backend.parts import CreditedEpisode, Learner, Progress, Reporter
-from trainer_backend.processes.launching import LOCAL, PACKAGE, Elsewhere, Launcher, NotReady, address_of
+from trainer_backend.processes.launching import LOCAL, PACKAGE, Elsewhere, Launcher, NotReady, read_address
 from trainer_backend.rundir.layout import RunDirectory
 
 Tell = Callable[[int, int], None]
@@ -371,7 +371,7 @@ class LearnerProcess:
     async def _address(self, process: Process) -> str:
         limit_s = _START_S if self._table.ranks == 1 else _RANKS_START_S
         try:
-            return await address_of(process, self._log_file, limit_s)
+            return await read_address(process, self._log_file, limit_s)
         except NotReady as error:
             # One that a signal ended, the system short of memory, is worth another start.
             kind = LearnerLost if (error.code or 0) < 0 else LearnerFailed

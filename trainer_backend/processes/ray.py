@@ -229,7 +229,7 @@ class RayProcess(Process):
                 yield line
 
     async def ended(self) -> int:
-        ends = [asyncio.ensure_future(self._end_of(number)) for number in range(len(self._hosts))]
+        ends = [asyncio.ensure_future(self._await_end(number)) for number in range(len(self._hosts))]
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if len(ends) > 1:
             await self.end(_STOP_S)
@@ -246,7 +246,7 @@ class RayProcess(Process):
         ends = [answer(host.end.remote(grace_s), grace_s + _ANSWER_S) for host in alive]
         return True in await asyncio.gather(*ends, return_exceptions=True)
 
-    async def _end_of(self, number: int) -> int:
+    async def _await_end(self, number: int) -> int:
         code = _LOST
         with suppress(RayError):
             code = await answer(self._hosts[number].ended.remote())
@@ -305,7 +305,7 @@ class RayLauncher:
             return await LOCAL.start(role)
         group = role.resources.group
         # Of the first start alone: a node that was lost may come back.
-        bundle = self._bundles[group] = self._bundles.get(group) or bundle_of(role.resources)
+        bundle = self._bundles[group] = self._bundles.get(group) or make_bundle(role.resources)
         deadline, is_told = time.monotonic() + self._wait_s, False
         while True:
             try:
@@ -412,7 +412,7 @@ def _no_ray(address: str, error: Exception) -> JobError:
     )
 
 
-def bundle_of(resources: Resources) -> dict[str, float]:
+def make_bundle(resources: Resources) -> dict[str, float]:
     """What Ray is asked for, for one node or replica of a group; JobError: no nodes could ever have it."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     has_gpus = any(node.get("GPU") for node in nodes)

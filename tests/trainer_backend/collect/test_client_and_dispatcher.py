@@ -7,7 +7,7 @@ from aiohttp import web
 from pydantic import SecretStr
 
 from shared_schemas.rollouts import EnvSpec, Rollout, RolloutRequest, Start
-from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, request_of, served
+from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, make_request, served
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.dispatcher import Dispatcher
@@ -27,7 +27,8 @@ async def test_everything_comes_back_sorted_whatever_the_order_of_arrival():
     async with served(ScriptedTaskApp()) as client:
         seen: list[tuple[int, int]] = []
         found = await Dispatcher(TaskApps.of([client]), timeout_s=30).collect(
-            [request_of(number) for number in (4, 0, 3, 1, 2)], lambda done, total: seen.append((done, total))
+            [make_request(number) for number in (4, 0, 3, 1, 2)],
+            lambda done, total: seen.append((done, total)),
         )
     assert [rollout.sibling for rollout in found.rollouts] == [0, 1, 2, 3, 4]
     assert seen == [(number, 5) for number in range(1, 6)]
@@ -37,7 +38,7 @@ async def test_an_infrastructure_failure_is_planned_once_more_and_counted():
     task_app = ScriptedTaskApp(fails={"run/train/1/0/1": 1, "run/train/1/0/2": 9})
     async with served(task_app) as client:
         found = await Dispatcher(TaskApps.of([client]), timeout_s=30).collect(
-            [request_of(number) for number in range(3)]
+            [make_request(number) for number in range(3)]
         )
     assert [rollout.rollout_id for rollout in found.rollouts] == ["run/train/1/0/0", "run/train/1/0/1:1"]
     assert [rollout.rollout_id for rollout in found.failed] == ["run/train/1/0/2:1"]
@@ -54,7 +55,7 @@ async def test_what_has_finished_is_kept_before_its_task_app_may_forget_it_and_w
 
     async with served(task_app) as client:
         dispatcher = Dispatcher(TaskApps.of([client]), timeout_s=30)
-        found = await dispatcher.collect([request_of(number) for number in range(300)], keep=keep)
+        found = await dispatcher.collect([make_request(number) for number in range(300)], keep=keep)
     assert sorted(kept) == sorted(rollout.rollout_id for rollout in found.rollouts)
     assert (len(kept), len(found.failed)) == (299, 1)
     assert len(task_app.acked) > 200, "long before the end it was told to forget some"
@@ -77,7 +78,7 @@ async def test_two_task_apps_share_the_work():
     first, second = ScriptedTaskApp(), ScriptedTaskApp()
     async with served(first) as a, served(second) as b:
         dispatcher = Dispatcher(TaskApps.of([a, b]), timeout_s=30)
-        found = await dispatcher.collect([request_of(number) for number in range(5)])
+        found = await dispatcher.collect([make_request(number) for number in range(5)])
         await dispatcher.ack("run", found.rollouts)
     assert (len(first.ended), len(second.ended), len(found.rollouts)) == (3, 2, 5)
     assert len(first.acked) == len(second.acked) == 5
@@ -86,16 +87,16 @@ async def test_two_task_apps_share_the_work():
 async def test_the_gateway_key_reaches_the_task_app_although_the_request_hides_it():
     task_app = ScriptedTaskApp()
     async with served(task_app) as client:
-        await client.submit([request_of(0)])
+        await client.submit([make_request(0)])
     assert task_app.keys == ["the-gateway-key"]
-    assert "the-gateway-key" not in repr(request_of(0)) + request_of(0).model_dump_json()
+    assert "the-gateway-key" not in repr(make_request(0)) + make_request(0).model_dump_json()
 
 
 async def test_a_busy_task_app_is_asked_again():
     task_app = ScriptedTaskApp()
     task_app.answer_first_with = [503, 429]
     async with served(task_app) as client:
-        await client.submit([request_of(0)])
+        await client.submit([make_request(0)])
     assert len(task_app.ended) == 1
 
 
@@ -165,7 +166,7 @@ class OtherService(ScriptedTaskApp):
 async def test_a_malformed_answer_is_told_with_its_route_and_what_was_wrong_in_it(answer: object, told: str):
     async with served(OtherService(answer)) as client:
         with pytest.raises(TaskAppError) as caught:
-            await client.submit([request_of(0)])
+            await client.submit([make_request(0)])
     lines = str(caught.value).splitlines()
     place = f"{client.url}: POST /rollouts: "
     assert lines == [
@@ -192,7 +193,7 @@ async def test_an_empty_plan_asks_nobody():
 async def test_requests_with_large_documents_are_sent_in_bodies_that_a_task_app_takes():
     def about(size: int, number: int) -> RolloutRequest:
         env = EnvSpec(env_name="documents", config={"document_content": "\u00e9" * size})
-        return request_of(number).model_copy(update={"env": env, "group_id": f"train/1/0/row/{number}"})
+        return make_request(number).model_copy(update={"env": env, "group_id": f"train/1/0/row/{number}"})
 
     sizes: list[int] = []
 
@@ -218,7 +219,7 @@ async def test_requests_with_large_documents_are_sent_in_bodies_that_a_task_app_
 
 async def test_requests_with_large_snapshots_are_sent_in_bodies_that_a_task_app_takes():
     def begun_at(size: int, number: int) -> RolloutRequest:
-        return request_of(number).model_copy(update={"start": Start(snapshot="x" * size)})
+        return make_request(number).model_copy(update={"start": Start(snapshot="x" * size)})
 
     bodies: list[int] = []
 
@@ -229,7 +230,7 @@ async def test_requests_with_large_snapshots_are_sent_in_bodies_that_a_task_app_
 
     task_app = Counting()
     requests = [begun_at(200_000, 0), begun_at(200_000, 1), begun_at(200_000, 2), begun_at(800_000, 3)]
-    requests += [request_of(number) for number in range(4, 70)]
+    requests += [make_request(number) for number in range(4, 70)]
     async with served(task_app) as client:
         await client.submit(requests)
     assert bodies == [2, 1, 1, 64, 2]

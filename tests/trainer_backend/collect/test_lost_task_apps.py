@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
-from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, request_of, served
+from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, make_request, served
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.client import TaskAppClient
@@ -17,7 +17,7 @@ from trainer_backend.collect.wire import TaskAppLost
 
 def plan(count: int) -> list[RolloutRequest]:
     """A group each, so that they are dealt out in turn."""
-    return [request_of(number, group=number) for number in range(count)]
+    return [make_request(number, group=number) for number in range(count)]
 
 
 def ids(numbers: Sequence[int]) -> list[str]:

@@ -8,14 +8,14 @@ import pytest
 from aiohttp import web
 
 from shared_schemas.rollouts import RolloutRequest
-from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, request_of, served
+from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, make_request, served
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.errors import TaskAppError
 
 
 def plan(count: int) -> list[RolloutRequest]:
-    return [request_of(number) for number in range(count)]
+    return [make_request(number) for number in range(count)]
 
 
 class OneByOne(ScriptedTaskApp):

@@ -60,7 +60,7 @@ def mixed(*tables: Mapping[str, Any], unit: str = "iteration", **overrides: Any)
     return JobConfig.model_validate({**job.model_dump(), "rollout_only": list(tables)})
 
 
-def folders_of(job: JobConfig, checkpoint: Path | None = None) -> dict[str, Path]:
+def find_folders(job: JobConfig, checkpoint: Path | None = None) -> dict[str, Path]:
     return checked_folders(job.fixed_policies, job.model, checkpoint)
 
 
@@ -85,29 +85,29 @@ def test_a_folder_stands_for_itself_and_a_run_for_its_best_checkpoint(
 ):
     run = trained[0].path
     newest = run / "checkpoints" / "iteration_2"
-    assert folders_of(mixed(local(newest)))["fixed"] == newest
+    assert find_folders(mixed(local(newest)))["fixed"] == newest
     best = best_checkpoint(run / "checkpoints")
-    assert folders_of(mixed(local(run, name="old")))["old"] == best
+    assert find_folders(mixed(local(run, name="old")))["old"] == best
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     (copy / "checkpoints" / "best.json").unlink()
-    assert folders_of(mixed(local(copy)))["fixed"] == copy / "checkpoints" / "iteration_2"
+    assert find_folders(mixed(local(copy)))["fixed"] == copy / "checkpoints" / "iteration_2"
 
 
 def test_a_job_without_fixed_policies_looks_at_nothing():
     job = tiny_job()
-    assert (folders_of(job), fixed_servers(job)) == ({}, {})
+    assert (find_folders(job), fixed_servers(job)) == ({}, {})
     assert FixedPolicies().policies == {} and FixedPolicies().verify() == []
 
 
 def test_what_is_no_model_is_told_by_the_name_of_the_policy(tmp_path: Path, folder: Path):
     with pytest.raises(ModelFolderError, match=r"^\[rollout_only\] 'fixed': .*nowhere: no such folder"):
-        folders_of(mixed(local(tmp_path / "nowhere")))
+        find_folders(mixed(local(tmp_path / "nowhere")))
     with pytest.raises(JobError, match=r"'fixed': model_path is a run directory, and .* no checkpoint yet"):
-        folders_of(mixed(local(create_run(tiny_job(), tmp_path / "run").path)))
+        find_folders(mixed(local(create_run(tiny_job(), tmp_path / "run").path)))
     shutil.copytree(folder, tmp_path / "half", ignore=shutil.ignore_patterns("*.safetensors"))
     with pytest.raises(ModelFolderError, match=r"^\[rollout_only\] 'b': .*half: no weights in this folder"):
-        folders_of(mixed(local(folder, name="a"), local(tmp_path / "half", name="b")))
+        find_folders(mixed(local(folder, name="a"), local(tmp_path / "half", name="b")))
 
 
 def test_another_vocabulary_than_the_actors_is_told_before_any_weights_are_read(
@@ -117,21 +117,21 @@ def test_another_vocabulary_than_the_actors_is_told_before_any_weights_are_read(
     (tmp_path / "copy" / "model.safetensors").write_bytes(b"never read")
     job = mixed(local(tmp_path / "copy"), model__preset=None, model__path=str(model_folders["qwen3"]))
     with pytest.raises(JobError, match=r"^\[rollout_only\] 'fixed': it cannot be weighed .*vocabulary has"):
-        folders_of(job)
+        find_folders(job)
 
 
 def test_those_beside_a_preset_must_be_alike(folder: Path, tmp_path: Path):
     other = train_tokenizer(["other words of another run"] * 20, 300, whole_words=["noop", "do"])
     save_model_folder(tmp_path, build_preset("tiny-0.3m", other, seed=1), other)
     with pytest.raises(JobError, match=r"'b': it cannot be weighed against the actor: "):
-        folders_of(mixed(local(folder, name="a"), local(tmp_path, name="b")))
-    assert set(folders_of(mixed(local(folder, name="a"), local(folder, name="b")))) == {"a", "b"}
+        find_folders(mixed(local(folder, name="a"), local(tmp_path, name="b")))
+    assert set(find_folders(mixed(local(folder, name="a"), local(folder, name="b")))) == {"a", "b"}
 
 
 def test_a_run_that_goes_on_is_compared_with_its_checkpoint(folder: Path, model_folders: Mapping[str, Path]):
-    assert folders_of(mixed(local(folder)), folder) == {"fixed": folder}
+    assert find_folders(mixed(local(folder)), folder) == {"fixed": folder}
     with pytest.raises(JobError, match="cannot be weighed against the actor"):
-        folders_of(mixed(local(folder)), model_folders["qwen3"])
+        find_folders(mixed(local(folder)), model_folders["qwen3"])
 
 
 def test_a_model_that_ends_its_answers_otherwise_is_refused(
@@ -256,7 +256,7 @@ def test_a_key_that_is_not_set_is_told_before_anything_is_started(
     monkeypatch.delenv("GPU_KEY", raising=False)
     job = mixed(local(folder), {"name": "far", "api_key_env": "GPU_KEY", **SERVER})
     with pytest.raises(JobError, match=r"'far': api_key_env: the environment variable GPU_KEY is not set"):
-        folders_of(job)
+        find_folders(job)
 
 
 @pytest.mark.parametrize(
