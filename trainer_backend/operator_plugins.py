@@ -382,7 +382,7 @@ def refuse_changed(files: Sequence[Path], known: Sequence[str], *, option: str, 
     changed = (file for file, old, new in zip_longest(files, known, digests) if old != new)
     raise JobError(
         f"{next(changed) or option} has changed since the run began. Restore it, begin a new run (post the "
-        f"job anew), or give this command (turnwise train --resume RUN, truth RUN) --set '{option}="
+        f"job again), or give this command (turnwise train --resume RUN, truth RUN) --set '{option}="
         f"{json.dumps(value)}'"
     )
 

@@ -103,8 +103,8 @@ class Learner(Protocol):
         """Write the policy for engines, or raise CheckpointError and leave nothing.
 
         Args:
-            part: a model folder, with adapters merged and beside it; its base without the adapters; or a
-                folder of these alone.
+            part: the whole model folder, with adapters merged into it and stored next to it; the base model
+                without adapters; or a folder of the adapters alone.
         """
 
     def offer(self, peer: str) -> tuple[str, int]:
@@ -118,9 +118,10 @@ class Learner(Protocol):
         """Send the policy that is on offer to servers as they ask for it; return how many have loaded it.
 
         Args:
-            expected: so many are served, and it returns.
-            wait_s: it returns where nobody asks for so long, and at once where nothing is on offer.
-            tell: receives how many have loaded it and are expected, while it waits; its error ends that.
+            expected: it returns once so many servers have loaded it.
+            wait_s: it also returns when no server asks for so long, and at once if nothing is on offer.
+            tell: receives the number of servers that have loaded it, and the expected number, while it
+                waits; an error that it raises ends the wait.
         """
 
     def find_long(self, conversations: Sequence[Sequence[Mapping[str, Any]]], most: int) -> list[LongPrompt]:
@@ -137,7 +138,7 @@ class LearnerFactory(Protocol):
     """Makes the learner of a run, in this process or in one of its own. Calls block, as a learner's do."""
 
     def fixed_folders(self, checkpoint: Path | None) -> Mapping[str, Path]:
-        """Return the model folders of the fixed policies, by name; those at somebody else's server have none.
+        """Return the model folders of the fixed policies, by name. A policy at a foreign server has none.
 
         Args:
             checkpoint: that the run goes on from; None: it begins.
@@ -153,7 +154,7 @@ class LearnerFactory(Protocol):
 
         Args:
             checkpoint: that the run goes on from; None: it begins.
-            fixed: model folders of the fixed policies that are served beside.
+            fixed: model folders of the fixed policies that this machine serves too.
 
         Raises:
             JobError: the job cannot fit.

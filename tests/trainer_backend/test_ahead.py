@@ -285,7 +285,7 @@ def test_who_waited_is_counted_and_work_that_had_to_wait_is_told_from_when_it_ne
         ahead = timeline.working("collect")
         third = ahead.__enter__()
         now = 10.0
-    with timeline.working("learn"):  # 10 to 13, beside the third
+    with timeline.working("learn"):  # 10 to 13, while the third runs
         now = 13.0
     ahead.__exit__(None, None, None)
     with timeline.working("learn"):

@@ -57,13 +57,13 @@ async def test_parents_are_kept_when_collecting_their_branches(tmp_path: Path, h
         if not is_branch(requests[0]):
             return answered(requests)
         if how == "fails":
-            raise TaskAppError("nobody answers")
+            raise TaskAppError("no app answers")
         stop.set()
         return None
 
     run = make_run(tmp_path, train=answer, **BRANCH)
     if how == "fails":
-        with pytest.raises(TaskAppError, match="nobody answers"):
+        with pytest.raises(TaskAppError, match="no app answers"):
             await train(run, Progress(), stop)
     else:
         assert (await train(run, Progress(), stop)).iteration == 0
@@ -90,11 +90,11 @@ def bare(requests: Sequence[RolloutRequest]) -> Batch:
 
 def again(run: Run) -> Any:
     """`branch` and `stepwise` of what is stored."""
-    stored, beside = stored_iterations(run.directory, []), stored_measured(run.directory, [])
-    return recredited(run.credit, stored, ["stepwise", "branch"], beside)
+    stored, measured = stored_iterations(run.directory, []), stored_measured(run.directory, [])
+    return recredited(run.credit, stored, ["stepwise", "branch"], measured)
 
 
-async def test_an_iteration_in_which_no_chosen_decision_was_reached_is_recredited_beside_one_with_branches(
+async def test_an_iteration_in_which_no_chosen_decision_was_reached_is_recredited_next_to_one_with_branches(
     tmp_path: Path,
 ):
     run = await trained(tmp_path, bare)
@@ -121,7 +121,7 @@ async def test_an_iteration_whose_branches_are_missing_is_refused_by_name_and_no
 
 async def test_what_is_wrong_with_branches_refuses_their_estimator_alone(tmp_path: Path):
     run = await trained(tmp_path)
-    stored, beside = stored_iterations(run.directory, []), stored_measured(run.directory, [])
+    stored, measured = stored_iterations(run.directory, []), stored_measured(run.directory, [])
     table = {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
     rewards = replace(run.credit.rewards, table=run.planner.table.model_copy(update=table))
     credit = replace(run.credit, rewards=rewards)
@@ -132,10 +132,10 @@ async def test_what_is_wrong_with_branches_refuses_their_estimator_alone(tmp_pat
         )
         return branch.model_copy(update={"trajectory": branch.trajectory.model_copy(update={"steps": steps})})
 
-    (name, by_turn), *_ = (beside[0].branches or {}).items()
+    (name, by_turn), *_ = (measured[0].branches or {}).items()
     broken = {turn: [without_counters(item) for item in found] for turn, found in by_turn.items()}
-    first = Measured(branches={**(beside[0].branches or {}), name: broken})
-    found = recredited(credit, stored, ["stepwise", "branch"], [first, beside[1]])
+    first = Measured(branches={**(measured[0].branches or {}), name: broken})
+    found = recredited(credit, stored, ["stepwise", "branch"], [first, measured[1]])
     assert found.refused.keys() == {"branch"} and "no decision_rewards" in found.refused["branch"]
     assert len(found.credits["stepwise"]) == 16
 

@@ -173,7 +173,7 @@ async def test_a_continuation_that_is_rejected_is_played_once_more_and_its_paren
     assert row["rollout"]["rollout_id"].endswith("1/0/1/branch-2/0")
 
 
-async def test_a_parent_that_is_rejected_takes_its_forks_along_and_is_forked_anew(tmp_path: Path):
+async def test_a_parent_that_is_rejected_takes_its_forks_along_and_is_forked_again(tmp_path: Path):
     run, learner, _ = started(tmp_path, spoils=["train/1/0/1"])
     await train(run, Progress(), asyncio.Event())
     of_it = sorted(name for name in learner.trained if name.startswith("1/0/1"))

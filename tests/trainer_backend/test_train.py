@@ -178,7 +178,7 @@ def all_failed(requests: Sequence[RolloutRequest]) -> Batch:
 
 
 def gone(requests: Sequence[RolloutRequest]) -> Batch:
-    raise TaskAppError("nobody answers")
+    raise TaskAppError("no app answers")
 
 
 def from_call(number: int, then: Answer, before: Answer = all_finished) -> Answer:
@@ -320,7 +320,7 @@ async def test_an_error_of_the_rollouts_loses_no_finished_iteration(
     tmp_path: Path, answers: dict[str, Answer], iteration: int
 ):
     run = make_run(tmp_path, **answers)
-    with pytest.raises(TaskAppError, match="nobody answers"):
+    with pytest.raises(TaskAppError, match="no app answers"):
         await train(run, Progress(), asyncio.Event())
     assert saved(run)[-1] == f"iteration_{iteration}"
 
@@ -453,7 +453,7 @@ async def test_a_checkpoint_that_cannot_be_written_ends_the_run_before_the_next_
     assert list_spools(run) == ["iteration_1.spool.jsonl"], "what it was learned from is still needed"
 
 
-async def test_a_checkpoint_that_cannot_be_written_cuts_the_collection_beside_it_short(tmp_path: Path):
+async def test_a_checkpoint_that_cannot_be_written_cuts_the_running_collection_short(tmp_path: Path):
     class Full(Learner):
         def save(self, folder: Path, progress: Progress) -> None:
             if progress.iteration == 1:
@@ -472,11 +472,11 @@ async def test_a_checkpoint_is_whole_before_any_error_leaves_the_run(tmp_path: P
 
     def broken(requests: Sequence[RolloutRequest]) -> Batch:
         learner.collected.set()
-        raise RuntimeError("nobody expects it")
+        raise RuntimeError("a bug")
 
     run, dispatcher = slow_run(tmp_path, learner)
     dispatcher._train = from_call(2, broken)
-    with pytest.raises(RuntimeError, match="nobody expects it"):
+    with pytest.raises(RuntimeError, match="a bug"):
         await train(run, Progress(), asyncio.Event())
     assert saved(run) == ["iteration_0", "iteration_1"] and not learner.is_saving
 

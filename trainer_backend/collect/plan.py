@@ -88,7 +88,7 @@ class Players:
         """How the actor is asked in an evaluation, with the same sampling seeds in every one."""
         rollout, server = self.rollout, self._server(ACTOR).for_rollout(rollout_id)
         seed = derived_seed(self.seed, *Slot("evaluation", 0, group, repeat))
-        temperature = self.held_out.temperature_beside(rollout)
+        temperature = self.held_out.evaluation_temperature(rollout)
         sampling = rollout.choose_sampling().model_copy(update={"temperature": temperature})
         own = model_config(self.multi_turn, server, sampling)
         return _spec(rollout.policy_name, {**own, **rollout.policy_config, **config}, server, seed)

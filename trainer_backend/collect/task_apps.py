@@ -70,7 +70,7 @@ async def own_task_app(
 
 
 # Size of a request without its row: ids, limits, the configs of policy and environment.
-_BESIDE_A_ROW = 1 << 18
+_WITHOUT_ITS_ROW = 1 << 18
 # Label of the job's own task apps, whose ports differ in every start.
 OWN = "own"
 
@@ -89,8 +89,8 @@ async def task_apps(
 
     Args:
         log_file: receives the log of an own task app; the second one's has _1 after its name, and so on.
-        hosts_to_call: `host:port` of inference servers that own task apps may call, besides servers on this
-            machine. The operators of other task apps decide that themselves.
+        hosts_to_call: `host:port` of inference servers that own task apps may call in addition to servers on
+            this machine. The operators of other task apps decide that themselves.
         rows: that are played: the largest has to fit a request.
         tell: receives a sentence when one is lost, and when it is back.
     """
@@ -104,7 +104,7 @@ async def task_apps(
         else:
             key, body_bytes = SecretStr(secrets.token_urlsafe(32)), OWN_BODY_BYTES
             if rows is not None:
-                body_bytes = max(body_bytes, count_bytes(rows.largest()) + _BESIDE_A_ROW)
+                body_bytes = max(body_bytes, count_bytes(rows.largest()) + _WITHOUT_ITS_ROW)
             limit = os.environ.get(_BODY_BYTES, str(min(body_bytes, _MOST_BODY_BYTES)))
             variables = {_BODY_BYTES: limit, **table.task_app_variables}
             arguments = [*_arguments(table, hosts_to_call, interactions)]

@@ -258,7 +258,7 @@ def _setting(players: Players, player: Player, data: DataTable | None) -> dict[s
     if isinstance(player, TaskAppPolicy):
         return setting
     setting |= {
-        "temperature": players.held_out.temperature_beside(players.rollout),
+        "temperature": players.held_out.evaluation_temperature(players.rollout),
         "tokens a decision at most": rollout.max_tokens,
         **({"truncation": rollout.truncation} if rollout.is_truncated else {}),
     }

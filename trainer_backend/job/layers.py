@@ -323,4 +323,4 @@ def text_that_names_its_job(path: Path) -> str | None:
     try:
         return text if _find_home(tomli.loads(text), ("job", "name")) else None
     except tomli.TOMLDecodeError:
-        return text  # whoever reads it says what is wrong
+        return text  # its parser will say what is wrong

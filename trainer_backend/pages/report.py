@@ -249,7 +249,7 @@ def _held_out(story: Story) -> list[Line]:
         lines.append((f"last minus first, {story.unit} by {story.unit}", value))
     if others := describe_others(story.evaluations):
         lines.append(("not comparable", others))
-    job, temperature = story.job, story.job.evaluation.temperature_beside(story.job.rollout)
+    job, temperature = story.job, story.job.evaluation.evaluation_temperature(story.job.rollout)
     if job.data is None:
         worlds = evaluation_worlds(job.evaluation.instances, job.evaluation.seeds)
         value = f"{len(worlds)}, seeds {min(worlds)} to {max(worlds)}"

@@ -41,7 +41,7 @@ RESTARTS = "gateway_restarts"
 
 
 class Gateways:
-    """Implements `protocols.InferenceServer` over gateways that are processes of their own.
+    """Implements `parts.InferenceServer` over gateways that are processes of their own.
 
     They share the vLLM servers that the run starts itself.
     """
@@ -129,7 +129,7 @@ class Gateways:
             error = keeper.exception()
             if isinstance(error, JobError | NotPlaced):
                 self._broken.set_exception(error)
-                self._broken.exception()  # or asyncio would log it where nobody asks the gateways again
+                self._broken.exception()  # or asyncio would log it if no later call reads it
                 return
             self._broken.set_result(keeper.result() if error is None else describe_error(error))
 

@@ -61,7 +61,7 @@ class LearnerConnection:
 
     Args:
         silence_s: a process that says nothing for so long in a call is lost.
-        log_file: of the process, for errors; None: whoever started it has it.
+        log_file: of the process, for errors; None: the log is where the process was started.
         session: the name of this orchestrator; the process serves the first one alone.
         wait_for_exit: returns the exit code of a process that no call reaches; None: it is not known.
 
@@ -149,7 +149,7 @@ class LearnerConnection:
         return f"it is busy with call {about.call} of an earlier start" if is_busy else ""
 
     def leave(self) -> None:
-        """Tell the process that its run has ended; nobody minds if it does not hear it."""
+        """Tell the process that its run has ended; a failure is ignored."""
         with suppress(httpx.HTTPError, ReplyFault):
             self._tell("/leave", {})
 
@@ -203,7 +203,7 @@ def remote_learner(ask: Callable[..., Any]) -> Learner:
 
 
 class _Remote:
-    """The methods of `protocols.Learner`, each as the call of its name in the table."""
+    """The methods of `parts.Learner`, each as the call of its name in the table."""
 
     def __init__(self, ask: Callable[..., Any]) -> None:
         self._ask = ask
@@ -233,7 +233,7 @@ def _plain(value: Any) -> Any:
 
 
 class LearnerProcess:
-    """Implements `protocols.LearnerFactory` with a learner's process; an async context manager around it.
+    """Implements `parts.LearnerFactory` with a learner's process; an async context manager around it.
 
     Args:
         job: as TOML, which the process is sent.

@@ -274,7 +274,7 @@ class RayLauncher:
 
         JobError: there is no Ray, or it is of another version. NotPlaced: it starts no actor.
         """
-        await _refuse_nobody(address)
+        await _refuse_silence(address)
         await asyncio.to_thread(_connect, address)
         # Ray puts a handler of its own below this one, which prints a stack where the run is only to stop.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
@@ -382,7 +382,7 @@ class RayLauncher:
                 ray.get(self._supervisor.beat.remote(), timeout=self._lease_s)
 
 
-async def _refuse_nobody(address: str) -> None:
+async def _refuse_silence(address: str) -> None:
     """Refuse an address at which nothing listens, which Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if not port.isdecimal():  # "auto"

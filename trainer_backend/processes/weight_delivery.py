@@ -200,7 +200,7 @@ class WeightBroadcast(WeightFolders):
         """Wait until nothing is sent."""
         self._enough.set()
         if self._sending is not None:
-            with suppress(TrainerError):  # whoever asks the learner next hears of it
+            with suppress(TrainerError):  # the next call to the learner raises it
                 await asyncio.gather(self._sending)
 
     def _begin(self, expected: int, wait_s: float) -> asyncio.Task[None]:
@@ -258,7 +258,7 @@ def make_delivery(
         broadcasts: the learner sends them, instead of writing folders.
         device: that of [model].
     """
-    if table.engine == "local":  # it needs no test, and reads adapters beside a model
+    if table.engine == "local":  # it needs no test, and reads adapters next to a model
         return WeightFolders(learner, directory.weights), table
     servers = None
     if not table.urls:

@@ -114,11 +114,11 @@ class Beginning:
     async def load(self, *, resume: bool) -> Models:
         """Load the newest checkpoint, or the models that the job names.
 
-        A run that was stopped before its first checkpoint begins anew.
+        A run that was stopped before its first checkpoint starts over.
         """
         checkpoint = latest_checkpoint(self._directory.checkpoints) if resume else None
         if resume and checkpoint is None:
-            self._reporter.say("no checkpoint yet: the run begins anew")
+            self._reporter.say("no checkpoint yet: the run starts over")
         if checkpoint is None:
             return await self._load_fresh()
         await self._plan_memory(checkpoint)

@@ -30,7 +30,7 @@ _PLAY = frozenset(
 
 
 class TruthSetting(BaseModel):
-    """What the measured advantages depend on, besides the rollouts."""
+    """What the measured advantages depend on, in addition to the rollouts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

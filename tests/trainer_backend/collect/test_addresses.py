@@ -46,7 +46,7 @@ async def test_a_name_is_all_of_its_addresses_and_a_url_is_itself():
     assert names.asked == [("apps", 8001), ("apps", 443)]
 
 
-async def test_a_name_that_nobody_knows_is_a_sentence():
+async def test_an_unknown_name_is_a_sentence():
     names = Names()
     names.addresses = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
     with pytest.raises(TaskAppError, match=r"dns\+http://apps:8001: the name 'apps' was not found: Name or"):

@@ -61,7 +61,7 @@ async def test_what_has_finished_is_kept_before_its_task_app_may_forget_it_and_w
     assert len(task_app.acked) > 200, "long before the end it was told to forget some"
 
 
-async def test_what_a_killed_start_left_is_ended_wherever_somebody_answers():
+async def test_what_a_killed_start_left_is_ended_at_each_app_that_answers():
     told: list[str] = []
 
     async def abort(request: web.Request) -> web.Response:
@@ -183,7 +183,7 @@ async def test_a_task_app_that_is_not_there_is_an_error_and_no_hang():
                 await client.about()
 
 
-async def test_an_empty_plan_asks_nobody():
+async def test_an_empty_plan_asks_no_app():
     client = TaskAppClient("http://127.0.0.1:9", SecretStr("k"), timeout_s=1)  # never opened
     assert (await Dispatcher(TaskApps.of([client]), timeout_s=1).collect([])).rollouts == ()
     with pytest.raises(ValueError, match="at least one task app"):

@@ -207,8 +207,8 @@ async def test_an_app_that_is_back_stops_what_others_have_in_the_meantime_and_ta
     assert "out of order" in str(shown[2][2])
 
 
-async def test_an_app_that_was_started_anew_gets_what_it_had_lost_under_the_same_ids_and_seeds():
-    class StartedAnew(ScriptedTaskApp):
+async def test_an_app_that_was_restarted_gets_what_it_had_lost_under_the_same_ids_and_seeds():
+    class Restarted(ScriptedTaskApp):
         """Another process from its first poll on: it knows nothing of what the one before accepted."""
 
         async def page(self, request: web.Request) -> web.Response:
@@ -217,7 +217,7 @@ async def test_an_app_that_was_started_anew_gets_what_it_had_lost_under_the_same
                 self.before, self.ended = self.ended, []
             return await super().page(request)
 
-    task_app = StartedAnew(instance="first")
+    task_app = Restarted(instance="first")
     async with served(task_app) as client:
         found = await collected([client], plan(3))
     assert siblings(found) == [0, 1, 2]

@@ -81,8 +81,8 @@ async def test_a_trial_makes_as_few_requests_of_the_largest_job_as_of_a_small_on
         warmup={"episodes": 1_000_000},
         evaluation={"instances": 1_000_000},
     )
-    nobody: Any = SimpleNamespace(serving=(), refuse_if_none_answers=lambda: None)
-    await try_job(plan, nobody, from_scratch=True)
+    no_app: Any = SimpleNamespace(serving=(), refuse_if_none_answers=lambda: None)
+    await try_job(plan, no_app, from_scratch=True)
     assert len(made) == 4
 
 

@@ -97,7 +97,7 @@ def test_the_model_is_told_the_lower_of_the_lengths_that_bound_its_prompt():
     ours = replace(MODEL, max_model_len=1024)
     assert told(ours, enable=True, max_model_length=8192) == 1024
     assert told(ours, enable=True, max_model_length=512) == 512
-    assert told(MODEL, enable=True, max_model_length=8192) == 8192, "a server of somebody else's"
+    assert told(MODEL, enable=True, max_model_length=8192) == 8192, "a foreign server"
     assert told(ours) is None
 
 

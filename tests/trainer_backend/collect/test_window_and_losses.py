@@ -135,7 +135,7 @@ async def test_what_a_task_app_has_lost_is_asked_for_again():
     assert numbers(found.rollouts) == [0, 1, 2]
 
 
-async def test_a_task_app_that_was_started_anew_is_asked_for_what_was_missing():
+async def test_a_task_app_that_was_restarted_is_asked_for_what_was_missing():
     task_app = Forgetful(1, restarts=True)  # the first page of three came before
     async with served(task_app) as client:
         found = await Dispatcher(TaskApps.of([client]), timeout_s=30).collect(plan(5))

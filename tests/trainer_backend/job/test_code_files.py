@@ -31,9 +31,9 @@ FILES = {
     "theirs.py": "POLICIES = {}\n",
     "users.yaml": 'interaction:\n  - class_name: "mine.Mine"\n  - class_name: users.of_a_shop.Buyer\n',
     "users/of_a_shop.py": "class Buyer: pass\n",
-    "users/nobody.py": "",
+    "users/unused.py": "",
 }
-# What a run of each key reads, beside the modules that these import.
+# What a run of each key reads, in addition to the modules that these import.
 READ = [
     ("job.trainer_plugins", "mine.py"),
     ("services.task_plugins", "theirs.py"),
@@ -83,7 +83,7 @@ def test_a_run_goes_on_with_no_other_file_until_it_is_named_again(code, key, nam
     accepts = f"{key}={write_value(run, key)}"
     assert str(refused.value) == (
         f"{run.path / 'job.toml'}: {code / name} has changed since the run began. Restore it, begin a new "
-        f"run (post the job anew), or give this command (turnwise train --resume RUN, truth RUN) --set "
+        f"run (post the job again), or give this command (turnwise train --resume RUN, truth RUN) --set "
         f"'{accepts}'"
     )
     changed = resumed(run, accepts)
@@ -110,7 +110,7 @@ def test_a_run_that_noted_nothing_goes_on_and_notes_what_is_there(code, key):
 
 def test_a_file_that_no_entry_names_may_change(code):
     run = make_run(code, "multi_turn.interaction_config_path")
-    (code / "users/nobody.py").write_text("x = 1")
+    (code / "users/unused.py").write_text("x = 1")
     run.job_with(())
 
 

@@ -53,7 +53,7 @@ def test_a_critic_takes_its_keys_and_needs_no_siblings():
     assert "training.group_size = 1" in alone.warnings[0]
 
 
-def test_gamma_is_the_tasks_and_may_stand_beside_any_estimator():
+def test_gamma_is_the_tasks_and_may_stand_with_any_estimator():
     assert make_job({"advantage": "grpo", "gamma": 0.9}).config.algorithm.gamma == 0.9
 
 
@@ -142,6 +142,6 @@ def test_a_loss_without_a_paper_of_its_own_has_the_defaults_of_the_tables():
 @pytest.mark.parametrize(
     "tables", [{"algorithm": {"loss": ["gspo"]}}, {"algorithm": {"loss": "gspo"}, "training": 1}]
 )
-def test_a_wrong_type_beside_a_loss_is_refused_by_its_key(tables):
+def test_a_wrong_type_next_to_a_loss_is_refused_by_its_key(tables):
     with pytest.raises(JobError, match=r"job.toml: (algorithm\.loss|training) is "):
         parse_job({"model": MODEL, **tables}, where="job.toml")

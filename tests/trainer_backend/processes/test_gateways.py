@@ -263,7 +263,7 @@ async def test_a_gateway_that_dies_again_and_again_ends_the_run_with_its_logs_la
 
 
 class Unplaced:
-    """A gateway that nobody has room for; it stands for the weights too."""
+    """A gateway without room anywhere; it stands for the weights too."""
 
     renew, serve_again, servers, restarts, known_totals = None, None, None, 0, {"requests": 3}
 
@@ -349,7 +349,7 @@ async def test_the_first_totals_are_asked_for_until_there_are_some(scripted: Scr
         assert await server.totals() == {"requests": 3, "gateway_restarts": 0}
 
 
-async def test_a_process_that_started_with_the_version_before_a_load_serves_nobody(
+async def test_a_process_that_started_with_the_version_before_a_load_serves_no_one(
     scripted: Scripted, tmp_path: Path
 ):
     """The reply to the load comes after the death of its process, when the next one is starting."""
@@ -407,7 +407,7 @@ async def test_a_version_that_kills_its_gateway_every_time_is_refused_and_the_on
     assert (tmp_path / "starts").read_text().split() == ["0"] * 4
 
 
-async def test_an_engine_that_nobody_looks_after_any_more_counts_as_broken():
+async def test_an_engine_without_a_keeper_counts_as_broken():
     async def look_after() -> None:
         raise OSError("no space left")
 

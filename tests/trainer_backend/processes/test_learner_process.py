@@ -108,7 +108,7 @@ async def test_it_is_the_learner_of_this_process_bit_for_bit_and_its_errors_are_
     played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     expected = calls_in_order(learner_parts.local_learners(JOB), played, tmp_path / "here")
-    monkeypatch.setenv("WORLD_SIZE", "2")  # of somebody's torchrun around this process
+    monkeypatch.setenv("WORLD_SIZE", "2")  # of a torchrun around this process
     async with job_parts.learner_process(JOB, RunDirectory(tmp_path, "run"), ListReporter()) as process:
         results = await asyncio.to_thread(calls_in_order, process, played, tmp_path / "there")
         plan = await asyncio.to_thread(process.plan_memory, None, [])
@@ -310,17 +310,17 @@ def test_everybody_who_asks_for_a_call_by_its_number_gets_its_answer_and_it_is_d
             connect().ask("update", [], 2, None)  # the same number, and another call
 
 
-def test_two_orchestrators_on_one_learner_and_a_call_beside_another_are_refused():
+def test_two_orchestrators_on_one_learner_and_a_call_during_another_are_refused():
     host = Host()
     with served(host) as connect:
         own = connect()
         thread = asking(own, host)
         with pytest.raises(LearnerBusy, match=r"works for the run 'run', and it serves one alone"):
             connect(session="other/two").ask("update", [], 1, None)
-        beside = connect()
-        beside._number = 1
+        second = connect()
+        second._number = 1
         with pytest.raises(LearnerBusy, match=r"'values', cannot begin: call 1, 'update', is under way"):
-            beside.ask("values", {})
+            second.ask("values", {})
         host.go_on.set()
         thread.join()
         with pytest.raises(LearnerFailed, match="another key was given"):

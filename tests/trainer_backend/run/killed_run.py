@@ -116,7 +116,7 @@ class Dispatcher:
 
 
 def start(folder: Path, *, kill_at: int | None = None, **settings: Any) -> None:
-    """Begin the run in `folder`, or go on with it, as `run_job` does; its files are beside `told.txt`.
+    """Begin or continue the run in `folder`, as `run_job` does; its files are next to `told.txt`.
 
     Args:
         kill_at: SIGKILL just before the n-th time that a file of the run is opened for writing, renamed or

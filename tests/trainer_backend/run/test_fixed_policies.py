@@ -1,4 +1,4 @@
-"""Fixed policies before they are served: looked at, loaded beside the actor, or refused with the reason."""
+"""Fixed policies before they are served: looked at, loaded next to the actor, or refused with the reason."""
 
 import asyncio
 import shutil
@@ -120,7 +120,7 @@ def test_another_vocabulary_than_the_actors_is_told_before_any_weights_are_read(
         find_folders(job)
 
 
-def test_those_beside_a_preset_must_be_alike(folder: Path, tmp_path: Path):
+def test_those_next_to_a_preset_must_be_alike(folder: Path, tmp_path: Path):
     other = train_tokenizer(["other words of another run"] * 20, 300, whole_words=["noop", "do"])
     save_model_folder(tmp_path, build_preset("tiny-0.3m", other, seed=1), other)
     with pytest.raises(JobError, match=r"'b': it cannot be weighed against the actor: "):

@@ -102,7 +102,7 @@ def test_a_start_that_fails_early_leaves_what_was_left_behind_to_the_next(run: R
     first.runs_as("tiny.1")  # and is killed
     assert first.left_behind == ""
     with pytest.raises(TaskAppError), RecordingReporter.opened(run, ListReporter()):
-        raise TaskAppError("nobody answers")  # before anything at task apps could be ended
+        raise TaskAppError("no app answers")  # before anything at task apps could be ended
     third = RecordingReporter(run, ListReporter())
     assert third.left_behind == "tiny.1"
     third.runs_as("tiny.3")
@@ -117,7 +117,7 @@ def test_every_start_is_counted(run: RunDirectory):
 @pytest.mark.parametrize(
     ("error", "state", "code", "detail"),
     [
-        (TaskAppError("nobody answers"), "failed", "task_app_failed", "nobody answers"),
+        (TaskAppError("no app answers"), "failed", "task_app_failed", "no app answers"),
         (ZeroDivisionError("oh"), "failed", "crashed", r"ZeroDivisionError: oh \(test_recording\.py:\d+\)"),
         (KeyboardInterrupt(), "stopped", "", "stopped by KeyboardInterrupt"),
     ],
@@ -135,9 +135,9 @@ def test_the_last_state_says_how_it_ended(run: RunDirectory, error, state: str, 
 
 def test_an_error_on_the_way_out_does_not_replace_the_last_word(run: RunDirectory):
     with pytest.raises(ZeroDivisionError), RecordingReporter.opened(run, ListReporter()) as reporter:
-        reporter.end("stopped", detail="somebody asked")
+        reporter.end("stopped", detail="a user asked")
         raise ZeroDivisionError
-    assert (load_state(run).state, load_state(run).detail) == ("stopped", "somebody asked")
+    assert (load_state(run).state, load_state(run).detail) == ("stopped", "a user asked")
 
 
 def test_a_full_disk_is_told_once_for_each_file_and_ends_nothing(run: RunDirectory):

@@ -375,9 +375,9 @@ def test_a_ctrl_c_is_heeded_while_a_learner_is_waited_for(tmp_path: Path, monkey
                 os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setenv(LEARNER_KEY, "key")
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    with socket.socket() as unserved:
+        unserved.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unserved.getsockname()[1]}"
         job = tiny_job(cluster={"launcher": "external", "wait_s": 3600.0}, learner={"url": url})
         directory, reporter = create_run(job, tmp_path / "run"), Impatient()
         with pytest.raises(Stopped, match="before the learner was there"):

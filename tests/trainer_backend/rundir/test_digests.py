@@ -57,7 +57,7 @@ def test_a_file_is_digested_piece_by_piece_to_its_end(tmp_path: Path):
 
 def test_what_is_cut_short_or_gone_is_damage(tmp_path: Path):
     folder = checkpoint(tmp_path, 4)
-    (folder / "a note of somebody's").write_text("is none")
+    (folder / "a user's note").write_text("is none")
     assert find_damage(folder) is None
     (folder / NAMES[1]).write_bytes(b"")
     assert find_damage(folder) is not None
