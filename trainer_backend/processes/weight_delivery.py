@@ -50,9 +50,6 @@ class WeightFolders:
         has_adapters: whether a version is a folder of adapters; the model that they are over is then written
             once, at the first version.
         sleeps: whether servers sleep while the learner works.
-
-    Attributes:
-        held: the version that is loaded again before anything is sampled; None: one is served.
     """
 
     servers: VllmServers | None = None
@@ -73,6 +70,7 @@ class WeightFolders:
         self._sleeps = sleeps
         self._newest: PolicyVersion | None = None
         self.held: PolicyVersion | None = None
+        """The version that is loaded again before anything is sampled; None: one is served."""
 
     async def write(self, number: int) -> PolicyVersion:
         """Write the policy of now under this version; at first, start servers."""

@@ -40,7 +40,7 @@ from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.rundir.spool import copy_others_aside, plan_digest, plan_id, request_digests
 from trainer_backend.rundir.state import read_log, read_status
-from trainer_backend.start import Ended, again_after_losses, run_job
+from trainer_backend.start import Ended, restart_on_loss, run_job
 from trainer_backend.terminal.train_command import single_run
 
 
@@ -414,7 +414,7 @@ async def starts_until(
     with RecordingReporter.opened(directory, reporter) as recording:
         recording.runs_as("tiny.1")
         try:
-            await again_after_losses(start, recording, stop, most=most, resume=False)
+            await restart_on_loss(start, recording, stop, most=most, resume=False)
         except LearnerLost:
             starts.append(False)
         assert recording.resumes == len(reporter.lines) == starts.count(True)
