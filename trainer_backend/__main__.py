@@ -285,7 +285,7 @@ def measure_the_truth(
 ) -> None:
     """Measure what stored decisions were truly worth, by playing on from before and after them.
 
-    A repeated command goes on where it was stopped. `turnwise recredit RUN --truth` then scores estimators.
+    Repeating the command continues where it stopped. `turnwise recredit RUN --truth` then scores estimators.
     """
     import asyncio
 

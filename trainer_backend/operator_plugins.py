@@ -1,8 +1,9 @@
 """Plug-ins of the operator's own in the trainer: of the files of `job.trainer_plugins`, and of packages.
 
 A file marks them with `@estimator`, `@loss`, `@aggregation` and `@schedule`. It runs at `check`, in a run and
-its learner, at `recredit` and `truth`; who only looks at a run (`report`, `compare`, `eval`, `serve`, the
-dashboard) does not run it. A package offers what it marks by entry points. docs/plugins.md has examples.
+its learner, at `recredit` and `truth`. Commands that only look at a run (`report`, `compare`, `eval`,
+`serve`, the dashboard) do not run it. A package offers what it marks by entry points. docs/plugins.md has
+examples.
 """
 
 import hashlib
@@ -234,7 +235,7 @@ def _with_checks(
 
 
 def _as_advantages(found: Advantages | Rows) -> Advantages:
-    """Lists of floats, whatever the function made its rows of: they are stored as JSON and Parquet."""
+    """Convert rows of any kind to lists of floats, which can be stored as JSON and Parquet."""
     if not isinstance(found, Advantages):
         return Advantages(_floats(found))
     parts = {

@@ -141,7 +141,7 @@ class LearnerFactory(Protocol):
         """Return the model folders of the fixed policies, by name. A policy at a foreign server has none.
 
         Args:
-            checkpoint: that the run goes on from; None: it begins.
+            checkpoint: the one that the run continues from; None: it begins.
 
         Raises:
             TrainerError: one has no such folder, or its tokens are not the actor's.
@@ -153,7 +153,7 @@ class LearnerFactory(Protocol):
         No weights are read.
 
         Args:
-            checkpoint: that the run goes on from; None: it begins.
+            checkpoint: the one that the run continues from; None: it begins.
             fixed: model folders of the fixed policies that this machine serves too.
 
         Raises:

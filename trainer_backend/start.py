@@ -269,7 +269,7 @@ def _refuse_damage(job: JobConfig, checkpoints: Path) -> None:
 
 
 def report_task_app(reporter: Reporter) -> Show:
-    """What reports a task app as a process of the run."""
+    """Return a callback that reports a task app as a process of the run."""
 
     def show(app: TaskAppClient, state: AppState) -> None:
         word, host = app.fault or "", urlsplit(app.url).netloc

@@ -236,7 +236,7 @@ class Iteration:
     async def _play_on(self, batch: Batch) -> Batch | None:
         """Rollouts from decisions of a round, to measure them or to be trained; None where a stop came first.
 
-        Their parents are stored first, lest an error loses them.
+        Their parents are stored first, so that an error does not lose them.
         """
         requests = self._planner.branches(batch.rollouts)  # none, but for an estimator that needs them
         if requests or self._planner.fork_rule is not None:

@@ -78,7 +78,7 @@ Show = Callable[["TaskAppClient", State], None]
 
 
 def show_nothing(app: "TaskAppClient", state: State) -> None:
-    """Stands for a reader of states where there is none."""
+    """The default reader of states, which does nothing."""
 
 
 class _Unreachable(Exception):
@@ -416,7 +416,7 @@ class TaskAppClient:
     async def poll(self, run_id: str, cursor: str | None, *, wait_s: float) -> RolloutPage:
         """Return everything that ended since `cursor`; wait up to `wait_s` for at least one rollout.
 
-        A rollout of a wrong form is there as one that failed (`read_page`).
+        An invalid rollout is returned as a failed one (`read_page`).
 
         Raises:
             CursorExpired: the cursor is of a process that has ended; poll without one.

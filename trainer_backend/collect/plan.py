@@ -34,7 +34,7 @@ __all__ = ["Inference", "Planner", "digest_tasks", "retried"]
 
 # A branch's parent began the decision in time, but a limit of 0 s is no limit.
 _LEAST_TIMEOUT_S = 1.0
-# What a request sets as a task: not who plays it, nor what else is stored.
+# The fields of a request that define its task, without its player and without what else is stored.
 _TASK: dict[str, Any] = {
     **dict.fromkeys(("start", "env", "multi_turn", "ground_truth", "reward_function", "interaction"), True),
     "limits": RolloutLimits.model_fields.keys() - {"timeout_s", "invalid_action_penalty"},
@@ -177,10 +177,8 @@ class Planner:
     def branches(self, parents: Sequence[Rollout]) -> list[RolloutRequest]:
         """Rollouts that play on from the snapshots of finished ones: same policy, own sampling seeds.
 
-        None where they are trained: `forks` makes those.
-
-        They get the rest of the parent's limits, its time included. A lost branch is asked for again like
-        any other rollout.
+        There are none if they are trained: `forks` makes those. They get the rest of the parent's limits, its
+        time included. A lost branch is requested again like any other rollout.
         """
         return [
             request
@@ -344,7 +342,7 @@ class Planner:
             snapshot_turns: as in a request, counted from its start.
         """
         episode, done = parent.trajectory, start.parent_turn
-        assert episode is not None and done is not None, "it goes on from a decision of a finished rollout"
+        assert episode is not None and done is not None, "it continues from a decision of a finished rollout"
         before = [step.step_info for step in episode.steps[:done]]
         limits = self.players.limits(
             decisions_done=done,

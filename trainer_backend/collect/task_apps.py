@@ -168,7 +168,7 @@ def describe(apps: TaskApps) -> str:
 def task_app_key(urls: Sequence[str], own_key: SecretStr | None = None) -> SecretStr:
     """Return the key of the task apps in [services]: the job's own, or this process's.
 
-    It is empty where there is none and all are on this machine, where a task app may need none.
+    It is empty if no key is set and all task apps are on this machine, where they may need none.
     """
     if own_key is not None:
         return own_key

@@ -1,7 +1,7 @@
-"""The files that a job's own task apps run: a run notes the SHA-256 of each, and goes on with no other.
+"""The files that a job's own task apps run: a run records the SHA-256 of each, and a resume refuses others.
 
-`load_job` does the same with `job.trainer_plugins`, which run where the job is read. It does not look at
-these, since who credits stored rollouts, and a learner on another machine, need none of them.
+`load_job` does the same with `job.trainer_plugins`, which run where the job is read. It does not read these,
+since crediting stored rollouts, and a learner on another machine, need none of them.
 """
 
 import re
@@ -64,7 +64,7 @@ def _task_files(job: JobConfig) -> Iterator[tuple[str, Any, Sequence[Path]]]:
 def interactions_in(file: Path) -> Sequence[tuple[str, str]]:
     """The class, with its module, and the name of each interaction in a file.
 
-    Of a file that cannot be read there is none: the task app that reads it says what is wrong.
+    Empty for a file that cannot be read: the task app that reads it says what is wrong.
     """
     read = tomli.loads if file.suffix.lower() == ".toml" else yaml.safe_load
     try:

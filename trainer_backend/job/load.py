@@ -58,9 +58,8 @@ def load_job(
     Args:
         paths: a TOML file, or several: later ones go over earlier ones (job.layers.read_layers).
         overrides: `table.key=value` each, the value in TOML (a bare word counts as a string).
-        runs_plugins: False for who only looks at a job: none of its code runs, and what plug-ins may add (an
-            estimator, a schedule) may have any name. Keys are then not compared with what an unknown name
-            reads.
+        runs_plugins: False to only look at a job: none of its code runs, and what plug-ins may add (an
+            estimator, a schedule) may have any name. The keys of an unknown name are then not checked.
     """
     document, places = merge(
         read_layers([paths] if isinstance(paths, Path) else paths), overrides, JobConfig.model_fields
@@ -413,7 +412,7 @@ def _explain_unknown(path: Sequence[str], dotted: str, keys: Collection[str]) ->
     if not others:
         others, close = _find_homes(path[-1]), closest(path[-1], keys)
         others.sort(key=lambda home: home.partition(".")[0] != path[0])
-        if close and (len(path) > 1 or not others):  # a key outside of all tables is none of their names
+        if close and (len(path) > 1 or not others):  # a key outside of all tables cannot be one of their keys
             others = [repr(close), *others]
     known = f"nown: {', '.join(sorted(keys))}" if keys else ""
     if others:

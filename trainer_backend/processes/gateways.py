@@ -43,7 +43,7 @@ RESTARTS = "gateway_restarts"
 class Gateways:
     """Implements `parts.InferenceServer` over gateways that are processes of their own.
 
-    They share the vLLM servers that the run starts itself.
+    They share the vLLM servers that the run starts.
     """
 
     def __init__(self, inference: Inference, gateways: Sequence[Gateway], weights: WeightFolders) -> None:
@@ -92,8 +92,8 @@ class Gateways:
     async def totals(self) -> dict[str, float]:
         """The sums over the gateways, and how often one was started again.
 
-        Where the gateways are broken, the newest that are known: who asks has an update to save, and hears of
-        the breakdown from what needs the gateways.
+        If the gateways are broken, the newest known counts: the caller has an update to save, and the next
+        call that needs the gateways raises the error.
         """
         reading = _all(gateway.totals() for gateway in self.gateways)
         try:
@@ -135,7 +135,7 @@ class Gateways:
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """The results of all; the first error once all have ended, since none may be left half done."""
+    """The results of all; raises the first error once all have ended, since none may be left half done."""
     results = await asyncio.gather(*work, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):

@@ -144,7 +144,7 @@ class LearnerConnection:
                 f"the learner at {self.url} is of {PACKAGE} {about.version}, and this is {own}",
                 hint="Install the same release on all machines of a run.",
             )
-        # A run that has ended has left it, and its last call may not have ended.
+        # The run before has ended and left, but its last call may still be running.
         is_busy = about.call and about.run in ("", run)
         return f"it is busy with call {about.call} of an earlier start" if is_busy else ""
 
@@ -238,8 +238,8 @@ class LearnerProcess:
     Args:
         job: as TOML, which the process is sent.
         directory: of the run; the process must see it under the same path.
-        reporter: is given its process, and hears of its end when that comes, also between two calls; the next
-            call raises LearnerLost.
+        reporter: shows its process, and is told at once when it ends, also between two calls; the next call
+            raises LearnerLost.
         device: the machine of it needs one.
         wait_s: how long a learner that the run does not start may take to answer (cluster.wait_s).
 

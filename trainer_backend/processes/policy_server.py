@@ -73,7 +73,7 @@ class ActorServer:
 
     async def release(self) -> None:
         self._weights.hold()
-        with suppress(EngineStopped):  # what needs the engine hears of it; an update does not
+        with suppress(EngineStopped):  # the next sample raises it; an update does not need the engine
             await self._engine.release()
         await self._fixed.release()
 
@@ -228,7 +228,7 @@ async def first_breakdown(
             first.set_result(reason)
 
     def report(breakdown: Future[str]) -> None:
-        with suppress(RuntimeError):  # the loop has ended, and with it who waited
+        with suppress(RuntimeError):  # the loop has ended, and with it all waiting calls
             loop.call_soon_threadsafe(settle, breakdown.result())
 
     def report_watch(watch: asyncio.Task[None]) -> None:

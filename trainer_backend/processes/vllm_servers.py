@@ -307,7 +307,7 @@ def arguments(table: Mapping[str, Any]) -> Iterator[str]:
 def visible_devices(devices: Sequence[str], servers: int, each: int) -> list[str | None]:
     """The accelerators of each server, from the last on: the first is the learner's, and is shared last.
 
-    None where there is none, or one server needs more than there are and vLLM says so.
+    None if there are none, or if one server needs more than there are, which vLLM reports.
     """
     if not devices or each > len(devices):
         return [None] * servers

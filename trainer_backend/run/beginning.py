@@ -64,7 +64,7 @@ _FILES = {"teacher": "warmup", "prompts": "prompts"}
 
 
 class Stopped(Exception):
-    """A stop came before there was anything to save; the message goes on from "stopped by ..."."""
+    """A stop came before there was anything to save; the message continues "stopped by ..."."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,7 +139,7 @@ class FixedPolicies:
 
     @property
     def models(self) -> dict[str, FixedModel]:
-        """By name, the model of each: a run that goes on must find the same ones."""
+        """The model of each, by name; a resumed run must find the same ones."""
         return {
             **{item.name: item.weights for item in self._local},
             **{item.table.name: item.model for item in self.remote},
