@@ -166,8 +166,7 @@ async def _run(
     if resume:
         await asyncio.to_thread(_refuse_damage, job, directory.checkpoints)
     checkpoint = latest_checkpoint(directory.checkpoints)
-    folders = await asyncio.to_thread(learners.fixed_folders, checkpoint)
-    fixed_setup = FixedSetup(job.fixed_policies, folders, job.rollout_allocation_schedule)
+    fixed_setup = await asyncio.to_thread(_load_fixed_setup, job, learners, checkpoint)
     # Of this start alone: the ids of an earlier one, with another body, would be refused. No seed reads it.
     run_id = f"{directory.run_id}.{secrets.token_hex(4)}"
     # The port first: a taken one must not cost the minutes of a warm-up.
@@ -230,6 +229,11 @@ def _curriculum(
     if planner.curriculum is None:
         return None
     return Curriculum(planner.curriculum, planner, apps, directory, tell=reporter.say, reseedable=reseedable)
+
+
+def _load_fixed_setup(job: JobConfig, learners: LearnerFactory, checkpoint: Path | None) -> FixedSetup:
+    """The fixed policies; an error if one does not fit the actor."""
+    return FixedSetup(job.fixed_policies, learners.fixed_folders(checkpoint), job.rollout_allocation_schedule)
 
 
 def _set_up_models(job: JobConfig, learners: LearnerFactory, fixed: FixedSetup) -> ModelSetup:

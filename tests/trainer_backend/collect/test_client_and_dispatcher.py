@@ -11,7 +11,14 @@ from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, mak
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.dispatcher import Dispatcher
-from trainer_backend.collect.wire import BackendFailed, PluginFailed, Refused, TaskAppLost
+from trainer_backend.collect.wire import (
+    DEFAULT_BODY_BYTES,
+    BackendFailed,
+    PluginFailed,
+    Refused,
+    TaskAppLost,
+    slices,
+)
 from trainer_backend.errors import JobError, TaskAppError
 
 pytestmark = pytest.mark.usefixtures("tries_without_waits")
@@ -92,9 +99,20 @@ async def test_the_gateway_key_reaches_the_task_app_although_the_request_hides_i
     assert "the-gateway-key" not in repr(make_request(0)) + make_request(0).model_dump_json()
 
 
-async def test_a_busy_task_app_is_asked_again():
-    task_app = ScriptedTaskApp()
-    task_app.answer_first_with = [503, 429]
+class BehindProxy(ScriptedTaskApp):
+    """Its first answers are a proxy's pages."""
+
+    async def accept(self, request: web.Request) -> web.Response:
+        if self.answer_first_with:
+            status = self.answer_first_with.pop()
+            return web.Response(text="<html>Bad Gateway</html>", status=status, content_type="text/html")
+        return await super().accept(request)
+
+
+@pytest.mark.parametrize(("kind", "statuses"), [(ScriptedTaskApp, [503, 429]), (BehindProxy, [502])])
+async def test_a_task_app_that_says_later_is_asked_again(kind: type[ScriptedTaskApp], statuses: list[int]):
+    task_app = kind()
+    task_app.answer_first_with = [*statuses]
     async with served(task_app) as client:
         await client.submit([make_request(0)])
     assert len(task_app.ended) == 1
@@ -217,21 +235,11 @@ async def test_requests_with_large_documents_are_sent_in_bodies_that_a_task_app_
     assert [size // 10_000 for size in sizes[3:]] == [18, 18]
 
 
-async def test_requests_with_large_snapshots_are_sent_in_bodies_that_a_task_app_takes():
-    def begun_at(size: int, number: int) -> RolloutRequest:
-        return make_request(number).model_copy(update={"start": Start(snapshot="x" * size)})
-
-    bodies: list[int] = []
-
-    class Counting(ScriptedTaskApp):
-        async def accept(self, request: web.Request) -> web.Response:
-            bodies.append(len((await request.json())["rollouts"]))
-            return await super().accept(request)
-
-    task_app = Counting()
-    requests = [begun_at(200_000, 0), begun_at(200_000, 1), begun_at(200_000, 2), begun_at(800_000, 3)]
-    requests += [make_request(number) for number in range(4, 70)]
-    async with served(task_app) as client:
-        await client.submit(requests)
-    assert bodies == [2, 1, 1, 64, 2]
-    assert [item.sibling for item in task_app.ended] == list(range(70))
+def test_a_body_holds_64_requests_and_half_a_mib_at_most():
+    sizes = {0: 200_000, 1: 200_000, 2: 200_000, 3: 800_000}
+    requests = [
+        make_request(n).model_copy(update={"start": Start(snapshot="x" * sizes.get(n, 1))}) for n in range(70)
+    ]
+    parts = list(slices(requests, max_body_bytes=DEFAULT_BODY_BYTES, url="http://a"))
+    assert [len(part) for part in parts] == [2, 1, 1, 64, 2]
+    assert [item["sibling"] for part in parts for item in part] == list(range(70))

@@ -56,9 +56,7 @@ class Gated(ScriptedTaskApp):
         return answer
 
 
-async def collected(
-    clients: Sequence[TaskAppClient], requests: Sequence[RolloutRequest], **options: object
-) -> Batch:
+async def collected(clients: Sequence[TaskAppClient], requests: Sequence[RolloutRequest]) -> Batch:
     apps = TaskApps.of(clients, lost_wait_s=30)
     return await Dispatcher(apps, timeout_s=30).collect(requests)
 
@@ -136,24 +134,6 @@ async def test_with_one_place_a_failed_rollout_still_goes_to_the_app_that_has_no
     async with served(failing) as a, served(other) as b:
         found = await Dispatcher(TaskApps.of([a, b]), timeout_s=30, max_running=1).collect(plan(1))
     assert [(item.attempt, item.instance_id) for item in found.rollouts] == [(1, "other")]
-
-
-async def test_what_one_app_fails_another_one_plays_and_the_failing_one_gets_less():
-    class CannotReachTheModel(ScriptedTaskApp):
-        def _ended(self, item: RolloutRequest) -> Rollout:
-            self.fails[item.rollout_id.partition(":")[0]] = 1
-            return super()._ended(item)
-
-    failing, other = CannotReachTheModel(instance="failing"), ScriptedTaskApp(instance="other")
-    async with served(failing) as a, served(other) as b:
-        apps = TaskApps.of([a, b], lost_wait_s=30)
-        found = await Dispatcher(apps, timeout_s=30, max_running=8).collect(plan(40))
-    assert siblings(found) == list(range(40))
-    assert not found.failed
-    assert {item.instance_id for item in found.rollouts} == {"other"}
-    assert found.failures == {"inference_unavailable": len(failing.ended)}
-    # 4 places, and half as many after each failure: from the third on it has one
-    assert apps.members[0].weight < 1 < apps.members[1].weight
 
 
 async def test_an_app_that_is_back_stops_what_others_have_in_the_meantime_and_takes_new_work():

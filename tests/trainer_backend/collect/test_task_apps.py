@@ -114,11 +114,6 @@ async def test_a_job_may_start_several_task_apps_of_its_own_which_end_side_by_si
         assert len({app.instance_id for app in apps.members}) == 2
 
 
-def test_own_task_apps_are_not_counted_with_named_ones():
-    with pytest.raises(JobError, match="task_url names others"):
-        tiny_job(services__task_apps=2, services__task_url=("http://127.0.0.1:9",))
-
-
 @pytest.mark.parametrize("content", [None, "\n"])
 async def test_a_key_file_without_a_key_is_told_before_anything_is_asked(environment, tmp_path, content):
     if content is not None:
