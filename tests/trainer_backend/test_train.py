@@ -507,22 +507,23 @@ async def test_the_ledger_says_what_each_update_learned_from(tmp_path: Path):
         assert line.rollout_ids == tuple(item.rollout_id for item in planned)
 
 
-async def test_when_every_rollout_fails_the_record_is_kept_and_the_cause_is_told(tmp_path: Path):
-    run = make_run(tmp_path, train=all_failed)
+@pytest.mark.parametrize(
+    ("stage", "name", "file", "count"),
+    [
+        ("train", "iteration 1", "iteration_1", 8),
+        ("evaluation", "evaluation after iteration 0", "evaluation_0", 4),
+    ],
+)
+async def test_when_every_rollout_fails_the_record_is_kept_and_the_cause_is_told(
+    tmp_path: Path, stage: str, name: str, file: str, count: int
+):
+    run = make_run(tmp_path, **{stage: all_failed})
     with pytest.raises(
-        NothingToLearnFrom,
-        match=r"iteration 1: 8 of 8 rollouts lost: connection refused",
+        NothingToLearnFrom, match=f"{name}: {count} of {count} rollouts lost: connection refused"
     ):
         await train(run, Progress(), asyncio.Event())
-    stored = read_rollouts(run.directory.rollouts_file("iteration_1"))
-    assert [item.failure.detail for item in stored] == ["connection refused"] * 8
-
-
-async def test_when_every_world_of_an_evaluation_fails_that_is_kept_and_told_too(tmp_path: Path):
-    run = make_run(tmp_path, evaluation=all_failed)
-    with pytest.raises(NothingToLearnFrom, match="evaluation after iteration 0: 4 of 4 rollouts lost"):
-        await train(run, Progress(), asyncio.Event())
-    assert len(read_rollouts(run.directory.rollouts_file("evaluation_0"))) == 4
+    stored = read_rollouts(run.directory.rollouts_file(file))
+    assert [item.failure.detail for item in stored] == ["connection refused"] * count
 
 
 @pytest.mark.parametrize("stage", ["train", "evaluation"])

@@ -2,7 +2,7 @@
 
 import asyncio
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,27 +134,35 @@ def test_a_run_that_goes_on_is_compared_with_its_checkpoint(folder: Path, model_
         find_folders(mixed(local(folder)), model_folders["qwen3"])
 
 
-def test_a_model_that_ends_its_answers_otherwise_is_refused(
-    tokenizer: PreTrainedTokenizerFast, folder: Path, tmp_path: Path, server: PolicyServer
-):
-    shutil.copytree(folder, tmp_path / "copy")
-    end = tokenizer.eos_token_id
-    edit_json(tmp_path / "copy" / "generation_config.json", eos_token_id=[end, tokenizer.pad_token_id])
-    learner = learner_of(tokenizer)
-    with pytest.raises(
-        JobError, match=rf"ends its answers with the ids \[0, {end}\], the actor with \[{end}\]"
-    ):
-        FixedPolicies.of((), {"fixed": tmp_path / "copy"}, learner.facts(), server.table)
+def other_end(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    ends = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    edit_json(folder / "generation_config.json", eos_token_id=ends)
 
 
-def test_one_with_fewer_positions_than_the_job_needs_is_refused_by_its_name(
-    tokenizer: PreTrainedTokenizerFast, folder: Path, tmp_path: Path, server: PolicyServer
-):
+def few_positions(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    edit_json(folder / "config.json", max_position_embeddings=64)
+
+
+def broken_weights(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (folder / "model.safetensors").write_bytes(b"broken")
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "words"),
+    [
+        (other_end, JobError, r"ends its answers with the ids \[0, (\d+)\], the actor with \[\1\]"),
+        (few_positions, ModelFolderError, r"^\[rollout_only\] 'fixed': .*made for 64 positions"),
+        (broken_weights, ModelFolderError, r"^\[rollout_only\] 'fixed': .*the model cannot be loaded"),
+    ],
+)
+def test_a_folder_that_cannot_be_served_with_the_actor_is_refused_by_its_name(
+    tokenizer: PreTrainedTokenizerFast, folder: Path, tmp_path: Path, server: PolicyServer,
+    damage: Callable[[Path, PreTrainedTokenizerFast], None], error: type[TrainerError], words: str,
+):  # fmt: skip
     shutil.copytree(folder, tmp_path / "copy")
-    edit_json(tmp_path / "copy" / "config.json", max_position_embeddings=64)
-    learner = learner_of(tokenizer)
-    with pytest.raises(ModelFolderError, match=r"^\[rollout_only\] 'fixed': .*made for 64 positions"):
-        FixedPolicies.of((), {"fixed": tmp_path / "copy"}, learner.facts(), server.table)
+    damage(tmp_path / "copy", tokenizer)
+    with pytest.raises(error, match=words):
+        FixedPolicies.of((), {"fixed": tmp_path / "copy"}, learner_of(tokenizer).facts(), server.table)
 
 
 def test_ids_that_the_actor_does_not_embed_are_never_sampled(
@@ -172,13 +180,16 @@ def test_ids_that_the_actor_does_not_embed_are_never_sampled(
     assert len(found.verify()) == 1
 
 
+def one_fixed(learner: Any, folder: Path, server: PolicyServer) -> FixedPolicies:
+    table = mixed(local(folder)).fixed_policies
+    return FixedPolicies.of(table, {"fixed": folder}, learner.facts(), server.table)
+
+
 async def test_weights_that_changed_while_they_served_are_told_and_published_ones_change_none(
     tokenizer: PreTrainedTokenizerFast, folder: Path, server: PolicyServer
 ):
     learner = learner_of(tokenizer)
-    found = FixedPolicies.of(
-        mixed(local(folder)).fixed_policies, {"fixed": folder}, learner.facts(), server.table
-    )
+    found = one_fixed(learner, folder, server)
     async with server.serving(learner, found) as actor:
         await actor.publish(1)
     (line,) = found.verify()
@@ -198,12 +209,7 @@ async def test_an_update_has_the_memory_of_their_caches_too(
     tokenizer: PreTrainedTokenizerFast, folder: Path, server: PolicyServer
 ):
     learner = learner_of(tokenizer)
-    found = FixedPolicies.of(
-        mixed(local(folder)).fixed_policies,
-        {"fixed": folder},
-        learner.facts(),
-        server.table,
-    )
+    found = one_fixed(learner, folder, server)
     (policy,) = found._local
     engine = LocalEngine(policy.engine._weights._model, stop_ids=[], keys=server.table, paged=True)
     found = FixedPolicies([replace(policy, engine=engine, policy=ServedPolicy(engine, learner.tokenizer))])
@@ -220,9 +226,7 @@ async def test_what_waits_for_an_engine_that_ends_by_itself_ends_with_its_reason
 ):
     """Also that of a fixed policy: a rollout would only ask again until its patience is over."""
     learner = learner_of(tokenizer)
-    found = FixedPolicies.of(
-        mixed(local(folder)).fixed_policies, {"fixed": folder}, learner.facts(), server.table
-    )
+    found = one_fixed(learner, folder, server)
     async with server.serving(learner, found) as actor:
         assert await actor.while_serving(asyncio.sleep(0, "done")) == "done"
         waiting = asyncio.ensure_future(actor.while_serving(asyncio.Event().wait()))
@@ -280,13 +284,3 @@ def test_engines_that_may_sample_at_a_time_share_the_threads(
 
 def test_an_engine_of_a_job_without_fixed_policies_has_all_threads():
     assert FixedSetup().share_threads(tiny_job(inference__threads=3).inference).threads == 3
-
-
-def test_weights_that_cannot_be_read_are_told_by_the_name_of_the_policy(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, folder: Path, server: PolicyServer
-):
-    shutil.copytree(folder, tmp_path / "copy")
-    (tmp_path / "copy" / "model.safetensors").write_bytes(b"broken")
-    learner = learner_of(tokenizer)
-    with pytest.raises(ModelFolderError, match=r"^\[rollout_only\] 'fixed': .*the model cannot be loaded"):
-        FixedPolicies.of((), {"fixed": tmp_path / "copy"}, learner.facts(), server.table)
