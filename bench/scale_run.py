@@ -2,7 +2,7 @@
 
 From the project: which iterations may be asked for (`train.iterations_open`), the plan and each rollout's
 gateway (`collect.plan`), the queue of the task apps (`collect.dispatcher`), which gateway has which server
-(`processes.gateways.share_of`), and sticky sessions, pauses and publishing (`inference.servers`).
+(`processes.gateways.divide_table`), and sticky sessions, pauses and publishing (`inference.servers`).
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from trainer_backend.inference.servers import Servers
 from trainer_backend.inference.versions import PolicyVersion, ScoredPrompt
 from trainer_backend.job.load import parse_job
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.processes.gateways import share_of
+from trainer_backend.processes.gateways import divide_table
 from trainer_backend.train import iterations_open
 
 _FOR_EVER_S = 1e9
@@ -186,7 +186,7 @@ class SimulatedRun:
         keeps = cluster.weight_update == "keep"
         self.replicas = {url: SimulatedReplica(url, self.costs.speed, keeps=keeps) for url in urls}
         for number in range(cluster.gateways):
-            share = share_of(table.model_copy(update={"urls": urls}), number, cluster.gateways)
+            share = divide_table(table.model_copy(update={"urls": urls}), number, cluster.gateways)
             engines = [self.replicas[url] for url in share.urls]
             self.gateways[f"http://gateway-{number}/v1"] = SimulatedGateway(self.costs.gateway, engines)
         first, *others = self.gateways

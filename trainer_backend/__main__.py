@@ -18,7 +18,7 @@ from rich.text import Text
 from service_kit.console import begin_command
 from service_kit.errors import ServiceError
 from trainer_backend.core.presets import PRESETS
-from trainer_backend.rundir.checkpoint_paths import run_of
+from trainer_backend.rundir.checkpoint_paths import find_run
 from trainer_backend.rundir.files import write_errors
 from trainer_backend.terminal import jobs_commands, service_commands
 from trainer_backend.terminal.output import (
@@ -285,7 +285,7 @@ def measure_the_truth(
 ) -> None:
     """Measure what stored decisions were truly worth, by playing on from before and after them.
 
-    A repeated command goes on where it was stopped. `turnwise recredit RUN --truth` then scores estimators.
+    Repeating the command continues where it stopped. `turnwise recredit RUN --truth` then scores estimators.
     """
     import asyncio
 
@@ -452,7 +452,7 @@ def evaluate_policy(
     settings += [f"evaluation.temperature={temperature}"] if temperature is not None else []
     player_flags = player_of_flags(policy, model, inference_url, api_key_env)
     loaded, player = what_to_evaluate(folder, job, player_flags, settings, job_to_play)
-    run = run_of(folder) if folder is not None and job is None else None
+    run = find_run(folder) if folder is not None and job is None else None
     warn(_err, loaded)
     with _err.status("playing the held-out worlds", spinner="line") as status:
 

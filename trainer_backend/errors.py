@@ -96,7 +96,7 @@ class LearnerLost(TrainerError, code="learner_lost", title="The learner's proces
 
 
 class LearnerFailed(TrainerError, code="learner_failed", title="The learner's process failed", recurs=True):
-    """An error inside the learner's process that is none of the others."""
+    """Any other error inside the learner's process."""
 
 
 class NotPlaced(TrainerError, code="not_placed", title="A process could not be placed"):

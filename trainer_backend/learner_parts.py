@@ -10,8 +10,8 @@ from trainer_backend.plugins import estimator
 
 
 def learner_config(job: JobConfig) -> LearnerConfig:
-    samplings = [(table, job.rollout.sampling_of(table)) for table in job.fixed_policies]
-    gateways = job.services.gateways if _is_beside_gateways(job) else 0
+    samplings = [(table, job.rollout.choose_sampling(table)) for table in job.fixed_policies]
+    gateways = job.services.gateways if _shares_machine_with_gateways(job) else 0
     engines = gateways if job.inference.engine == "local" else 0
     is_shared = any(not table.is_remote for table in job.fixed_policies)
     fixed_copies = gateways if is_shared else 0
@@ -42,7 +42,7 @@ def _servers_on_this_machine(job: JobConfig) -> int:
     return job.inference.replicas if starts_them and is_here else 0
 
 
-def _is_beside_gateways(job: JobConfig) -> bool:
+def _shares_machine_with_gateways(job: JobConfig) -> bool:
     """Whether the learner is on the machine of the gateways, and of the engines in them."""
     if job.cluster is None or job.cluster.launcher == "local":
         return True

@@ -1,8 +1,9 @@
 """Plug-ins of the operator's own in the trainer: of the files of `job.trainer_plugins`, and of packages.
 
 A file marks them with `@estimator`, `@loss`, `@aggregation` and `@schedule`. It runs at `check`, in a run and
-its learner, at `recredit` and `truth`; who only looks at a run (`report`, `compare`, `eval`, `serve`, the
-dashboard) does not run it. A package offers what it marks by entry points. docs/plugins.md has examples.
+its learner, at `recredit` and `truth`. Commands that only look at a run (`report`, `compare`, `eval`,
+`serve`, the dashboard) do not run it. A package offers what it marks by entry points. docs/plugins.md has
+examples.
 """
 
 import hashlib
@@ -217,7 +218,7 @@ def _with_checks(
 ) -> Estimator[Any]:
     """The function with a check of what it returns: wrong credit must never be learned from in silence."""
 
-    def advantages_of(episodes: Sequence[EpisodeRewards], keys: Any) -> Advantages:
+    def estimate_checked(episodes: Sequence[EpisodeRewards], keys: Any) -> Advantages:
         with Boundary(f"the estimator {name!r}", AdvantageError, compute):
             result = _as_advantages(compute(episodes, keys))
         _refuse_rows(name, "", episodes, result.per_episode)
@@ -230,11 +231,11 @@ def _with_checks(
                 _refuse_numbers(name, " by token", episode, one.rows_T)
         return result
 
-    return advantages_of
+    return estimate_checked
 
 
 def _as_advantages(found: Advantages | Rows) -> Advantages:
-    """Lists of floats, whatever the function made its rows of: they are stored as JSON and Parquet."""
+    """Convert rows of any kind to lists of floats, which can be stored as JSON and Parquet."""
     if not isinstance(found, Advantages):
         return Advantages(_floats(found))
     parts = {
@@ -289,7 +290,7 @@ def _scalar(name: str, compute: PolicyLoss) -> PolicyLoss:
     """The function without what stands in padded tokens, and with a check of what it returns."""
 
     # Tensors: the orchestrator reads this file too, and has no torch.
-    def loss_of(logprobs: Any, proximal: Any, advantages: Any, weights: Any, keys: Any) -> Any:
+    def compute_checked(logprobs: Any, proximal: Any, advantages: Any, weights: Any, keys: Any) -> Any:
         # Masked before it: 0 times the NaN of a padded token would be NaN, in the gradient too.
         own, before, credit = (row.masked_fill(weights == 0, 0.0) for row in (logprobs, proximal, advantages))
         with Boundary(f"the loss {name!r}", JobError):
@@ -310,7 +311,7 @@ def _scalar(name: str, compute: PolicyLoss) -> PolicyLoss:
             )
         return found
 
-    return loss_of
+    return compute_checked
 
 
 def _with_weights_checked(
@@ -319,7 +320,7 @@ def _with_weights_checked(
     """The function with a check of what it returns, which scales the loss."""
     where = f"the aggregation {name!r} ({describe_line(compute)})"
 
-    def weights_of(segments: Sequence[Segment], keys: Any) -> list[NDArray[Any]]:
+    def weigh_checked(segments: Sequence[Segment], keys: Any) -> list[NDArray[Any]]:
         refuse_none(segments)
         with Boundary(f"the aggregation {name!r}", JobError, compute):
             rows = [np.asarray(row, np.float64) for row in weights(segments, keys)]
@@ -335,7 +336,7 @@ def _with_weights_checked(
             )
         return rows
 
-    return weights_of
+    return weigh_checked
 
 
 def _refuse_weights(where: str, segment: Segment, row_N: NDArray[np.float64]) -> None:
@@ -357,7 +358,7 @@ _BY_FILE: dict[Path, tuple[str, Sequence[_Plug]]] = {}
 _LOCK = RLock()  # a service reads jobs in threads
 
 
-def digests_of(files: Sequence[Path], *, option: str = KEY) -> list[str]:
+def digest_files(files: Sequence[Path], *, option: str = KEY) -> list[str]:
     """The SHA-256 of each file.
 
     Raises:
@@ -377,12 +378,12 @@ def refuse_changed(files: Sequence[Path], known: Sequence[str], *, option: str, 
     Raises:
         JobError: a file has changed, or cannot be read.
     """
-    if not known or [*known] == (digests := digests_of(files, option=option)):
+    if not known or [*known] == (digests := digest_files(files, option=option)):
         return
     changed = (file for file, old, new in zip_longest(files, known, digests) if old != new)
     raise JobError(
         f"{next(changed) or option} has changed since the run began. Restore it, begin a new run (post the "
-        f"job anew), or give this command (turnwise train --resume RUN, truth RUN) --set '{option}="
+        f"job again), or give this command (turnwise train --resume RUN, truth RUN) --set '{option}="
         f"{json.dumps(value)}'"
     )
 

@@ -103,8 +103,8 @@ class Learner(Protocol):
         """Write the policy for engines, or raise CheckpointError and leave nothing.
 
         Args:
-            part: a model folder, with adapters merged and beside it; its base without the adapters; or a
-                folder of these alone.
+            part: the whole model folder, with adapters merged into it and stored next to it; the base model
+                without adapters; or a folder of the adapters alone.
         """
 
     def offer(self, peer: str) -> tuple[str, int]:
@@ -118,15 +118,16 @@ class Learner(Protocol):
         """Send the policy that is on offer to servers as they ask for it; return how many have loaded it.
 
         Args:
-            expected: so many are served, and it returns.
-            wait_s: it returns where nobody asks for so long, and at once where nothing is on offer.
-            tell: receives how many have loaded it and are expected, while it waits; its error ends that.
+            expected: it returns once so many servers have loaded it.
+            wait_s: it also returns when no server asks for so long, and at once if nothing is on offer.
+            tell: receives the number of servers that have loaded it, and the expected number, while it
+                waits; an error that it raises ends the wait.
         """
 
     def find_long(self, conversations: Sequence[Sequence[Mapping[str, Any]]], most: int) -> list[LongPrompt]:
         """Return the prompts of more than `most` tokens, as the gateway counts them; none has tools."""
 
-    def logprobs_of(self, ids: Sequence[int]) -> list[float]:
+    def score_ids(self, ids: Sequence[int]) -> list[float]:
         """Return the log-probs of ids[1:] under the policy, each given those before it."""
 
     def hardware(self) -> Hardware:
@@ -137,10 +138,10 @@ class LearnerFactory(Protocol):
     """Makes the learner of a run, in this process or in one of its own. Calls block, as a learner's do."""
 
     def fixed_folders(self, checkpoint: Path | None) -> Mapping[str, Path]:
-        """Return the model folders of the fixed policies, by name; those at somebody else's server have none.
+        """Return the model folders of the fixed policies, by name. A policy at a foreign server has none.
 
         Args:
-            checkpoint: that the run goes on from; None: it begins.
+            checkpoint: the one that the run continues from; None: it begins.
 
         Raises:
             TrainerError: one has no such folder, or its tokens are not the actor's.
@@ -152,8 +153,8 @@ class LearnerFactory(Protocol):
         No weights are read.
 
         Args:
-            checkpoint: that the run goes on from; None: it begins.
-            fixed: model folders of the fixed policies that are served beside.
+            checkpoint: the one that the run continues from; None: it begins.
+            fixed: model folders of the fixed policies that this machine serves too.
 
         Raises:
             JobError: the job cannot fit.

@@ -90,7 +90,7 @@ async def run_job(
                             resume=resume, accept_data=accept_data,
                         )  # fmt: skip
 
-                ended = await again_after_losses(start, recording, stop, most=most, resume=resume)
+                ended = await restart_on_loss(start, recording, stop, most=most, resume=resume)
         except Stopped as stopped:
             reason = f"stopped by {stop.by} {stopped}"
             recording.end("stopped", detail=reason)
@@ -100,7 +100,7 @@ async def run_job(
         return ended
 
 
-async def again_after_losses(
+async def restart_on_loss(
     start: Callable[[bool], Awaitable[Ended]],
     reporter: RecordingReporter,
     stop: asyncio.Event,
@@ -166,25 +166,25 @@ async def _run(
     if resume:
         await asyncio.to_thread(_refuse_damage, job, directory.checkpoints)
     checkpoint = latest_checkpoint(directory.checkpoints)
-    fixed_setup = await asyncio.to_thread(_fixed_of, job, learners, checkpoint)
+    fixed_setup = await asyncio.to_thread(_load_fixed_setup, job, learners, checkpoint)
     # Of this start alone: the ids of an earlier one, with another body, would be refused. No seed reads it.
     run_id = f"{directory.run_id}.{secrets.token_hex(4)}"
     # The port first: a taken one must not cost the minutes of a warm-up.
     with job_parts.gateways(job, fixed_setup, directory, reporter.say, launcher) as gateways:
         planner = job_parts.planner(job, run_id, gateways.inference, data)
         async with job_parts.task_apps(job, directory.task_app_log, data=data, tell=reporter.say) as apps:
-            apps.watch(shown_by(reporter))
+            apps.watch(report_task_app(reporter))
             dispatcher = job_parts.dispatcher(job, apps)
             if reporter.left_behind:
                 await dispatcher.abort(reporter.left_behind)
             reporter.runs_as(run_id)
             servers = await until(stop, _checked_servers(job)) or []
-            switches, notes = echo_of_switches(job.training, job.algorithm), data.notes if data else ()
+            switches, notes = describe_switches(job.training, job.algorithm), data.notes if data else ()
             for line in (describe(apps), switches, *servers, *notes):
                 reporter.say(line)
             reseedable = await _try(job, planner, apps, stop, from_scratch=checkpoint is None)
             beginning = Beginning(
-                directory, planner, _models_of(job, learners, fixed_setup),
+                directory, planner, _set_up_models(job, learners, fixed_setup),
                 dispatcher=dispatcher, reporter=reporter, stop=stop,
             )  # fmt: skip
             models = await beginning.load(resume=resume)
@@ -231,13 +231,12 @@ def _curriculum(
     return Curriculum(planner.curriculum, planner, apps, directory, tell=reporter.say, reseedable=reseedable)
 
 
-def _fixed_of(job: JobConfig, learners: LearnerFactory, checkpoint: Path | None) -> FixedSetup:
-    """The fixed policies, whose folders fit the actor."""
-    folders = learners.fixed_folders(checkpoint)
-    return FixedSetup(job.fixed_policies, folders, job.rollout_allocation_schedule)
+def _load_fixed_setup(job: JobConfig, learners: LearnerFactory, checkpoint: Path | None) -> FixedSetup:
+    """The fixed policies; an error if one does not fit the actor."""
+    return FixedSetup(job.fixed_policies, learners.fixed_folders(checkpoint), job.rollout_allocation_schedule)
 
 
-def _models_of(job: JobConfig, learners: LearnerFactory, fixed: FixedSetup) -> ModelSetup:
+def _set_up_models(job: JobConfig, learners: LearnerFactory, fixed: FixedSetup) -> ModelSetup:
     here = fixed if job.cluster is None else FixedSetup(folders=fixed.folders)
     return ModelSetup(job.model, job.inference, learners, here, job.rollout.max_tokens)
 
@@ -273,8 +272,8 @@ def _refuse_damage(job: JobConfig, checkpoints: Path) -> None:
         refuse_damaged(started_from)
 
 
-def shown_by(reporter: Reporter) -> Show:
-    """What reports a task app as a process of the run."""
+def report_task_app(reporter: Reporter) -> Show:
+    """Return a callback that reports a task app as a process of the run."""
 
     def show(app: TaskAppClient, state: AppState) -> None:
         word, host = app.fault or "", urlsplit(app.url).netloc
@@ -283,7 +282,7 @@ def shown_by(reporter: Reporter) -> Show:
     return show
 
 
-def echo_of_switches(table: TrainingTable, algorithm: AlgorithmTable) -> str:
+def describe_switches(table: TrainingTable, algorithm: AlgorithmTable) -> str:
     """Reward mode and flags in one line, as source 1 asks for at start."""
     return (
         f"step_rewards_enabled={str(table.step_rewards_enabled).lower()} "

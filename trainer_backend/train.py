@@ -50,7 +50,8 @@ from trainer_backend.rundir.spool import LedgerEntry, append_rejected, append_to
 
 __all__ = ["Run", "train", "work_left"]
 
-# Beside an episode the learner values the state that a limit left it in. No rollout id holds a space.
+# The learner also values the state in which a limit left an episode, under the episode's id with this suffix.
+# No rollout id holds a space.
 _AFTER = " after"
 # What is collected, as a report of losses names it.
 _NAMES = {
@@ -81,7 +82,7 @@ async def train(
         while True:
             try:
                 if saving.due(progress.iteration):
-                    await saving.save(progress)  # beside what comes next
+                    await saving.save(progress)  # in the background
                 ahead.begin_early(progress)
                 if saving.evaluation_due(progress):
                     await _evaluate(run, progress, stop)
@@ -235,7 +236,7 @@ class Iteration:
     async def _play_on(self, batch: Batch) -> Batch | None:
         """Rollouts from decisions of a round, to measure them or to be trained; None where a stop came first.
 
-        Their parents are stored first, lest an error loses them.
+        Their parents are stored first, so that an error does not lose them.
         """
         requests = self._planner.branches(batch.rollouts)  # none, but for an estimator that needs them
         if requests or self._planner.fork_rule is not None:
@@ -539,7 +540,7 @@ def _staleness(run: Run, progress: Progress, result: IterationResult) -> dict[st
         raise SamplerMismatch(
             f"iteration {progress.iteration + 1} has tokens whose sampler lies "
             f"{staleness['policy/staleness_max']:.0f} versions behind, and training.max_staleness is {bound}",
-            hint="A server may have been started anew with old weights; look at its log.",
+            hint="A server may have been restarted with old weights; look at its log.",
         )
     return staleness
 

@@ -14,7 +14,7 @@ from shared_schemas.rollouts import InteractionSpec
 from tests.conftest import ListReporter, at_the_task_app, rows_of, tiny_job, train_job
 from trainer_backend import job_parts
 from trainer_backend.collect.plan import Inference
-from trainer_backend.collect.sources import row_of
+from trainer_backend.collect.sources import read_row_id
 from trainer_backend.collect.trial import try_job
 from trainer_backend.data.dataset import DataSet, read_data
 from trainer_backend.data.rows import Row
@@ -81,7 +81,7 @@ def test_siblings_are_asked_their_row_and_every_start_plans_the_same_rows(run):
     data = job_parts.data(directory.job())
     for iteration in (1, 2):
         for group_id, asked in groups(directory, f"iteration_{iteration}").items():
-            assert asked == {data.by_id[row_of(group_id)].question}
+            assert asked == {data.by_id[read_row_id(group_id)].question}
         inference = Inference("http://127.0.0.1:9", "tiny/actor", SecretStr(""))
         again = job_parts.planner(directory.job(), "another", inference, data).training(iteration)
         assert {request.group_id for request in again} == groups(directory, f"iteration_{iteration}").keys()
@@ -136,7 +136,7 @@ def test_evaluations_play_the_held_out_rows_and_are_told_row_by_row(run):
     held_out = {row.id: row.question for row in data.evaluation}
     for name in ("evaluation_0", "evaluation_2"):
         played = groups(directory, name)
-        assert {row_of(group): asked for group, asked in played.items()} == {
+        assert {read_row_id(group): asked for group, asked in played.items()} == {
             row_id: {question} for row_id, question in held_out.items()
         }
     assert last_minus_first(read_story(directory)).count == 4 == len(held_out)
@@ -235,8 +235,8 @@ def test_rows_that_do_not_fit_the_model_are_listed_before_rl_and_are_those_whose
     for line, rollouts, (kind, row) in zip(
         lines, stored, (("training", "b"), ("held-out", "f")), strict=True
     ):
-        lost = {row_of(item.group_id): item.failure for item in rollouts if item.failure is not None}
-        assert {row_of(item.group_id) for item in rollouts} > lost.keys() == {row}
+        lost = {read_row_id(item.group_id): item.failure for item in rollouts if item.failure is not None}
+        assert {read_row_id(item.group_id) for item in rollouts} > lost.keys() == {row}
         tokens = re.search(r"a prompt of (\d+) tokens \+ max_tokens 8", lost[row].detail)
         assert f"1 of {4 if kind == 'training' else 2} {kind} rows do not fit" in line
         assert (

@@ -13,7 +13,7 @@ from shared_schemas.trajectory import Trajectory
 from tests.conftest import at_the_task_app, rows_of, tiny_job
 from trainer_backend import job_parts
 from trainer_backend.collect.dispatcher import Dispatcher
-from trainer_backend.start import echo_of_switches
+from trainer_backend.start import describe_switches
 
 OFF = StepRewards()
 DISABLED_STEPWISE = StepRewards(enabled=False, mode="decision_stepwise")
@@ -126,6 +126,6 @@ def test_the_logs_show_a_non_zero_sum_of_r(trained):
 
 def test_mode_and_flags_are_echoed():
     job = tiny_job(training__event_rewards_kind="absolute")
-    line = echo_of_switches(job.training, job.algorithm)
+    line = describe_switches(job.training, job.algorithm)
     assert line.startswith("step_rewards_enabled=true step_rewards_mode=decision_stepwise ")
     assert "event_rewards_kind=absolute" in line

@@ -111,7 +111,7 @@ def test_servers_that_the_run_starts_lose_no_rollout_when_one_dies_or_fails_and_
     assert found == [*base, "start", "version_1", "version_2"]
     assert (directory.weights / "version_2" / "config.json").exists() == (lora is None)
     lines = "\n".join(reporter.lines)
-    (url,) = set(re.findall(rf"vLLM server (\S+) ended with {code}; it is started anew", lines))
+    (url,) = set(re.findall(rf"vLLM server (\S+) ended with {code}; it is restarted", lines))
     assert f"replica {url} is lost" in lines
     for address in set(re.findall(r"http://127\.0\.0\.1:(\d+): vLLM 0\.32\.0", lines)):
         with pytest.raises(ConnectionRefusedError):

@@ -58,7 +58,7 @@ def call(name, arguments="{}"):
 
 
 def reader():
-    """Reads a chunk, deletes it with an id that is refused beside, and answers."""
+    """Reads a chunk, deletes it with an id that is refused in the same reply, and answers."""
     read, cut = call("readChunk", '{"n": 1}'), call("deleteContext", '{"message_ids": [0, 2]}')
     calls_1 = Message(role="assistant", content="", tool_calls=(read,))
     calls_2 = Message(role="assistant", content="", tool_calls=(cut,))

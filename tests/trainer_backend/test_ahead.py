@@ -131,7 +131,7 @@ class Noting(Learner):
         return super().update(episodes, iteration=iteration)
 
 
-def run_of(folder: Path, services: Services, learner: Learner, **settings: Any) -> Run:
+def make_run(folder: Path, services: Services, learner: Learner, **settings: Any) -> Run:
     job = tiny_job(
         **{"training__group_size": 2, "rollout__episodes_per_batch": 4, "training__step_rewards_mode": "off",
            "evaluation__instances": 2, **settings},
@@ -159,7 +159,7 @@ def test_no_token_is_older_than_the_bound_and_every_batch_is_its_plan(
     draw = random.Random(seed)
     services = Services(places, lambda: draw.lognormvariate(0.0, 1.0), lambda: update_s * draw.random())
     learner = Noting(services)
-    run = run_of(
+    run = make_run(
         tmp_path_factory.mktemp("run"), services, learner, training__max_staleness=staleness,
         training__iterations=6, evaluation__every_n_iters=evaluate,
     )  # fmt: skip
@@ -174,7 +174,7 @@ def test_where_collecting_and_updating_take_as_long_one_hides_the_other(tmp_path
     seconds = {}
     for staleness in (0, 1):
         services = Services(4, lambda: 5.0, lambda: 10.0)  # 2 decisions a rollout, all at once: 10 s
-        run = run_of(
+        run = make_run(
             tmp_path / str(staleness), services, Noting(services), training__max_staleness=staleness,
             training__iterations=20, evaluation__every_n_iters=100,
         )  # fmt: skip
@@ -187,7 +187,7 @@ def test_where_collecting_and_updating_take_as_long_one_hides_the_other(tmp_path
 def test_an_error_ahead_ends_the_run_in_its_turn_and_what_else_was_asked_for_is_cancelled(tmp_path: Path):
     services = Services(4, lambda: 5.0, lambda: 10.0)
     services.fails_at = 3
-    run = run_of(
+    run = make_run(
         tmp_path / "run", services, Noting(services), training__max_staleness=2, training__iterations=9,
         evaluation__every_n_iters=100,
     )  # fmt: skip
@@ -210,7 +210,7 @@ class NoRoom(Run):
 
 def test_an_error_of_what_is_begun_early_loses_no_finished_iteration(tmp_path: Path):
     services = Services(4, lambda: 1.0, lambda: 1.0)
-    run = run_of(
+    run = make_run(
         tmp_path / "run", services, Noting(services), training__max_staleness=1, training__iterations=9,
         training__recovery_every=0, evaluation__every_n_iters=100,
     )  # fmt: skip
@@ -222,7 +222,7 @@ def test_an_error_of_what_is_begun_early_loses_no_finished_iteration(tmp_path: P
 
 def test_tokens_that_are_older_than_the_bound_are_refused(tmp_path: Path):
     services = Services(4, lambda: 1.0, lambda: 1.0)
-    run = run_of(
+    run = make_run(
         tmp_path / "run", services, Learner(), training__max_staleness=1, training__iterations=9,
         evaluation__every_n_iters=100,
     )  # fmt: skip
@@ -244,7 +244,7 @@ def test_a_resumed_run_uses_what_saved_weights_have_played_and_asks_for_the_rest
     keys = {"training__max_staleness": 1, "training__iterations": 9, "training__checkpoint_every": 2,
             "training__recovery_every": 0, "evaluation__every_n_iters": 100}  # fmt: skip
     first = Services(3, lambda: draw.uniform(2.0, 6.0), lambda: 8.0)
-    run = run_of(tmp_path / "run", first, Noting(first), **keys)
+    run = make_run(tmp_path / "run", first, Noting(first), **keys)
 
     async def killed() -> None:
         with pytest.raises(TimeoutError):
@@ -258,7 +258,7 @@ def test_a_resumed_run_uses_what_saved_weights_have_played_and_asks_for_the_rest
     second = Services(3, lambda: draw.uniform(2.0, 6.0), lambda: 8.0)
     second.version, second.start = saved, 2
     learner, reporter = Noting(second), ListReporter()
-    again = run_of(tmp_path / "run", second, learner, **keys)
+    again = make_run(tmp_path / "run", second, learner, **keys)
     again.directory.go_back_to(saved, reporter.say, policy_version=saved)
     in_virtual_time(train(again, Progress(saved, saved, saved), asyncio.Event()))
     plans = [sorted(plan_id(item.rollout_id) for item in run.planner.training(k)) for k in range(1, 10)]
@@ -285,7 +285,7 @@ def test_who_waited_is_counted_and_work_that_had_to_wait_is_told_from_when_it_ne
         ahead = timeline.working("collect")
         third = ahead.__enter__()
         now = 10.0
-    with timeline.working("learn"):  # 10 to 13, beside the third
+    with timeline.working("learn"):  # 10 to 13, while the third runs
         now = 13.0
     ahead.__exit__(None, None, None)
     with timeline.working("learn"):

@@ -10,7 +10,7 @@ import pytest
 
 from shared_schemas.rollouts import Rollout, RolloutRequest, Start
 from tests.trainer_backend.pages.hand_made import COW, WOOD
-from tests.trainer_backend.test_train import finished, run_of
+from tests.trainer_backend.test_train import finished, make_run
 from trainer_backend.collect.batch import Batch
 from trainer_backend.core.kl_reward import ScoredTokens
 from trainer_backend.credit.credit import Measured
@@ -57,13 +57,13 @@ async def test_parents_are_kept_when_collecting_their_branches(tmp_path: Path, h
         if not is_branch(requests[0]):
             return answered(requests)
         if how == "fails":
-            raise TaskAppError("nobody answers")
+            raise TaskAppError("no app answers")
         stop.set()
         return None
 
-    run = run_of(tmp_path, train=answer, **BRANCH)
+    run = make_run(tmp_path, train=answer, **BRANCH)
     if how == "fails":
-        with pytest.raises(TaskAppError, match="nobody answers"):
+        with pytest.raises(TaskAppError, match="no app answers"):
             await train(run, Progress(), stop)
     else:
         assert (await train(run, Progress(), stop)).iteration == 0
@@ -79,7 +79,7 @@ async def trained(tmp_path: Path, first: Any = None, **settings: Any) -> Run:
         calls += 1
         return (first if first and calls == 1 else answered)(requests)
 
-    run = run_of(tmp_path, train=answer, training__iterations=2, **BRANCH, **settings)
+    run = make_run(tmp_path, train=answer, training__iterations=2, **BRANCH, **settings)
     await train(run, Progress(), asyncio.Event())
     return run
 
@@ -90,11 +90,11 @@ def bare(requests: Sequence[RolloutRequest]) -> Batch:
 
 def again(run: Run) -> Any:
     """`branch` and `stepwise` of what is stored."""
-    stored, beside = stored_iterations(run.directory, []), stored_measured(run.directory, [])
-    return recredited(run.credit, stored, ["stepwise", "branch"], beside)
+    stored, measured = stored_iterations(run.directory, []), stored_measured(run.directory, [])
+    return recredited(run.credit, stored, ["stepwise", "branch"], measured)
 
 
-async def test_an_iteration_in_which_no_chosen_decision_was_reached_is_recredited_beside_one_with_branches(
+async def test_an_iteration_in_which_no_chosen_decision_was_reached_is_recredited_next_to_one_with_branches(
     tmp_path: Path,
 ):
     run = await trained(tmp_path, bare)
@@ -121,7 +121,7 @@ async def test_an_iteration_whose_branches_are_missing_is_refused_by_name_and_no
 
 async def test_what_is_wrong_with_branches_refuses_their_estimator_alone(tmp_path: Path):
     run = await trained(tmp_path)
-    stored, beside = stored_iterations(run.directory, []), stored_measured(run.directory, [])
+    stored, measured = stored_iterations(run.directory, []), stored_measured(run.directory, [])
     table = {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
     rewards = replace(run.credit.rewards, table=run.planner.table.model_copy(update=table))
     credit = replace(run.credit, rewards=rewards)
@@ -132,10 +132,10 @@ async def test_what_is_wrong_with_branches_refuses_their_estimator_alone(tmp_pat
         )
         return branch.model_copy(update={"trajectory": branch.trajectory.model_copy(update={"steps": steps})})
 
-    (name, by_turn), *_ = (beside[0].branches or {}).items()
+    (name, by_turn), *_ = (measured[0].branches or {}).items()
     broken = {turn: [without_counters(item) for item in found] for turn, found in by_turn.items()}
-    first = Measured(branches={**(beside[0].branches or {}), name: broken})
-    found = recredited(credit, stored, ["stepwise", "branch"], [first, beside[1]])
+    first = Measured(branches={**(measured[0].branches or {}), name: broken})
+    found = recredited(credit, stored, ["stepwise", "branch"], [first, measured[1]])
     assert found.refused.keys() == {"branch"} and "no decision_rewards" in found.refused["branch"]
     assert len(found.credits["stepwise"]) == 16
 
@@ -149,7 +149,7 @@ def scored(rollout: Rollout, nats: float) -> ScoredTokens:
 def test_groups_that_earned_the_same_are_flat_whatever_their_decisions_paid_for_kl(
     tmp_path: Path, coef: float
 ):
-    run = run_of(
+    run = make_run(
         tmp_path, algorithm__advantage="grpo", training__kl_reward_coef=coef, training__skip_flat_groups=True
     )
     requests = run.planner.training(1)
@@ -168,7 +168,7 @@ def test_groups_that_earned_the_same_are_flat_whatever_their_decisions_paid_for_
 
 
 def test_log_probs_of_another_number_of_decisions_are_refused_by_name(tmp_path: Path):
-    run = run_of(tmp_path, training__kl_reward_coef=0.1)
+    run = make_run(tmp_path, training__kl_reward_coef=0.1)
     rollouts = [finished(item) for item in run.planner.training(1)]
     of_all = {item.rollout_id: scored(item, 0.5) for item in rollouts}
     short = {rollouts[1].rollout_id: ScoredTokens([[-1.0]], [[-1.0]])}

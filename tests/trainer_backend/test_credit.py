@@ -169,7 +169,7 @@ def test_the_view_after_the_last_decision_is_read_where_the_next_one_would_have_
     )
 
 
-def test_a_critic_goes_on_from_where_a_limit_cut_and_refuses_where_nobody_looked():
+def test_a_critic_goes_on_from_where_a_limit_cut_and_refuses_a_missing_value():
     # One decision, no reward, V = 1, V(s_T) = 4, gamma 1/2: A = 0 + 4/2 - 1.
     keys = {"algorithm__advantage": "gae", "algorithm__gamma": 0.5, "algorithm__bootstrap_truncated": True}
     job, cut = tiny_job(**TURN_SCORES, **keys), with_tokens([(0, (1, 2), (3,))])
@@ -204,7 +204,7 @@ def test_advantages_by_token_are_stored_next_to_those_of_the_decision():
         ({"advantage": "rloo", "episode_score": "outcome"}, "it reads scores alone"),
     ],
 )
-def test_what_trains_nothing_beside_a_score_of_the_episode_is_told(algorithm, told):
+def test_what_trains_nothing_next_to_a_score_of_the_episode_is_told(algorithm, told):
     tables = {
         "model": {"preset": "tiny-0.3m"},
         "rollout": {"reward_function": "f"},

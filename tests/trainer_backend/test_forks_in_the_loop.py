@@ -14,7 +14,7 @@ from shared_schemas.rollouts import Rollout, RolloutRequest
 from tests.conftest import rows_of
 from tests.trainer_backend.pages.hand_made import COW, WOOD
 from tests.trainer_backend.test_branches_in_the_loop import is_branch, played_on
-from tests.trainer_backend.test_train import Learner, finished, run_of, without_logprob
+from tests.trainer_backend.test_train import Learner, finished, make_run, without_logprob
 from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.wire import ReplayDeparts, TaskAppLost
 from trainer_backend.core.critic import OfEpisode
@@ -97,7 +97,7 @@ def started(
         return Batch(tuple(map(play, requests)))
 
     learner = learner or Watched()
-    run = run_of(tmp_path, train=answer, learner=learner, **{**FORKS, **keys})
+    run = make_run(tmp_path, train=answer, learner=learner, **{**FORKS, **keys})
     dispatcher: Any = run.dispatcher
     dispatcher.task_apps = SimpleNamespace(serving=(app or TaskApp(),), refuse_if_none_answers=lambda: None)
     return replace(run, reseedable=True), learner, asked
@@ -173,7 +173,7 @@ async def test_a_continuation_that_is_rejected_is_played_once_more_and_its_paren
     assert row["rollout"]["rollout_id"].endswith("1/0/1/branch-2/0")
 
 
-async def test_a_parent_that_is_rejected_takes_its_forks_along_and_is_forked_anew(tmp_path: Path):
+async def test_a_parent_that_is_rejected_takes_its_forks_along_and_is_forked_again(tmp_path: Path):
     run, learner, _ = started(tmp_path, spoils=["train/1/0/1"])
     await train(run, Progress(), asyncio.Event())
     of_it = sorted(name for name in learner.trained if name.startswith("1/0/1"))

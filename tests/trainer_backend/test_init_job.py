@@ -157,7 +157,7 @@ def test_a_fresh_model_has_the_settings_of_the_config_that_is_known_to_learn(
 ):
     written = write_job(tmp_path / "job.toml", Choices(env)).config
     known = load_job(ROOT / f"configs/{config}.toml").config
-    # The name is another one, the device is left to `auto`, and a dialogue's files lie beside the job.
+    # The name is another one, the device is left to `auto`, and a dialogue's files lie next to the job.
     own = {"job": known.job, "model": known.model, "data": known.data, "multi_turn": known.multi_turn}
     assert written.model_copy(update=own) == known
     assert written.model.preset == known.model.preset

@@ -161,7 +161,7 @@ def test_two_homes_may_agree_but_not_differ():
     assert "training.step_rewards_beta = 0.1, rollout.step_rewards_beta = 0.2" in message
 
 
-def warnings_of(**tables: dict[str, object]) -> str:
+def read_warnings(**tables: dict[str, object]) -> str:
     return " ".join(parse_job({**MODEL, **tables}, where="x").warnings)
 
 
@@ -169,19 +169,19 @@ def warnings_of(**tables: dict[str, object]) -> str:
 def test_a_kl_reward_that_an_estimator_blows_up_is_told(name: str, divides: bool):
     paid = {"kl_reward_coef": 0.1}
     told = "divides by a standard deviation"
-    assert (told in warnings_of(training=paid, algorithm={"advantage": name})) is divides
-    assert told not in warnings_of(algorithm={"advantage": name})
-    assert told not in warnings_of(training=paid, algorithm={"advantage": "gigpo", "fnorm": "one"})
+    assert (told in read_warnings(training=paid, algorithm={"advantage": name})) is divides
+    assert told not in read_warnings(algorithm={"advantage": name})
+    assert told not in read_warnings(training=paid, algorithm={"advantage": "gigpo", "fnorm": "one"})
 
 
 def test_episodes_without_siblings_learn_from_their_branches_and_of_one_decision_there_are_none():
     alone, branch = {"group_size": 1}, {"advantage": "branch"}
-    assert "nothing will be learned" in warnings_of(training=alone, algorithm={"advantage": "stepwise"})
-    assert "nothing will be learned" not in warnings_of(training=alone, algorithm=branch)
+    assert "nothing will be learned" in read_warnings(training=alone, algorithm={"advantage": "stepwise"})
+    assert "nothing will be learned" not in read_warnings(training=alone, algorithm=branch)
     short = {"max_turns": 1}
-    assert "asks for no branches" in warnings_of(rollout=short, algorithm=branch)
-    assert "asks for no branches" not in warnings_of(rollout=short, training=alone, algorithm=branch)
-    assert "asks for no branches" not in warnings_of(rollout={"max_turns": 2}, algorithm=branch)
+    assert "asks for no branches" in read_warnings(rollout=short, algorithm=branch)
+    assert "asks for no branches" not in read_warnings(rollout=short, training=alone, algorithm=branch)
+    assert "asks for no branches" not in read_warnings(rollout={"max_turns": 2}, algorithm=branch)
 
 
 @pytest.mark.parametrize(

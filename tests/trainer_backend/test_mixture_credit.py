@@ -55,7 +55,7 @@ def test_siblings_are_compared_with_all_of_their_group_or_with_those_of_their_po
     assert credited.flat == []
 
 
-def test_a_group_is_flat_by_all_that_it_played_whoever_is_compared_with_whom():
+def test_a_group_is_flat_by_all_its_episodes_whatever_is_compared():
     job = tiny_job(**MIXTURE, rollout_only__baseline="per_policy", training__skip_flat_groups=True)
     lone = [played("tiny/actor", 0, sibling=0, group="g1"), played("tiny/fixed", 3, sibling=1, group="g1")]
     half = [*lone, played("tiny/fixed", 1, sibling=2, group="g1")]

@@ -45,7 +45,7 @@ def conversation(name, spans):
     return segment
 
 
-def step_of(estimator, aggregation, spans, level="token"):
+def take_step(estimator, aggregation, spans, level="token"):
     """By sampled token: advantage, weight, unit, target of a critic; in the order of the tokens' ids."""
     parts = [conversation("r-0", spans), conversation("r-1", spans[2:])]
     plug = ESTIMATORS[estimator]
@@ -99,8 +99,8 @@ def columns(batch, order):
 def test_no_span_of_observation_tokens_changes_an_advantage_a_mask_a_weight_or_a_denominator(
     estimator, aggregation, spans
 ):
-    batch, order = step_of(estimator, aggregation, spans)
-    assert columns(batch, order) == columns(*step_of(estimator, aggregation, BARE))
+    batch, order = take_step(estimator, aggregation, spans)
+    assert columns(batch, order) == columns(*take_step(estimator, aggregation, BARE))
     assert batch.packed.target_N[order].tolist() == sorted(
         token for answers in ANSWERS.values() for answer in answers for token in answer
     )
@@ -115,7 +115,7 @@ def test_no_span_of_observation_tokens_changes_an_advantage_a_mask_a_weight_or_a
 @given(spans=SPANS)
 def test_for_given_log_probs_the_loss_is_equal(loss, level, spans):
     def value(spans):
-        batch, order = step_of("stepwise", "token_mean", spans, level)
+        batch, order = take_step("stepwise", "token_mean", spans, level)
         logprobs = -batch.packed.target_N / 37.0  # of the token, wherever it lies
         weights, proximal = batch.weight_N, batch.proximal_logprob_N
         if level != "token":

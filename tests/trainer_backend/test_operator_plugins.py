@@ -185,7 +185,6 @@ def test_what_is_no_loss_is_refused(tmp_path, result, words):
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        (MINE.replace('"mine"', '"gae"').format(ONES), "algorithm.advantage = 'gae' is there already"),
         (MINE.replace('"mine"', '"My est"').format(ONES), "'My est' is no name"),
         (MINE.replace('"mine"', '"mine", takes=["omega"]').format(ONES), "names 'takes' of EstimatorPlug"),
         (MINE.replace('"mine"', '"mine", needs_value="decision"').format(ONES), "'needs_values'?"),
@@ -269,14 +268,8 @@ def test_a_posted_job_runs_no_file_but_the_operators(tmp_path):
     assert posted[0].config.job.trainer_plugins == (own,)
 
 
-def test_what_an_installed_package_marks_is_known_to_every_job(tmp_path, monkeypatch):
-    metadata = tmp_path / "ideas-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: ideas\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[turnwise.estimators]\nmine = ideas:mine\n")
-    (tmp_path / "ideas.py").write_text(MINE.format(ONES))
-    monkeypatch.syspath_prepend(tmp_path)
-    _load_packages_once.cache_clear()
+def test_what_an_installed_package_marks_is_known_to_every_job(tmp_path, monkeypatch, install):
+    metadata = install("ideas", MINE.format(ONES), "[turnwise.estimators]\nmine = ideas:mine\n")
     loaded = parse_job({**MODEL, "algorithm": {"advantage": "mine"}}, where="test")
     assert loaded.config.algorithm.advantage == "mine"
     with pytest.raises(JobError, match=r"marked as algorithm\.advantage = 'mine'; name it equally"):
@@ -360,3 +353,49 @@ def test_what_its_own_class_refuses_is_told_before_a_run_and_a_later_choice_leav
     (tmp_path / "mine.py").write_text(code)
     later = load_job(job, ["algorithm.advantage=grpo"])
     assert later.config.algorithm.own("mine") == {} and "algorithm.mine" in later.left_out
+
+
+# A name that another plug has already: the refusal says which one.
+MARKS = "from trainer_backend.operator_plugins import aggregation, estimator, loss, schedule\n"
+TAKEN = MARKS + "@estimator('mine')\ndef mine(*_): return []\n"
+
+
+def taken(*codes: str, folder: Path) -> str:
+    files = [folder / f"{name}.py" for name, _ in zip("ab", codes, strict=False)]
+    for file, code in zip(files, codes, strict=True):
+        file.write_text(code)
+    with pytest.raises(JobError) as refused:
+        load_packages()
+        load_plugins(files)
+    return str(refused.value).removeprefix(f"job.trainer_plugins, {files[-1]}: ")
+
+
+@pytest.mark.parametrize(
+    ("mark", "key"),
+    [
+        ("@estimator('gae')", "algorithm.advantage = 'gae'"),
+        ("@loss('clipped')", "algorithm.loss = 'clipped'"),
+        ("@aggregation('token_mean')", "training.aggregation = 'token_mean'"),
+        ("@schedule('linear')", "rollout_allocation_schedule.type = 'linear'"),
+    ],
+)
+def test_a_name_is_taken_by_a_built_in_plug(mark, key, tmp_path):
+    code = f"{MARKS}{mark}\nclass Mine:\n    def get_policy_choice(self, step): return 'actor'\n"
+    told = taken(code, folder=tmp_path)
+    assert told == f"{key} is there already (built in); choose another name"
+
+
+def test_a_name_is_taken_by_another_file_or_by_the_same_one(tmp_path):
+    sentence = "algorithm.advantage = 'mine' is there already (of {}); choose another name"
+    assert taken(TAKEN, TAKEN, folder=tmp_path) == sentence.format(tmp_path / "a.py")
+    load_plugins([])
+    twice = TAKEN + "@estimator('mine')\ndef again(*_): return []\n"
+    assert taken(twice, folder=tmp_path) == sentence.format(tmp_path / "a.py")
+
+
+def test_a_name_is_taken_by_a_package(tmp_path, install):
+    install("of_names", TAKEN, "[turnwise.estimators]\nmine = of_names:mine\n")
+    assert taken(TAKEN, folder=tmp_path) == (
+        "algorithm.advantage = 'mine' is there already (of of_names, entry point 'mine' of "
+        "'turnwise.estimators'); choose another name"
+    )

@@ -13,7 +13,7 @@ from trainer_backend import job_parts
 from trainer_backend.collect.plan import Inference
 from trainer_backend.errors import BatchError, JobError
 from trainer_backend.job.load import LoadedJob, dump_job, load_job, parse_job
-from trainer_backend.operator_plugins import _load_packages_once, load_plugins
+from trainer_backend.operator_plugins import load_plugins
 from trainer_backend.plugins import AGGREGATIONS, aggregation
 
 pytestmark = pytest.mark.usefixtures("own_boards")
@@ -232,16 +232,10 @@ def test_unknown_names_are_told_those_of_the_file_too(tmp_path):
     assert re.search("aggregation is 'mines'. Did you mean 'mine'. Known: .*token_mean", told)
 
 
-def test_who_looks_at_a_job_asks_no_schedule_of_a_package_either(tmp_path, monkeypatch):
-    metadata = tmp_path / "of_pulses-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: of-pulses\nVersion: 1.0\n")
+def test_who_looks_at_a_job_asks_no_schedule_of_a_package_either(install):
     points = "[turnwise.schedules]\nmine = of_pulses:Mine\n[turnwise.aggregations]\nmine = of_pulses:mine\n"
-    (metadata / "entry_points.txt").write_text(points)
     code = WEIGHS.format("", "[]") + CHOOSES[len(HEAD) :].format("'fixed' if step > 9 or 1 // self.x else 0")
-    (tmp_path / "of_pulses.py").write_text(code.replace("    def", "    x = 1\n    def"))
-    monkeypatch.syspath_prepend(tmp_path)
-    _load_packages_once.cache_clear()
+    install("of_pulses", code.replace("    def", "    x = 1\n    def"), points)
     job = {**JOB, "rollout_allocation_schedule": {"type": "mine"}}
     loaded = parse_job(job, where="job.toml", overrides=["training.aggregation=mine"])
     assert samplers(loaded, range(1, 3)) == ["fixed", "fixed"]

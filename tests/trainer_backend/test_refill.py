@@ -10,7 +10,7 @@ import pytest
 from shared_schemas.rollouts import RolloutRequest
 from tests.conftest import rows_of
 from tests.trainer_backend.pages.hand_made import COW, WOOD
-from tests.trainer_backend.test_train import Learner, all_finished, failed, finished, gone, run_of
+from tests.trainer_backend.test_train import Learner, all_finished, failed, finished, gone, make_run
 from trainer_backend.collect.batch import Batch
 from trainer_backend.core.critic import CriticTargets, OfEpisode
 from trainer_backend.core.segments import Segment
@@ -71,7 +71,7 @@ def watched_run(
         return answer(requests)
 
     return (
-        run_of(tmp_path, learner=learner, train=answering, evaluation=answering, **settings),
+        make_run(tmp_path, learner=learner, train=answering, evaluation=answering, **settings),
         learner,
         asked,
     )

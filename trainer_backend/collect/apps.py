@@ -11,7 +11,7 @@ from pydantic import SecretStr
 from trainer_backend.collect.client import Show, TaskAppClient, show_nothing
 from trainer_backend.collect.wire import TaskAppLost
 from trainer_backend.errors import TaskAppError
-from trainer_backend.job.addresses import DNS, Address, Resolve, addresses_of, resolve_addresses
+from trainer_backend.job.addresses import DNS, Address, Resolve, look_up_host, resolve_addresses
 
 log = structlog.get_logger("trainer")
 
@@ -40,7 +40,7 @@ class TaskApps:
 
     def __init__(
         self, urls: Sequence[str], api_key: SecretStr, *, timeout_s: float, lost_wait_s: float = 0.0,
-        label: str = "", tell: Tell = log_sentence, resolve: Resolve = addresses_of,
+        label: str = "", tell: Tell = log_sentence, resolve: Resolve = look_up_host,
         look_up_every_s: float = 15.0,
     ) -> None:  # fmt: skip
         self._urls, self._key, self._timeout_s, self._label = tuple(urls), api_key, timeout_s, label

@@ -12,7 +12,7 @@ from shared_schemas.plain_text import encodable
 from shared_schemas.rollouts import Rollout, RolloutFailure, RolloutPage, RolloutRequest
 from shared_schemas.trajectory import StepData, Trajectory
 
-# The failure code of a rollout that is none of what was asked for.
+# The failure code of a rollout that does not answer its request.
 WRONG_ROLLOUT = "wrong_rollout"
 # Squares and sums of larger numbers leave the range of float32, in which the loss is computed.
 _LARGEST = 1e15
@@ -39,7 +39,7 @@ def checked(request: RolloutRequest, rollout: Rollout) -> Rollout:
 
 
 def read_page(content: bytes, part: str) -> RolloutPage:
-    """Read a page of results; a rollout that is none is there as one that failed, with the field and value.
+    """Read a page of results; an invalid rollout becomes a failed one, whose error names the field and value.
 
     Its other rollouts count. One whose id cannot be read has the id "", and its place where that can be read.
 

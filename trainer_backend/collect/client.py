@@ -44,9 +44,9 @@ from trainer_backend.collect.wire import (
     TaskAppLost,
     is_final,
     json_in,
-    message_of,
     refusal,
     slices,
+    word_answer,
 )
 from trainer_backend.errors import TaskAppError
 
@@ -78,7 +78,7 @@ Show = Callable[["TaskAppClient", State], None]
 
 
 def show_nothing(app: "TaskAppClient", state: State) -> None:
-    """Stands for a reader of states where there is none."""
+    """The default reader of states, which does nothing."""
 
 
 class _Unreachable(Exception):
@@ -416,7 +416,7 @@ class TaskAppClient:
     async def poll(self, run_id: str, cursor: str | None, *, wait_s: float) -> RolloutPage:
         """Return everything that ended since `cursor`; wait up to `wait_s` for at least one rollout.
 
-        A rollout of a wrong form is there as one that failed (`read_page`).
+        An invalid rollout is returned as a failed one (`read_page`).
 
         Raises:
             CursorExpired: the cursor is of a process that has ended; poll without one.
@@ -571,8 +571,8 @@ class TaskAppClient:
         text = answer.decode(errors="replace")
         problem = json_in(text)
         if status in _LATER and not is_final(status, problem):
-            raise _Unreachable(f"status {status}: {message_of(problem, text)}")
-        sentence = f"{self.url}: {method} {path}: status {status}: {message_of(problem, text)}"
+            raise _Unreachable(f"status {status}: {word_answer(problem, text)}")
+        sentence = f"{self.url}: {method} {path}: status {status}: {word_answer(problem, text)}"
         raise refusal(status, problem, sentence)
 
     def _most_bytes(self, path: str) -> int:

@@ -23,7 +23,7 @@ from trainer_backend.collect.arrival import PLACE, WRONG_ROLLOUT, checked
 from trainer_backend.collect.batch import AppFigures, Batch, in_order
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.plan import retried
-from trainer_backend.collect.wire import CursorExpired, TaskAppLost, first_of
+from trainer_backend.collect.wire import CursorExpired, TaskAppLost, pick_error
 from trainer_backend.errors import TaskAppError
 from trainer_backend.garbage import while_a_batch_grows
 
@@ -280,7 +280,7 @@ class Dispatcher:
         if entry is not None and rollout.status == "finished":
             rollout = checked(entry.request, rollout)
         elif entry is not None and is_wrong:
-            rollout = rollout.model_copy(update=_place_of(entry.request))
+            rollout = rollout.model_copy(update=_copy_place(entry.request))
         is_finished = rollout.status == "finished"
         if entry is None or entry.is_new or (entry.app is not app and not is_finished):
             app.discard.append(rollout.rollout_id)
@@ -435,7 +435,7 @@ class Dispatcher:
         try:
             await self._serve_all()
         except ExceptionGroup as errors:
-            error = first_of(errors)
+            error = pick_error(errors)
         finally:
             self._is_closing = True
             for queue in [*self.queues]:
@@ -496,7 +496,7 @@ class Dispatcher:
                 elif not await self._is_back(app):
                     break
             except* TaskAppLost as errors:
-                self._lose_app(app, first_of(errors))
+                self._lose_app(app, pick_error(errors))
         self.task_apps.drop(app)
 
     async def _receive(self, app: TaskAppClient) -> NoReturn:
@@ -573,7 +573,7 @@ class Dispatcher:
         await app.let_go()
 
 
-def _place_of(request: RolloutRequest) -> dict[str, Any]:
+def _copy_place(request: RolloutRequest) -> dict[str, Any]:
     return request.model_dump(include={"rollout_id", *PLACE})
 
 
@@ -581,7 +581,7 @@ def _record_loss(request: RolloutRequest, instance_id: str, why: str) -> Rollout
     """Return the record of a rollout that no task app could finish."""
     detail = f"{_MAX_LOSSES} times a task app was lost with it; the last one: {why}"
     return Rollout(
-        **_place_of(request),
+        **_copy_place(request),
         instance_id=instance_id,
         status="failed",
         failure=RolloutFailure(code=TaskAppLost.code, detail=detail),

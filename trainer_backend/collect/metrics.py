@@ -8,7 +8,7 @@ from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.batch import AppFigures, Batch
 from trainer_backend.collect.losses import losses_in
-from trainer_backend.collect.sources import row_of
+from trainer_backend.collect.sources import read_row_id
 from trainer_backend.core.conversations import context_metrics, interaction_metrics
 from trainer_backend.core.intervals import achievement_shares, crafter_score_interval, nested_rate_interval
 from trainer_backend.core.statistics import (
@@ -37,7 +37,7 @@ def evaluation_metrics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     own = user_reward_metrics(trajectories).get("episode/environment_outcome_reward")
     return {
         "eval/episodes": len(trajectories),
-        "eval/unit": "world" if row_of(rollouts[0].group_id) is None else "row",
+        "eval/unit": "world" if read_row_id(rollouts[0].group_id) is None else "row",
         **_with_bounds("eval/outcome_reward", outcome),
         "eval/outcome_definition": outcome_definition(trajectories),
         **({} if own is None else {"eval/environment_outcome_reward": own}),

@@ -9,7 +9,7 @@ from shared_schemas.replay import MOST_SNAPSHOTS, ReplayRequest, ReplayTurn
 from shared_schemas.rollouts import Rollout, Start
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.plan import Planner
-from trainer_backend.collect.wire import ReplayDeparts, TaskAppLost, first_of
+from trainer_backend.collect.wire import ReplayDeparts, TaskAppLost, pick_error
 from trainer_backend.errors import TaskAppError
 
 _ATTEMPTS = 2  # of a replay; at two task apps where there are two
@@ -40,7 +40,7 @@ async def replay_all(
             for lane in range(max(1, len(apps.serving))):
                 group.create_task(replay_next(lane))
     except BaseExceptionGroup as errors:
-        raise first_of(errors) from errors
+        raise pick_error(errors) from errors
     return [found[place] for place in range(len(wanted))]
 
 

@@ -34,7 +34,7 @@ __all__ = ["Inference", "Planner", "digest_tasks", "retried"]
 
 # A branch's parent began the decision in time, but a limit of 0 s is no limit.
 _LEAST_TIMEOUT_S = 1.0
-# What a request sets as a task: not who plays it, nor what else is stored.
+# The fields of a request that define its task, without its player and without what else is stored.
 _TASK: dict[str, Any] = {
     **dict.fromkeys(("start", "env", "multi_turn", "ground_truth", "reward_function", "interaction"), True),
     "limits": RolloutLimits.model_fields.keys() - {"timeout_s", "invalid_action_penalty"},
@@ -75,7 +75,7 @@ class Players:
         server = self._server(policy).for_rollout(rollout_id)
         fixed = next((table for table in self.fixed if table.name == policy), None)
         seed = derived_seed(self.seed, *seed_parts)
-        config = model_config(self.multi_turn, server, self.rollout.sampling_of(fixed))
+        config = model_config(self.multi_turn, server, self.rollout.choose_sampling(fixed))
         return _spec(self.rollout.policy_name, {**config, **self.rollout.policy_config}, server, seed)
 
     def scripted(self, name: str, purpose: str, group: int, config: Mapping[str, Any]) -> PolicySpec:
@@ -88,8 +88,8 @@ class Players:
         """How the actor is asked in an evaluation, with the same sampling seeds in every one."""
         rollout, server = self.rollout, self._server(ACTOR).for_rollout(rollout_id)
         seed = derived_seed(self.seed, *Slot("evaluation", 0, group, repeat))
-        temperature = self.held_out.temperature_beside(rollout)
-        sampling = rollout.sampling_of().model_copy(update={"temperature": temperature})
+        temperature = self.held_out.evaluation_temperature(rollout)
+        sampling = rollout.choose_sampling().model_copy(update={"temperature": temperature})
         own = model_config(self.multi_turn, server, sampling)
         return _spec(rollout.policy_name, {**own, **rollout.policy_config, **config}, server, seed)
 
@@ -125,7 +125,7 @@ def inferences(
         table.name: replace(
             actor,
             model=name_model(job_name, table.name),
-            asks=asks if rollout.sampling_of(table).is_truncated else {},
+            asks=asks if rollout.choose_sampling(table).is_truncated else {},
         )
         for table in fixed
     }
@@ -177,10 +177,8 @@ class Planner:
     def branches(self, parents: Sequence[Rollout]) -> list[RolloutRequest]:
         """Rollouts that play on from the snapshots of finished ones: same policy, own sampling seeds.
 
-        None where they are trained: `forks` makes those.
-
-        They get the rest of the parent's limits, its time included. A lost branch is asked for again like
-        any other rollout.
+        There are none if they are trained: `forks` makes those. They get the rest of the parent's limits, its
+        time included. A lost branch is requested again like any other rollout.
         """
         return [
             request
@@ -344,7 +342,7 @@ class Planner:
             snapshot_turns: as in a request, counted from its start.
         """
         episode, done = parent.trajectory, start.parent_turn
-        assert episode is not None and done is not None, "it goes on from a decision of a finished rollout"
+        assert episode is not None and done is not None, "it continues from a decision of a finished rollout"
         before = [step.step_info for step in episode.steps[:done]]
         limits = self.players.limits(
             decisions_done=done,

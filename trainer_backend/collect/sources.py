@@ -129,7 +129,7 @@ class Rows:
         return [self.origin(row) for row in self.data.evaluation[:most]]
 
     def of_group(self, group_id: str, seed: int) -> Origin:
-        row_id = row_of(group_id)
+        row_id = read_row_id(group_id)
         assert row_id is not None, "the groups of a job with [data] are named with their rows"
         if row_id not in self.data.by_id:
             raise DataError(
@@ -141,7 +141,7 @@ class Rows:
 
     def largest(self) -> Origin:
         """The origin with the longest request, among held-out ones too."""
-        return max(map(self.origin, (*self.data.training, *self.data.evaluation)), key=bytes_of)
+        return max(map(self.origin, (*self.data.training, *self.data.evaluation)), key=count_bytes)
 
     def interactions(self) -> frozenset[str | None]:
         """Names of all interactions; None where a row leaves the choice to the task app."""
@@ -153,14 +153,14 @@ class Rows:
         refuse_unmatchable(self.table, (*self.data.training, *self.data.evaluation), names)
 
     def origin(self, row: Row) -> Origin:
-        return origin_of(row, interaction=self.table.interaction)
+        return make_origin(row, interaction=self.table.interaction)
 
 
 # Where groups start.
 Source = Worlds | Rows
 
 
-def origin_of(row: Row, *, interaction: str | None = None) -> Origin:
+def make_origin(row: Row, *, interaction: str | None = None) -> Origin:
     """Convert a row to its group's origin; `interaction` is the user for rows that name none."""
     return Origin(
         seed=derived_seed("row", row.id, below=HELD_OUT_FROM),
@@ -171,7 +171,7 @@ def origin_of(row: Row, *, interaction: str | None = None) -> Origin:
     )
 
 
-def bytes_of(origin: Origin) -> int:
+def count_bytes(origin: Origin) -> int:
     """Bytes of a request that a row alone takes up, as JSON in ASCII."""
     kwargs = {} if origin.interaction is None else origin.interaction.kwargs
     return len(json.dumps([origin.env_config, origin.ground_truth, kwargs]))
@@ -201,7 +201,7 @@ def group_name(stage: str, iteration: int, group: int, origin: Origin) -> str:
     return f"{stage}/{iteration}/{group}{row}"
 
 
-def row_of(group_id: str) -> str | None:
+def read_row_id(group_id: str) -> str | None:
     """Return the row's id in the name of a group, or None."""
     parts = group_id.split("/", 3)
     return parts[3] if len(parts) == 4 else None
@@ -248,7 +248,7 @@ def model_config(table: MultiTurnTable, inference: Inference, sampling: Sampling
     }
 
 
-def sampler_of(request: RolloutRequest) -> str:
+def name_sampler(request: RolloutRequest) -> str:
     """Return the policy that samples a request."""
     return parse_policy(request.policy.config.get("model"))
 

@@ -21,11 +21,11 @@ from service_kit.keys import TASK_APP_KEY, key_from_environ
 from service_kit.process import Child, last_line, name_exit
 from shared_schemas.urls import is_loopback
 from trainer_backend.collect.apps import TaskApps, Tell, log_sentence
-from trainer_backend.collect.sources import Rows, bytes_of
+from trainer_backend.collect.sources import Rows, count_bytes
 from trainer_backend.errors import JobError, TaskAppError
 from trainer_backend.job.tables import ServicesTable
 from trainer_backend.learner.calls import KEYS_OF_THE_LEARNER
-from trainer_backend.processes.launching import LOCAL, NotReady, Role, address_of
+from trainer_backend.processes.launching import LOCAL, NotReady, Role, read_address
 
 Entered = TypeVar("Entered")
 
@@ -57,7 +57,7 @@ async def own_task_app(
     child = await LOCAL.start(role)
     try:
         try:
-            url = await address_of(child, log_file, _START_S)
+            url = await read_address(child, log_file, _START_S)
         except NotReady as error:
             if error.code == _REFUSAL:
                 # Its last line names the fault; the log's folder may be deleted with the run.
@@ -70,7 +70,7 @@ async def own_task_app(
 
 
 # Size of a request without its row: ids, limits, the configs of policy and environment.
-_BESIDE_A_ROW = 1 << 18
+_WITHOUT_ITS_ROW = 1 << 18
 # Label of the job's own task apps, whose ports differ in every start.
 OWN = "own"
 
@@ -89,8 +89,8 @@ async def task_apps(
 
     Args:
         log_file: receives the log of an own task app; the second one's has _1 after its name, and so on.
-        hosts_to_call: `host:port` of inference servers that own task apps may call, besides servers on this
-            machine. The operators of other task apps decide that themselves.
+        hosts_to_call: `host:port` of inference servers that own task apps may call in addition to servers on
+            this machine. The operators of other task apps decide that themselves.
         rows: that are played: the largest has to fit a request.
         tell: receives a sentence when one is lost, and when it is back.
     """
@@ -104,7 +104,7 @@ async def task_apps(
         else:
             key, body_bytes = SecretStr(secrets.token_urlsafe(32)), OWN_BODY_BYTES
             if rows is not None:
-                body_bytes = max(body_bytes, bytes_of(rows.largest()) + _BESIDE_A_ROW)
+                body_bytes = max(body_bytes, count_bytes(rows.largest()) + _WITHOUT_ITS_ROW)
             limit = os.environ.get(_BODY_BYTES, str(min(body_bytes, _MOST_BODY_BYTES)))
             variables = {_BODY_BYTES: limit, **table.task_app_variables}
             arguments = [*_arguments(table, hosts_to_call, interactions)]
@@ -168,7 +168,7 @@ def describe(apps: TaskApps) -> str:
 def task_app_key(urls: Sequence[str], own_key: SecretStr | None = None) -> SecretStr:
     """Return the key of the task apps in [services]: the job's own, or this process's.
 
-    It is empty where there is none and all are on this machine, where a task app may need none.
+    It is empty if no key is set and all task apps are on this machine, where they may need none.
     """
     if own_key is not None:
         return own_key

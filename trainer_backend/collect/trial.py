@@ -17,7 +17,7 @@ from shared_schemas.rollouts import PolicySpec
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import Instance, InstanceInfo, TaskAppClient
 from trainer_backend.collect.plan import Planner, Players, Slot
-from trainer_backend.collect.sources import Rows, row_of
+from trainer_backend.collect.sources import Rows, read_row_id
 from trainer_backend.collect.wire import BackendFailed, PluginFailed, Refused, TaskAppLost
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.errors import JobError, TaskAppError
@@ -45,7 +45,7 @@ class _StagePolicy:
     job_keys: Mapping[str, str]
     """Further settings from the job, and the key of each."""
 
-    def key_of(self, problem: Problem) -> str:
+    def find_key(self, problem: Problem) -> str:
         """Return the TOML key that a task app's complaint about this policy refers to."""
         place, _, path = (problem.where or "").partition(".")
         if place != "config":
@@ -73,7 +73,7 @@ async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool, prese
     interactions = source.interactions() if isinstance(source, Rows) else frozenset()
     largest = planner.largest()
     warnings = list[str]()
-    environment_key = partial(_environment_key, row_of(first.group_id))
+    environment_key = partial(_environment_key, read_row_id(first.group_id))
     for app in apps.serving:  # another one may come later
         try:
             app.refuse_too_large(largest)
@@ -83,7 +83,7 @@ async def try_job(planner: Planner, apps: TaskApps, *, from_scratch: bool, prese
                 await _refuse_interactions(app, source, interactions)
             for stage in policies:
                 body = stage.policy.model_dump(mode="json", include={"policy_name", "config", "seed"})
-                await _try(app, "policy", body, stage.key_of)
+                await _try(app, "policy", body, stage.find_key)
         except TaskAppLost as error:
             await _refuse_hanging(app, error)
             apps.lose(app, error)
@@ -134,7 +134,7 @@ def _policies(planner: Planner, *, from_scratch: bool, preset: bool) -> list[_St
         actor(players.sampled_by(ACTOR, "", *first), job_keys=SET_BY_THE_JOB),
         actor(planner.evaluation("0", most=1)[0].policy, job_keys={**SET_BY_THE_JOB, **own}),
         *(
-            actor(players.sampled_by(table.name, "", *first), job_keys=_keys_of(players, table))
+            actor(players.sampled_by(table.name, "", *first), job_keys=_find_fixed_keys(players, table))
             for table in players.fixed
         ),
     ]
@@ -160,7 +160,7 @@ def _policies(planner: Planner, *, from_scratch: bool, preset: bool) -> list[_St
     return policies
 
 
-def _keys_of(players: Players, table: RolloutOnlyTable) -> dict[str, str]:
+def _find_fixed_keys(players: Players, table: RolloutOnlyTable) -> dict[str, str]:
     """Return the keys behind a fixed policy's config: inherited ones, or keys of its own table."""
     own = [key for key in SAMPLING_KEYS if getattr(table, key, None) is not None]
     return {
@@ -209,7 +209,7 @@ async def _try(
     client: TaskAppClient,
     kind: Literal["env", "policy"],
     body: Mapping[str, Any],
-    key_of: Callable[[Problem], str],
+    find_key: Callable[[Problem], str],
     *,
     check: Callable[[Instance], Awaitable[None]] | None = None,
 ) -> Instance:
@@ -222,10 +222,10 @@ async def _try(
         finally:
             await client.terminate(kind, instance.id)
     except BackendFailed as failure:
-        failure.where = key_of(failure.finding)
+        failure.where = find_key(failure.finding)
         raise
     except (Refused, PluginFailed) as refusal:
-        raise _job_error(refusal, client, where=key_of(refusal.finding)) from refusal
+        raise _job_error(refusal, client, where=find_key(refusal.finding)) from refusal
     return instance
 
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from shared_schemas.json_text import read_json
 from shared_schemas.problem import Problem
 from shared_schemas.rollouts import RolloutRequest
-from trainer_backend.collect.sources import row_of
+from trainer_backend.collect.sources import read_row_id
 from trainer_backend.errors import JobError, TaskAppError
 
 _ITS_OWN_FAULT = 500
@@ -94,7 +94,7 @@ def problem_in(answer: Any) -> Problem | None:
         return None
 
 
-def message_of(answer: Any, text: str) -> str:
+def word_answer(answer: Any, text: str) -> str:
     """Return the detail, place and hint of a problem, or the beginning of another answer."""
     if not isinstance(answer, dict):
         return text[:200]
@@ -116,7 +116,7 @@ def refusal(status: int, answer: Any, sentence: str) -> TaskAppError:
     return TaskAppError(sentence)
 
 
-def first_of(error: BaseException) -> BaseException:
+def pick_error(error: BaseException) -> BaseException:
     """Return the first leaf of a group of errors; one is enough for the user."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -163,7 +163,7 @@ def slices(
 
 
 def _too_large(request: RolloutRequest, size: int, max_body_bytes: int, url: str) -> JobError:
-    row = row_of(request.group_id)
+    row = read_row_id(request.group_id)
     return JobError(
         f"its request has {size:,} bytes, and the task app at {url} takes {max_body_bytes:,}",
         where=f"rollout {request.rollout_id}" if row is None else f"data.path, row {row!r}",

@@ -6,7 +6,7 @@ A *cell* is a set of achievements. A snapshot with a rare one is at the frontier
 import math
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pydantic import Field
@@ -214,15 +214,16 @@ def kept(found: Iterable[Candidate], seed: int, most: int = MOST_NEW) -> list[Ca
 
     Of a set, one of every turn comes before a second one of any; which, is drawn.
     """
-    by_cell: defaultdict[Cell, list[tuple[int, Candidate]]] = defaultdict(list)
-    places: Counter[tuple[Cell, int]] = Counter()
-    for item in sorted(found, key=lambda one: derived_seed(seed, "kept", one.plan, one.own_turn)):
-        by_cell[item.cell].append((places[item.cell, item.turn], item))
-        places[item.cell, item.turn] += 1
-    rounds = [
-        (number, cell, item)
-        for cell, items in by_cell.items()
-        for number, (_, item) in enumerate(sorted(items, key=lambda one: one[0]))
-    ]
-    rounds.sort(key=lambda one: one[:2])
-    return [item for _, _, item in rounds[:most]]
+    drawn = sorted(found, key=lambda one: derived_seed(seed, "kept", one.plan, one.own_turn))
+    by_turn = _take_turns(drawn, lambda one: (one.cell, one.turn))
+    return _take_turns(sorted(by_turn, key=lambda one: one.cell), lambda one: one.cell)[:most]
+
+
+def _take_turns(found: Sequence[Candidate], group: Callable[[Candidate], Hashable]) -> list[Candidate]:
+    """The first one of each group, then the second of each, and so on; otherwise in the order given."""
+    counts = Counter[Hashable]()
+    numbers = []
+    for one in found:
+        numbers.append(counts[group(one)])
+        counts[group(one)] += 1
+    return [found[place] for place in sorted(range(len(found)), key=numbers.__getitem__)]

@@ -30,7 +30,7 @@ from trainer_backend.pages.series import make_chart, make_curve
 from trainer_backend.parts import CreditedEpisode, Reporter
 from trainer_backend.plugins import ESTIMATORS, estimator
 from trainer_backend.rundir.checkpoint_paths import model_in
-from trainer_backend.rundir.digests import digest_of
+from trainer_backend.rundir.digests import read_digest
 from trainer_backend.rundir.files import write_errors
 from trainer_backend.rundir.layout import RunDirectory, open_run
 from trainer_backend.rundir.rollout_files import (
@@ -426,7 +426,7 @@ def _read_truth(
 
 def _refuse_other_policy(file: TruthFile, run: RunDirectory, checkpoint: Path) -> None:
     """Refuse to compare gradients at another policy than the one whose truth was measured."""
-    known, found = file.setting.digest, digest_of(checkpoint)
+    known, found = file.setting.digest, read_digest(checkpoint)
     if known and found and known != found:
         own = run.checkpoints / file.setting.checkpoint
         raise RunDirectoryError(

@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from trainer_backend.collect.losses import losses_in
-from trainer_backend.collect.sources import row_of
+from trainer_backend.collect.sources import read_row_id
 from trainer_backend.core.intervals import paired_success_interval
 from trainer_backend.core.statistics import Interval, mean_interval
 from trainer_backend.rundir.rollout_files import finished_rows
@@ -23,7 +23,7 @@ def read_outcomes(path: Path) -> Outcomes:
     if not path.exists():
         return {}
     return {
-        row_of(row["group_id"]) or row["seed"]: row["outcome_reward"]
+        read_row_id(row["group_id"]) or row["seed"]: row["outcome_reward"]
         for row in finished_rows(path, ["group_id", "seed", "outcome_reward"])
     }
 

@@ -28,7 +28,7 @@ from trainer_backend.job.rollout_table import DataTable, WarmupTable
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.training_table import AlgorithmTable
 from trainer_backend.plugins import ESTIMATORS
-from trainer_backend.rundir.checkpoint_paths import model_in, run_of
+from trainer_backend.rundir.checkpoint_paths import find_run, model_in
 from trainer_backend.rundir.data_record import find_differences
 from trainer_backend.rundir.layout import open_run
 from trainer_backend.rundir.rollout_files import write_rollouts
@@ -95,7 +95,7 @@ def what_to_evaluate(
             "give a run or model folder, or --policy with the name of a scripted policy, or --model with the "
             "--inference-url of its server"
         )
-    run = run_of(folder) if folder is not None else None
+    run = find_run(folder) if folder is not None else None
     if job_to_play and folder and player and not job_path and _is_a_name(folder, run):
         return _with_advice(job_to_play(str(folder), overrides), player), player
     if job_path is None and run is None:
@@ -258,7 +258,7 @@ def _setting(players: Players, player: Player, data: DataTable | None) -> dict[s
     if isinstance(player, TaskAppPolicy):
         return setting
     setting |= {
-        "temperature": players.held_out.temperature_beside(players.rollout),
+        "temperature": players.held_out.evaluation_temperature(players.rollout),
         "tokens a decision at most": rollout.max_tokens,
         **({"truncation": rollout.truncation} if rollout.is_truncated else {}),
     }

@@ -18,7 +18,7 @@ from trainer_backend.collect.metrics import (
     score_over_worlds,
     unique_over_worlds,
 )
-from trainer_backend.collect.sources import row_of
+from trainer_backend.collect.sources import read_row_id
 from trainer_backend.core.conversations import context_metrics, interaction_metrics
 from trainer_backend.core.intervals import wilson_interval
 from trainer_backend.core.statistics import (
@@ -202,7 +202,7 @@ def _span(
 def _outcome_by_row(batch: Batch) -> dict[str, float]:
     outcomes: dict[str, list[float]] = {}
     for rollout in batch.rollouts:
-        if rollout.trajectory is not None and (row_id := row_of(rollout.group_id)) is not None:
+        if rollout.trajectory is not None and (row_id := read_row_id(rollout.group_id)) is not None:
             outcomes.setdefault(row_id, []).append(rollout.trajectory.outcome_reward)
     return {row_id: fmean(several) for row_id, several in outcomes.items()}
 

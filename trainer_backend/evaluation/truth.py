@@ -19,9 +19,9 @@ from trainer_backend import job_parts
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import InstanceInfo
 from trainer_backend.collect.plan import Inference, Planner
-from trainer_backend.collect.sources import row_of
+from trainer_backend.collect.sources import read_row_id
 from trainer_backend.collect.trial import describe_environment
-from trainer_backend.collect.wire import first_of
+from trainer_backend.collect.wire import pick_error
 from trainer_backend.core.truth import CHOICES, even_order
 from trainer_backend.credit.recredit import stored_iterations, with_records
 from trainer_backend.credit.rewards import Policies, Rewards
@@ -33,7 +33,7 @@ from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.training_table import TrainingTable
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE, model_in, whole_checkpoints
 from trainer_backend.rundir.data_record import DataRecord, accept_rows
-from trainer_backend.rundir.digests import digest_of
+from trainer_backend.rundir.digests import read_digest
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import read_rollout, rollout_ids
 from trainer_backend.rundir.truth_file import TruthFile, TruthSetting, select_play, select_rewards
@@ -100,7 +100,7 @@ async def measure_truth(
                 run_id=run.run_id,
                 iteration=source.iteration,
                 checkpoint=_name(source.checkpoint, run),
-                digest=digest_of(source.checkpoint),
+                digest=read_digest(source.checkpoint),
                 gamma=job.algorithm.gamma,
                 continuations=options.continuations,
                 horizon=find_horizon(job.training, job.algorithm.gamma)
@@ -230,7 +230,7 @@ def find_source(run: RunDirectory, policies: Policies, options: TruthOptions) ->
 def find_playable(source: Source, record: DataRecord | None) -> list[Rollout]:
     """The rollouts whose rows were not replaced or removed since. Raises RunDirectoryError without any."""
     replaced = record.find_replaced(source.iteration) if record is not None else frozenset()
-    rollouts = [item for item in source.rollouts if row_of(item.group_id) not in replaced]
+    rollouts = [item for item in source.rollouts if read_row_id(item.group_id) not in replaced]
     if source.rollouts and not rollouts:
         raise RunDirectoryError(
             f"the rows of all {len(source.rollouts)} rollouts of iteration {source.iteration} are gone or "
@@ -379,7 +379,7 @@ class _Measurer:
                 for _ in range(lanes):
                     group.create_task(lane())
         except ExceptionGroup as errors:
-            raise first_of(errors) from errors
+            raise pick_error(errors) from errors
         return Measurement(self._file, self._lost, self._is_over_budget)
 
     @property

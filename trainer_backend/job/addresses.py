@@ -29,13 +29,13 @@ class Address:
     empty for a plain URL."""
 
 
-async def addresses_of(host: str, port: int) -> Sequence[str]:
+async def look_up_host(host: str, port: int) -> Sequence[str]:
     """Ask the system's resolver; sorted, since its order varies."""
     answers = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return sorted({str(address[0]) for *_, address in answers})
 
 
-async def resolve_addresses(url: str, resolve: Resolve = addresses_of) -> list[Address]:
+async def resolve_addresses(url: str, resolve: Resolve = look_up_host) -> list[Address]:
     """Return the addresses for one entry of services.task_url."""
     if not url.startswith(DNS):
         return [Address(url.rstrip("/"))]

@@ -1,7 +1,7 @@
-"""The files that a job's own task apps run: a run notes the SHA-256 of each, and goes on with no other.
+"""The files that a job's own task apps run: a run records the SHA-256 of each, and a resume refuses others.
 
-`load_job` does the same with `job.trainer_plugins`, which run where the job is read. It does not look at
-these, since who credits stored rollouts, and a learner on another machine, need none of them.
+`load_job` does the same with `job.trainer_plugins`, which run where the job is read. It does not read these,
+since crediting stored rollouts, and a learner on another machine, need none of them.
 """
 
 import re
@@ -19,7 +19,7 @@ from trainer_backend.errors import JobError
 from trainer_backend.job.layers import DIGESTS
 from trainer_backend.job.load import LoadedJob
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.operator_plugins import digests_of, refuse_changed
+from trainer_backend.operator_plugins import digest_files, refuse_changed
 
 _CLASS_NAME = re.compile(r"\w+(\.\w+)+")
 
@@ -41,7 +41,7 @@ def with_files_of_now(job: JobConfig) -> JobConfig:
     """The job with the digests of the files as they are; JobError: a file cannot be read."""
     for key, _, files in _task_files(job):
         table, _, name = DIGESTS[key].partition(".")
-        section = getattr(job, table).model_copy(update={name: tuple(digests_of(files, option=key))})
+        section = getattr(job, table).model_copy(update={name: tuple(digest_files(files, option=key))})
         job = job.model_copy(update={table: section})
     return job
 
@@ -64,7 +64,7 @@ def _task_files(job: JobConfig) -> Iterator[tuple[str, Any, Sequence[Path]]]:
 def interactions_in(file: Path) -> Sequence[tuple[str, str]]:
     """The class, with its module, and the name of each interaction in a file.
 
-    Of a file that cannot be read there is none: the task app that reads it says what is wrong.
+    Empty for a file that cannot be read: the task app that reads it says what is wrong.
     """
     read = tomli.loads if file.suffix.lower() == ".toml" else yaml.safe_load
     try:

@@ -131,7 +131,7 @@ def read_layers(paths: Sequence[Path], *, anchors_paths: bool = True) -> list[La
             documents.append(tomli.loads(_text(path)))
         except tomli.TOMLDecodeError as error:
             raise JobError(f"{path}: not valid TOML: {error}") from error
-    if not any(_home_of(document, ("job", "name")) for document in documents):
+    if not any(_find_home(document, ("job", "name")) for document in documents):
         table = documents[0].setdefault("job", {})
         if isinstance(table, dict) and JOB_NAME.fullmatch(paths[0].stem):  # so that my.toml makes runs/my
             table["name"] = paths[0].stem[:LONGEST_NAME]
@@ -161,7 +161,7 @@ def merge(
         document = _lay_over(document, layer.tables)
     for override in overrides:
         keys, value = _read_override(document, override, tables)
-        dotted, home = ".".join(keys), _home_of(document, keys)
+        dotted, home = ".".join(keys), _find_home(document, keys)
         # A file gives it, and it is a table that no job has, or a value.
         is_given = home is not None and (len(keys) == 1 or not isinstance(home[keys[-1]], dict))
         if value == {} and (is_given or _is_known(keys, tables)):
@@ -182,7 +182,7 @@ def merge(
     # With one layer every key has the same place.
     paths = _paths(document) if len(layers) > 1 else ()
     owners = {
-        ".".join(path): next(layer.place for layer in reversed(layers) if _home_of(layer.tables, path))
+        ".".join(path): next(layer.place for layer in reversed(layers) if _find_home(layer.tables, path))
         for path in paths
     }
     return document, Places([layer.place for layer in files], owners, idle)
@@ -201,7 +201,7 @@ def without(document: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
     rest = copy.deepcopy(dict(document))
     for key in keys:
         path = key.split(".")
-        home = _home_of(rest, path)
+        home = _find_home(rest, path)
         if home is not None:
             del home[path[-1]]
     return rest
@@ -210,9 +210,9 @@ def without(document: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
 def _lay_over(document: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
     """Return a merged document, without alternatives to keys of the layer, and digests of its files."""
     # Naming files accepts them as they are. Digests alone remove nothing: a printed job has empty ones.
-    gone = [digests for files, digests in DIGESTS.items() if _home_of(layer, files.split("."))]
+    gone = [digests for files, digests in DIGESTS.items() if _find_home(layer, files.split("."))]
     for alternatives in ALTERNATIVES:
-        others = [dotted for dotted in alternatives if not _home_of(layer, dotted.split("."))]
+        others = [dotted for dotted in alternatives if not _find_home(layer, dotted.split("."))]
         gone += others if len(others) < len(alternatives) else []
     return _merge_tables(without(document, gone), layer)
 
@@ -294,7 +294,7 @@ def _anchor_value(value: Any, folder: Path) -> Any:
     return os.path.abspath(folder / value)  # links stay unresolved: a link may later point to another model
 
 
-def _home_of(document: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any] | None:
+def _find_home(document: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any] | None:
     """Return the table that holds a key, or None."""
     table: Any = document
     for name in path[:-1]:
@@ -321,6 +321,6 @@ def text_that_names_its_job(path: Path) -> str | None:
     """Return the text of a file as it is, if it has job.name or is no TOML; otherwise None."""
     text = _text(path)
     try:
-        return text if _home_of(tomli.loads(text), ("job", "name")) else None
+        return text if _find_home(tomli.loads(text), ("job", "name")) else None
     except tomli.TOMLDecodeError:
-        return text  # whoever reads it says what is wrong
+        return text  # its parser will say what is wrong

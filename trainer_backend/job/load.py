@@ -58,9 +58,8 @@ def load_job(
     Args:
         paths: a TOML file, or several: later ones go over earlier ones (job.layers.read_layers).
         overrides: `table.key=value` each, the value in TOML (a bare word counts as a string).
-        runs_plugins: False for who only looks at a job: none of its code runs, and what plug-ins may add (an
-            estimator, a schedule) may have any name. Keys are then not compared with what an unknown name
-            reads.
+        runs_plugins: False to only look at a job: none of its code runs, and what plug-ins may add (an
+            estimator, a schedule) may have any name. The keys of an unknown name are then not checked.
     """
     document, places = merge(
         read_layers([paths] if isinstance(paths, Path) else paths), overrides, JobConfig.model_fields
@@ -146,7 +145,7 @@ def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -
     faults = [
         *unknown,
         *(f"{places.of(key)}: {sentence}" for key, sentence in (*own_keys, *(each[1:] for each in own))),
-        *(f"{_place_of(finding, places)}: {finding.sentence}" for finding in found),
+        *(f"{_locate(finding, places)}: {finding.sentence}" for finding in found),
     ]
     if faults:
         raise join_findings(faults, len(faults))
@@ -213,7 +212,7 @@ def _with_plugins(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
 
     JobError: a file cannot be loaded, or is no longer what the run began with; then none has run.
     """
-    job = table_of(tables, "job", places)
+    job = read_table(tables, "job", places)
     files, known = job.get("trainer_plugins"), job.get("trainer_plugins_sha256", [])
     files = [files] if isinstance(files, str) else files
     files = [] if files is None else files
@@ -251,7 +250,7 @@ def _homes_of_key(key: str) -> list[str]:
     return [f"{home}.{name}" for home in REWARD_HOMES] if is_switch else [key]
 
 
-def _place_of(finding: Finding, places: Places) -> str:
+def _locate(finding: Finding, places: Places) -> str:
     """Return the places of the keys that a finding names; of the first alone, if that has no effect."""
     if finding.kind == "not read":
         return places.of(*_homes_of_key(finding.keys[0]))
@@ -262,10 +261,10 @@ def _place_of(finding: Finding, places: Places) -> str:
 def _gather_reward_switches(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
     """Move the step-reward switches from their three published homes into [training] (DESIGN.md 4.15)."""
     result = dict(tables)
-    training = table_of(result, "training", places)
-    rewards = table_of(training, "rewards", places, inside="training.")
+    training = read_table(result, "training", places)
+    rewards = read_table(training, "rewards", places, inside="training.")
     training.pop("rewards", None)
-    rollout = table_of(result, "rollout", places)
+    rollout = read_table(result, "rollout", places)
     homes = dict(zip(REWARD_HOMES, (training, rewards, rollout), strict=True))
     unknown = sorted(rewards.keys() - set(REWARD_KEYS))
     if unknown:
@@ -340,7 +339,7 @@ def _with_own_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def table_of(tables: Mapping[str, Any], name: str, places: Places, *, inside: str = "") -> dict[str, Any]:
+def read_table(tables: Mapping[str, Any], name: str, places: Places, *, inside: str = "") -> dict[str, Any]:
     """Return a copy of a table; empty if it is absent."""
     table = tables.get(name, {})
     if not isinstance(table, dict):
@@ -391,7 +390,7 @@ def _other_names(path: Sequence[str]) -> list[str]:
     return [f"[{ours}]" if ours in JobConfig.model_fields else ours]
 
 
-def _homes_of(name: str) -> list[str]:
+def _find_homes(name: str) -> list[str]:
     """Return the keys of that name in any table, and the table of that name."""
     tables = {table: _model_at(JobConfig, [table]) for table in JobConfig.model_fields}
     models = {table: model for table, model in tables.items() if model}
@@ -411,9 +410,9 @@ def _explain_unknown(path: Sequence[str], dotted: str, keys: Collection[str]) ->
     if why := find_why_needless(dotted):
         return f"{dotted} is not a key, and needs none: {why}; leave it out"
     if not others:
-        others, close = _homes_of(path[-1]), closest(path[-1], keys)
+        others, close = _find_homes(path[-1]), closest(path[-1], keys)
         others.sort(key=lambda home: home.partition(".")[0] != path[0])
-        if close and (len(path) > 1 or not others):  # a key outside of all tables is none of their names
+        if close and (len(path) > 1 or not others):  # a key outside of all tables cannot be one of their keys
             others = [repr(close), *others]
     known = f"nown: {', '.join(sorted(keys))}" if keys else ""
     if others:

@@ -100,7 +100,7 @@ class RolloutTable(TrainedSamplingKeys, EpisodesKeys):
         "trained",
     )
 
-    def sampling_of(self, fixed: RolloutOnlyTable | None = None) -> Sampling:
+    def choose_sampling(self, fixed: RolloutOnlyTable | None = None) -> Sampling:
         """How the actor draws tokens in training; or how a fixed policy does, which inherits its settings."""
         keys = set(SAMPLING_KEYS)
         own = {} if fixed is None else fixed.model_dump(include=keys, exclude_none=True)

@@ -61,7 +61,7 @@ def _that_discounts(key: str) -> Term:
 def _is_cut(config: JobConfig, policy: RolloutOnlyTable) -> bool:
     """Whether its own keys truncate; those of [rollout] have a rule of their own."""
     has_own = any(getattr(policy, key) is not None for key in TRUNCATING)
-    return has_own and config.rollout.sampling_of(policy).is_truncated
+    return has_own and config.rollout.choose_sampling(policy).is_truncated
 
 
 def _alphas(config: JobConfig, *, backwards: bool = False) -> dict[int, float]:
@@ -127,7 +127,7 @@ CONDITIONS = {
     ),
     "its truncated sampling": _that_policy(_is_cut, *TRUNCATING),
     "another distribution": _that_policy(
-        lambda c, policy: bool(c.rollout.sampling_of(policy).changes), "temperature", *TRUNCATING
+        lambda c, policy: bool(c.rollout.choose_sampling(policy).changes), "temperature", *TRUNCATING
     ),
     "all at servers": that(
         lambda c: all(t.is_remote for t in c.fixed_policies),

@@ -1,4 +1,4 @@
-"""The tables of a job's TOML. Every key, with its default and bounds, is here or in the table modules beside.
+"""The tables of a job's TOML. Each key, with its default and bounds, is here or in a module `*_table`.
 
 `load.load_job` reads a file into `JobConfig`; a test compares docs/configuration.md with it.
 """
@@ -64,7 +64,7 @@ class EvaluationTable(Table):
     temperature: float | None = Field(default=None, ge=0)
     """sampling temperature; 0 is greedy; absent: as in [rollout]"""
 
-    def temperature_beside(self, rollout: RolloutTable) -> float:
+    def evaluation_temperature(self, rollout: RolloutTable) -> float:
         """The temperature of evaluations; 0 is greedy."""
         return rollout.temperature if self.temperature is None else self.temperature
 

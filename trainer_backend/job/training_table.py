@@ -148,7 +148,7 @@ class TrainingTable(
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the initial model of RL is kept beside the trained one."""
+        """Whether the initial model of RL is kept next to the trained one."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0
 
 

@@ -26,7 +26,7 @@ from trainer_backend.store.database import open_store
 from trainer_backend.store.jobs import put_rows, read_rows
 
 JOBS, RUNS = "jobs.jsonl", "runs"
-# What a run directory holds of the moment: who trains in it, and files that are being written.
+# Temporary content of a run directory: the lock of its process, and files that are being written.
 _LEFT_OUT = frozenset({lock.FILE})
 _OF_FILES = 0o600
 # The folder of a backup's links, and how old one is that no backup writes any more.

@@ -39,8 +39,8 @@ async def log_in(
 ) -> Response:
     """Start a session for the right key; after several wrong ones, tell the sender of more to wait.
 
-    The right key opens whatever came before it: behind a proxy all people have one address, and one of them,
-    or a stranger, must not lock the others out.
+    The right key always opens, even after wrong ones: behind a proxy all people have one address, and one of
+    them, or a stranger, must not lock the others out.
     """
     service = get_service(request)
     if service.keys.opens(key):

@@ -22,7 +22,7 @@ from shared_schemas.plain_text import decode_text
 from trainer_backend.collect.endpoints import hosts_of_fixed_policies, hosts_to_call
 from trainer_backend.errors import ApiError, JobError, TrainerError, UnknownMediaType
 from trainer_backend.job.layers import Places, anchor
-from trainer_backend.job.load import LoadedJob, dump_job, join_findings, parse_job, table_of
+from trainer_backend.job.load import LoadedJob, dump_job, join_findings, parse_job, read_table
 from trainer_backend.job.mixture_table import RolloutOnlyTable
 from trainer_backend.job.rollout_table import WarmupTable
 from trainer_backend.job.schema import JobConfig, JobTable
@@ -32,7 +32,7 @@ from trainer_backend.rundir.new_job import refuse_missing_parts
 from trainer_backend.sinks import SinksTable
 
 WHERE = "the posted job"
-copy_table = partial(table_of, places=Places([WHERE]))
+copy_table = partial(read_table, places=Places([WHERE]))
 # Paths that lead to code: allowed in the operator's folders, but not in folders that runs write.
 CODE_PATHS = frozenset({"services.task_plugins", "multi_turn.interaction_config_path"})
 _WANDB_KEY, _SPACE_KEY = "WANDB_API_KEY", "HF_TOKEN"

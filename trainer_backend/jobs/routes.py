@@ -213,7 +213,7 @@ class Limits(Body):
 
 
 class PostedJobs(Body):
-    """What posted jobs may name, besides what needs no permission."""
+    """What posted jobs may name, in addition to what needs no permission."""
 
     roots: tuple[str, ...]
     task_urls: tuple[str, ...]

@@ -48,7 +48,7 @@ class Supervisor:
     """Runs jobs in one event loop: start `run` as a task, and `close` it at the end.
 
     Each call of the store has a deadline, after which its change may still happen (StoreUnavailable). Each
-    change of a job wakes those who wait for news of it.
+    change of a job wakes all that wait for news of it.
     """
 
     def __init__(

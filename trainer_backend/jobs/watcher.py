@@ -1,4 +1,4 @@
-"""The watcher copies run directories into the store, and wakes those who wait for news of a run.
+"""The watcher copies run directories into the store, and wakes all that wait for news of a run.
 
 It finds runs of `turnwise train` and creates rows for them; their lock and state.json determine their state.
 If the store is away, nothing is lost: a later look catches up.
@@ -36,7 +36,7 @@ from trainer_backend.store.sync import sync_run
 
 
 class News:
-    """Wakes who waits for news of a job, such as an open page, in one event loop.
+    """Wakes all that wait for news of a job, such as an open page, in one event loop.
 
     A waiter passes the last count it saw, so it misses nothing.
     """
@@ -185,7 +185,7 @@ class Watcher:
         return [row.id for row in rows if self._boundary(row)]
 
     def sync(self, row: Job) -> None:
-        """Sync one run now, whatever was seen before; a fault is logged and counted."""
+        """Sync one run now, even if its files have not changed; a fault is logged and counted."""
         if row.run_dir is not None:
             self._sync(row, Path(row.run_dir), _fingerprint(Path(row.run_dir), _SYNC_FILES))
 
@@ -308,7 +308,7 @@ def _end(status: RunStatus, path: Path, now: datetime) -> datetime:
 
 
 def _time_written(path: Path, now: datetime) -> datetime:
-    """The time when a file was last written; `now` where it is none."""
+    """The time when a file was last written; `now` if there is no such file."""
     try:
         return datetime.fromtimestamp(path.stat().st_mtime, UTC)
     except OSError:

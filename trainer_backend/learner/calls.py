@@ -104,7 +104,7 @@ CALLS = Table(
         "offer": Call(tuple[str], tuple[str, int]),
         "broadcast": Call(tuple[int, float], int, progress=_STEPS),
         "find_long": _numbers(tuple[list[list[dict[str, Any]]], int], list[LongPrompt]),
-        "logprobs_of": _numbers(tuple[list[int]], list[float]),
+        "score_ids": _numbers(tuple[list[int]], list[float]),
         "hardware": Call(tuple[()], Hardware),
     },
     errors=TrainerError,

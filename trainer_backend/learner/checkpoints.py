@@ -46,7 +46,7 @@ from trainer_backend.models.layout import BASE, CONFIG
 from trainer_backend.models.origin import as_stored, origin_of, refuse_joined
 from trainer_backend.parts import Progress, WeightPart
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE, TRAINING_FOLDER
-from trainer_backend.rundir.digests import digest_of, digests_of
+from trainer_backend.rundir.digests import collect_digests, read_digest
 from trainer_backend.rundir.files import flush
 
 if TYPE_CHECKING:  # peft
@@ -76,7 +76,7 @@ def save_checkpoint(
         if base is not None:
             save_settings(aside, model, tokenizer)
             (aside / CONFIG).unlink()  # with it, transformers would look for the base's weights in here
-            named = {"folder": base.name, "digest": digest_of(base)}
+            named = {"folder": base.name, "digest": read_digest(base)}
             (aside / BASE).write_text(json.dumps(named), encoding="utf-8")
         digests.take()
         if adapter is not None:
@@ -95,7 +95,7 @@ def save_checkpoint(
         (aside / STATE_FILE).write_text(json.dumps(asdict(progress)), encoding="utf-8")
         digests.write()
 
-    with _whole(folder, "checkpoint", ranks) as aside, digests_of(aside) as digests:
+    with _whole(folder, "checkpoint", ranks) as aside, collect_digests(aside) as digests:
         own = aside / TRAINING_FOLDER
         if base is None:
             _save_model(aside, model, tokenizer, adapter, "whole", ranks)

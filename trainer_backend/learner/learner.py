@@ -71,7 +71,7 @@ from trainer_backend.models.kinds import head_dim_of, logit_map, own_attention
 from trainer_backend.models.part_attention import why_no_parts
 from trainer_backend.parts import CreditedEpisode, Hardware, Progress, WeightPart
 from trainer_backend.rundir.checkpoint_paths import CRITIC_FILE, STARTED_FROM, TRAINING_FOLDER
-from trainer_backend.rundir.digests import digest_of
+from trainer_backend.rundir.digests import read_digest
 
 log = structlog.get_logger(__name__)
 
@@ -373,7 +373,7 @@ class LocalLearner:
     def save(self, folder: Path, progress: Progress) -> None:
         """A whole checkpoint, or a CheckpointError and nothing."""
         table, base = self.config.lora, folder.with_name(STARTED_FROM)
-        whole = table is None or table.merged_checkpoints or folder == base or digest_of(base) is None
+        whole = table is None or table.merged_checkpoints or folder == base or read_digest(base) is None
         save_checkpoint(
             folder,
             model=self.model,
@@ -428,7 +428,7 @@ class LocalLearner:
     def find_long(self, conversations: Sequence[Sequence[Mapping[str, Any]]], most: int) -> list[LongPrompt]:
         return self._renderer.find_long(conversations, most)
 
-    def logprobs_of(self, ids: Sequence[int]) -> list[float]:
+    def score_ids(self, ids: Sequence[int]) -> list[float]:
         """[len(ids) - 1] log-probs of ids[1:] under the policy, each given those before it."""
         length = len(ids)
         segment = Segment.of("", ids, logprobs=[0.0] * (length - 1), spans=[(1, length, 0, 0, 1.0)])

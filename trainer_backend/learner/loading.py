@@ -23,7 +23,7 @@ from trainer_backend.models.layout import BASE, base_folder, described, read_con
 from trainer_backend.models.precision import held_dtype
 from trainer_backend.models.sources import model_folder, remember_chat_settings
 from trainer_backend.rundir.checkpoint_paths import is_whole, model_in
-from trainer_backend.rundir.digests import digest_of, refuse_damaged
+from trainer_backend.rundir.digests import read_digest, refuse_damaged
 
 
 def load_named(table: ModelTable) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
@@ -83,7 +83,7 @@ def _checked(folder: Path, table: ModelTable) -> tuple[PreTrainedModel, PreTrain
 def checked_base(folder: Path) -> Path | None:
     """The folder whose model a checkpoint's adapters are over, unchanged; None for a folder with a model."""
     base = base_folder(folder)
-    if base is not None and digest_of(base) != read_object(folder / BASE).get("digest"):
+    if base is not None and read_digest(base) != read_object(folder / BASE).get("digest"):
         raise CheckpointError(
             f"{folder}: its adapters were trained over another {base.name} than the one beside it now",
             hint="Put back the one that the run began with; over other weights they mean nothing.",

@@ -59,7 +59,7 @@ def _doubt(first: Story, other: Story) -> Iterator[str]:
     by_content = all(side.data is not None and not side.data.by_position for side in (first, other))
     task = _TASK if by_content else (*_TASK, *_ROWS)
     keys = [key for key, _ in setting_differences([first, other]) if key.startswith(task)]
-    if len({side.job.evaluation.temperature_beside(side.job.rollout) for side in (first, other)}) > 1:
+    if len({side.job.evaluation.evaluation_temperature(side.job.rollout) for side in (first, other)}) > 1:
         keys.append("evaluation.temperature")
     if keys:
         yield (

@@ -10,7 +10,7 @@ from typing import Any
 from shared_schemas.rollouts import Rollout
 from trainer_backend.collect.losses import sum_losses
 from trainer_backend.collect.metrics import count_worlds, outcome_interval, outcome_meaning, outcome_name
-from trainer_backend.collect.sources import row_of
+from trainer_backend.collect.sources import read_row_id
 from trainer_backend.core.mixture_history import COUNTED, OUTCOME, mean_over, read_past
 from trainer_backend.core.policies import ACTOR, policy_in
 from trainer_backend.core.seeds import evaluation_worlds
@@ -53,7 +53,7 @@ def filmstrip(story: Story, frames: FrameSource) -> dict[str, Any] | None:
     talks = bool(episode.full_history)
     texts = ["\n".join(new_messages(step)) if talks else last_message(step) for step in episode.steps]
     lines = list(zip(decision_lines(episode, []), (clip(text, _CLIP) for text in texts), strict=True))
-    row_id, count = row_of(rollout.group_id), len(lines)
+    row_id, count = read_row_id(rollout.group_id), len(lines)
     headline = (
         f"{f'Row {row_id}' if row_id else f'World {episode.seed}'}, evaluation after iteration "
         f"{best['iteration']}: {episode.outcome_reward:g} {outcome_name(best)} in {count} "
@@ -249,7 +249,7 @@ def _held_out(story: Story) -> list[Line]:
         lines.append((f"last minus first, {story.unit} by {story.unit}", value))
     if others := describe_others(story.evaluations):
         lines.append(("not comparable", others))
-    job, temperature = story.job, story.job.evaluation.temperature_beside(story.job.rollout)
+    job, temperature = story.job, story.job.evaluation.evaluation_temperature(story.job.rollout)
     if job.data is None:
         worlds = evaluation_worlds(job.evaluation.instances, job.evaluation.seeds)
         value = f"{len(worlds)}, seeds {min(worlds)} to {max(worlds)}"

@@ -17,7 +17,7 @@ from shared_schemas.replay import ReplayRequest, ReplayTurn
 from shared_schemas.rollouts import Rollout
 from shared_schemas.trajectory import Trajectory
 from trainer_backend.collect.client import TaskAppClient
-from trainer_backend.collect.sources import row_of
+from trainer_backend.collect.sources import read_row_id
 from trainer_backend.collect.task_apps import task_apps
 from trainer_backend.collect.wire import NoPictures, Refused, ReplayDeparts, TaskAppLost
 from trainer_backend.errors import RunDirectoryError
@@ -88,7 +88,7 @@ PREFIXES_OF_WORDS = ("agent:", *(f"{name}:" for name, prefix in PREFIXES.items()
 
 def why_undrawn(rollout: Rollout) -> str:
     """Say in a sentence why no task app is asked to draw an episode; empty where one is asked."""
-    episode, row = rollout.trajectory, row_of(rollout.group_id)
+    episode, row = rollout.trajectory, read_row_id(rollout.group_id)
     if episode is None:
         return "the rollout has no episode"
     if row is not None:

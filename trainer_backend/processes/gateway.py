@@ -155,7 +155,7 @@ class Gateway(Worker):
         return None if self._life is None else self._life.child.pid
 
     async def keep(self, version: PolicyVersion) -> str:
-        """Serve this version and what is loaded after it, until cancelled; return why that cannot go on.
+        """Serve this version and those loaded after it, until cancelled; return why serving ended.
 
         Raises:
             JobError: it refuses what the job asks of it, and would again.
@@ -193,7 +193,7 @@ class Gateway(Worker):
 
         Raises:
             WeightsRefused: they do not fit, no server takes them, or its processes die of them; the version
-                before goes on serving.
+                before is still served.
             EngineTimeout: it did not answer in time.
         """
         if version.address is not None and not self.ready.is_set():
@@ -223,7 +223,7 @@ class Gateway(Worker):
                 await self._pass_moves_on(self._life)
 
     async def totals(self) -> dict[str, float]:
-        """The actor's counts here since the start of the run; those of now, or the newest that are known.
+        """The actor's counts since the start of the run: the current ones, or the newest known ones.
 
         Raises:
             EngineTimeout: none are known, and it did not answer in time.

@@ -1,7 +1,7 @@
 """The role of a gateway that is a process of its own: command, needs and calls. No torch here.
 
 The process answers at the address of its ready line, under a key of their own. `serve` comes first and lasts
-as long as the gateway serves: its progress is what the run hears of it.
+as long as the gateway serves: its progress messages are events for the run.
 """
 
 import sys

@@ -41,9 +41,9 @@ RESTARTS = "gateway_restarts"
 
 
 class Gateways:
-    """Implements `protocols.InferenceServer` over gateways that are processes of their own.
+    """Implements `parts.InferenceServer` over gateways that are processes of their own.
 
-    They share the vLLM servers that the run starts itself.
+    They share the vLLM servers that the run starts.
     """
 
     def __init__(self, inference: Inference, gateways: Sequence[Gateway], weights: WeightFolders) -> None:
@@ -92,8 +92,8 @@ class Gateways:
     async def totals(self) -> dict[str, float]:
         """The sums over the gateways, and how often one was started again.
 
-        Where the gateways are broken, the newest that are known: who asks has an update to save, and hears of
-        the breakdown from what needs the gateways.
+        If the gateways are broken, the newest known counts: the caller has an update to save, and the next
+        call that needs the gateways raises the error.
         """
         reading = _all(gateway.totals() for gateway in self.gateways)
         try:
@@ -129,13 +129,13 @@ class Gateways:
             error = keeper.exception()
             if isinstance(error, JobError | NotPlaced):
                 self._broken.set_exception(error)
-                self._broken.exception()  # or asyncio would log it where nobody asks the gateways again
+                self._broken.exception()  # or asyncio would log it if no later call reads it
                 return
             self._broken.set_result(keeper.result() if error is None else describe_error(error))
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """The results of all; the first error once all have ended, since none may be left half done."""
+    """The results of all; raises the first error once all have ended, since none may be left half done."""
     results = await asyncio.gather(*work, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
@@ -225,7 +225,7 @@ class GatewayProcesses:
         return GatewaySetup(
             job_name=self._served.job_name,
             model=self._served.model,
-            inference=share_of(table, number, len(self._listeners)),
+            inference=divide_table(table, number, len(self._listeners)),
             fixed=self._fixed,
             run=self._directory.path.resolve(),
             version=version,
@@ -233,7 +233,7 @@ class GatewayProcesses:
         )
 
 
-def share_of(table: InferenceTable, number: int, count: int) -> InferenceTable:
+def divide_table(table: InferenceTable, number: int, count: int) -> InferenceTable:
     """[inference] of one gateway: no two control the same server; together they use the threads of one."""
     share = {"threads": max(1, table.threads // count), "urls": table.urls[number::count]}
     return table.model_copy(update=share)

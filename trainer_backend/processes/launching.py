@@ -27,14 +27,14 @@ PACKAGE = "turnwise"
 @dataclass(frozen=True, slots=True)
 class Place:
     host: str | None = None
-    """The address that it listens on; None: it is beside this process, and listens on the loopback or an
+    """The address that it listens on; None: it runs on this machine, and listens on the loopback or an
     inherited socket."""
     rank: int = 0
     """Its number among the nodes of its role."""
     meeting: tuple[str, int] = ("", 0)
     """Host and port where the processes of several nodes meet."""
     port: int = 0
-    """One that is free at the host; 0: whoever starts it knows one."""
+    """A free port of the host; 0: its command names one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Role:
     command: Callable[[Place], Sequence[str]]
     """Makes its command line for a place."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables beside those of its machine."""
+    """Variables in addition to those of its machine."""
     log_file: Path | None = None
     """Receives its stderr; None: this process's own."""
     withheld: frozenset[str] = frozenset()
@@ -68,7 +68,7 @@ class Role:
     replica: int | None = None
     """Its number in its group; None: it is on all nodes of the group, as one."""
     resources: Resources | None = None
-    """None: it runs beside this process, whatever the launcher."""
+    """None: it runs on this machine, whatever the launcher."""
     has_ready_line: bool = True
     """Whether it prints its address when it is ready; otherwise its stdout is a log too."""
     descriptors: Sequence[int] = ()
@@ -125,7 +125,7 @@ class Elsewhere(Process):
             yield line
 
     async def ended(self) -> int:
-        await asyncio.Event().wait()  # whoever calls it hears of its end first
+        await asyncio.Event().wait()  # its end shows in a failed call
         raise AssertionError("the event is never set")
 
     def signal(self, number: int) -> None:
@@ -167,7 +167,7 @@ class NotReady(Exception):
         self.code = code
 
 
-async def address_of(process: Process, log_file: Path, within_s: float) -> str:
+async def read_address(process: Process, log_file: Path, within_s: float) -> str:
     """The address of a process once it is ready; NotReady: it has ended, or was not ready in time."""
     try:
         async with asyncio.timeout(within_s):

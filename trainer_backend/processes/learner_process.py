@@ -35,7 +35,7 @@ from trainer_backend.learner.calls import (
     learner_role,
 )
 from trainer_backend.parts import CreditedEpisode, Learner, Progress, Reporter
-from trainer_backend.processes.launching import LOCAL, PACKAGE, Elsewhere, Launcher, NotReady, address_of
+from trainer_backend.processes.launching import LOCAL, PACKAGE, Elsewhere, Launcher, NotReady, read_address
 from trainer_backend.rundir.layout import RunDirectory
 
 Tell = Callable[[int, int], None]
@@ -61,7 +61,7 @@ class LearnerConnection:
 
     Args:
         silence_s: a process that says nothing for so long in a call is lost.
-        log_file: of the process, for errors; None: whoever started it has it.
+        log_file: of the process, for errors; None: the log is where the process was started.
         session: the name of this orchestrator; the process serves the first one alone.
         wait_for_exit: returns the exit code of a process that no call reaches; None: it is not known.
 
@@ -144,12 +144,12 @@ class LearnerConnection:
                 f"the learner at {self.url} is of {PACKAGE} {about.version}, and this is {own}",
                 hint="Install the same release on all machines of a run.",
             )
-        # A run that has ended has left it, and its last call may not have ended.
+        # The run before has ended and left, but its last call may still be running.
         is_busy = about.call and about.run in ("", run)
         return f"it is busy with call {about.call} of an earlier start" if is_busy else ""
 
     def leave(self) -> None:
-        """Tell the process that its run has ended; nobody minds if it does not hear it."""
+        """Tell the process that its run has ended; a failure is ignored."""
         with suppress(httpx.HTTPError, ReplyFault):
             self._tell("/leave", {})
 
@@ -203,7 +203,7 @@ def remote_learner(ask: Callable[..., Any]) -> Learner:
 
 
 class _Remote:
-    """The methods of `protocols.Learner`, each as the call of its name in the table."""
+    """The methods of `parts.Learner`, each as the call of its name in the table."""
 
     def __init__(self, ask: Callable[..., Any]) -> None:
         self._ask = ask
@@ -233,13 +233,13 @@ def _plain(value: Any) -> Any:
 
 
 class LearnerProcess:
-    """Implements `protocols.LearnerFactory` with a learner's process; an async context manager around it.
+    """Implements `parts.LearnerFactory` with a learner's process; an async context manager around it.
 
     Args:
         job: as TOML, which the process is sent.
         directory: of the run; the process must see it under the same path.
-        reporter: is given its process, and hears of its end when that comes, also between two calls; the next
-            call raises LearnerLost.
+        reporter: shows its process, and is told at once when it ends, also between two calls; the next call
+            raises LearnerLost.
         device: the machine of it needs one.
         wait_s: how long a learner that the run does not start may take to answer (cluster.wait_s).
 
@@ -371,7 +371,7 @@ class LearnerProcess:
     async def _address(self, process: Process) -> str:
         limit_s = _START_S if self._table.ranks == 1 else _RANKS_START_S
         try:
-            return await address_of(process, self._log_file, limit_s)
+            return await read_address(process, self._log_file, limit_s)
         except NotReady as error:
             # One that a signal ended, the system short of memory, is worth another start.
             kind = LearnerLost if (error.code or 0) < 0 else LearnerFailed

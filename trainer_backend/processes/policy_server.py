@@ -48,11 +48,11 @@ from trainer_backend.rundir.layout import RunDirectory
 Result = TypeVar("Result")
 # Differences of log-probs that arithmetic explains, by the precision that serves.
 _CANARY_LIMIT_FLOAT32, _CANARY_LIMIT_BFLOAT16 = 1e-4, 0.05
-NOBODY: Mapping[str, ServedPolicy] = MappingProxyType({})
+NO_POLICIES: Mapping[str, ServedPolicy] = MappingProxyType({})
 
 
 class ActorServer:
-    """Implements `protocols.InferenceServer` for the actor; policies served beside it keep their weights."""
+    """Implements `parts.InferenceServer` for the actor; the other served policies keep their weights."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class ActorServer:
 
     async def release(self) -> None:
         self._weights.hold()
-        with suppress(EngineStopped):  # what needs the engine hears of it; an update does not
+        with suppress(EngineStopped):  # the next sample raises it; an update does not need the engine
             await self._engine.release()
         await self._fixed.release()
 
@@ -96,7 +96,7 @@ class ActorServer:
 
 
 class PolicyServer:
-    """The gateway of a job: it serves the actor, and policies beside it, behind one address and one key.
+    """The gateway of a job: it serves the actor and the fixed policies behind one address and one key.
 
     Args:
         job_name: policies are called after it: `{job}/actor`.
@@ -129,7 +129,7 @@ class PolicyServer:
         self.inference = Inference(listener.url, model, self._key, length, table.asks)
 
     @contextmanager
-    def gateway(self, actor: ServedPolicy, fixed: Mapping[str, ServedPolicy] = NOBODY) -> Iterator[None]:
+    def gateway(self, actor: ServedPolicy, fixed: Mapping[str, ServedPolicy] = NO_POLICIES) -> Iterator[None]:
         """Serve policies until the context is left; it is not begun again."""
         configure_logs_from()
         served = {name_model(self._job_name, name): item for name, item in {ACTOR: actor, **fixed}.items()}
@@ -204,7 +204,7 @@ class FolderPolicy:
             yield self._server.inference
 
     async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """As `protocols.InferenceServer.while_serving`."""
+        """As `parts.InferenceServer.while_serving`."""
         broken = asyncio.ensure_future(first_breakdown([self._policy]))
         try:
             return await while_unbroken(broken, work)
@@ -228,7 +228,7 @@ async def first_breakdown(
             first.set_result(reason)
 
     def report(breakdown: Future[str]) -> None:
-        with suppress(RuntimeError):  # the loop has ended, and with it who waited
+        with suppress(RuntimeError):  # the loop has ended, and with it all waiting calls
             loop.call_soon_threadsafe(settle, breakdown.result())
 
     def report_watch(watch: asyncio.Task[None]) -> None:

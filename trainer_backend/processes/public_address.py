@@ -1,7 +1,7 @@
-"""The address of a gateway that others have: one for the whole run, whatever machine its process is on.
+"""The public address of a gateway: the same for the whole run, on any machine that its process moves to.
 
-Allow-lists of task apps and firewalls name it, and requests of rollouts under way. So this one address stays;
-every other role announces where it listens, and its callers take the new address.
+Allow-lists of task apps, firewalls and the requests of running rollouts name it. So this address stays; every
+other role announces where it listens, and its callers take the new address.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ _CHUNK_BYTES, _CONNECT_S = 1 << 16, 10.0
 class PublicAddress:
     """A socket that the orchestrator holds.
 
-    A process on the same machine inherits it. To one elsewhere connections are passed on. While none
-    serves, they wait in the socket's backlog.
+    A process on the same machine inherits it; connections to a process elsewhere are forwarded. While no
+    process serves, connections wait in the socket's backlog.
     """
 
     def __init__(self, listener: Listener) -> None:

@@ -229,7 +229,7 @@ class RayProcess(Process):
                 yield line
 
     async def ended(self) -> int:
-        ends = [asyncio.ensure_future(self._end_of(number)) for number in range(len(self._hosts))]
+        ends = [asyncio.ensure_future(self._await_end(number)) for number in range(len(self._hosts))]
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if len(ends) > 1:
             await self.end(_STOP_S)
@@ -246,7 +246,7 @@ class RayProcess(Process):
         ends = [answer(host.end.remote(grace_s), grace_s + _ANSWER_S) for host in alive]
         return True in await asyncio.gather(*ends, return_exceptions=True)
 
-    async def _end_of(self, number: int) -> int:
+    async def _await_end(self, number: int) -> int:
         code = _LOST
         with suppress(RayError):
             code = await answer(self._hosts[number].ended.remote())
@@ -274,7 +274,7 @@ class RayLauncher:
 
         JobError: there is no Ray, or it is of another version. NotPlaced: it starts no actor.
         """
-        await _refuse_nobody(address)
+        await _refuse_silence(address)
         await asyncio.to_thread(_connect, address)
         # Ray puts a handler of its own below this one, which prints a stack where the run is only to stop.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
@@ -305,7 +305,7 @@ class RayLauncher:
             return await LOCAL.start(role)
         group = role.resources.group
         # Of the first start alone: a node that was lost may come back.
-        bundle = self._bundles[group] = self._bundles.get(group) or bundle_of(role.resources)
+        bundle = self._bundles[group] = self._bundles.get(group) or make_bundle(role.resources)
         deadline, is_told = time.monotonic() + self._wait_s, False
         while True:
             try:
@@ -382,7 +382,7 @@ class RayLauncher:
                 ray.get(self._supervisor.beat.remote(), timeout=self._lease_s)
 
 
-async def _refuse_nobody(address: str) -> None:
+async def _refuse_silence(address: str) -> None:
     """Refuse an address at which nothing listens, which Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     if not port.isdecimal():  # "auto"
@@ -412,7 +412,7 @@ def _no_ray(address: str, error: Exception) -> JobError:
     )
 
 
-def bundle_of(resources: Resources) -> dict[str, float]:
+def make_bundle(resources: Resources) -> dict[str, float]:
     """What Ray is asked for, for one node or replica of a group; JobError: no nodes could ever have it."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     has_gpus = any(node.get("GPU") for node in nodes)

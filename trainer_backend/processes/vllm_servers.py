@@ -1,6 +1,6 @@
 """The vLLM servers of a run: checked before anything is played, or children that the run starts itself.
 
-Children listen on free ports of the loopback, and are started anew when they end. vLLM is installed in an
+Children listen on free ports of the loopback, and are restarted when they end. vLLM is installed in an
 environment of its own, whose Python runs `vllm_worker/turnwise_serve.py`. No torch here.
 """
 
@@ -182,7 +182,7 @@ class VllmServer(Worker):
                 f"{last_line(self._log_file) or 'its log is empty'}",
                 where=str(self._log_file),
             )
-        self._tell(f"vLLM server {self.url} ended with {name_exit(code)}; it is started anew")
+        self._tell(f"vLLM server {self.url} ended with {name_exit(code)}; it is restarted")
 
     def on_no_start(self, error: Exception, pause_s: float) -> None:
         # Out of processes or memory for a moment, no such program any more, or no place for it.
@@ -307,7 +307,7 @@ def arguments(table: Mapping[str, Any]) -> Iterator[str]:
 def visible_devices(devices: Sequence[str], servers: int, each: int) -> list[str | None]:
     """The accelerators of each server, from the last on: the first is the learner's, and is shared last.
 
-    None where there is none, or one server needs more than there are and vLLM says so.
+    None if there are none, or if one server needs more than there are, which vLLM reports.
     """
     if not devices or each > len(devices):
         return [None] * servers

@@ -50,9 +50,6 @@ class WeightFolders:
         has_adapters: whether a version is a folder of adapters; the model that they are over is then written
             once, at the first version.
         sleeps: whether servers sleep while the learner works.
-
-    Attributes:
-        held: the version that is loaded again before anything is sampled; None: one is served.
     """
 
     servers: VllmServers | None = None
@@ -73,23 +70,24 @@ class WeightFolders:
         self._sleeps = sleeps
         self._newest: PolicyVersion | None = None
         self.held: PolicyVersion | None = None
+        """The version that is loaded again before anything is sampled; None: one is served."""
 
     async def write(self, number: int) -> PolicyVersion:
-        """Write the policy of now under this version; at first, start servers."""
+        """Write the current policy as this version; the first call starts the servers."""
         self._newest = version = await on_thread(self._write, number)
         if self.servers is not None:
             await self.servers.start(version.model)
         return version
 
     def hold(self) -> None:
-        """Start no server again until the next load, where servers sleep: the learner needs the memory."""
+        """If servers sleep, restart none of them until the next load: the learner needs the memory."""
         if self._sleeps:
             self.held = self._newest
             if self.servers is not None:
                 self.servers.may_start.clear()
 
     async def deliver(self, loading: Coroutine[None, None, None]) -> None:
-        """Await what has engines load the version that was written last."""
+        """Await `loading`, in which engines load the newest version."""
         self.held = None
         if self.servers is not None:
             self.servers.may_start.set()
@@ -132,7 +130,7 @@ class WeightFolders:
         stride = vocabulary // _PROMPT_TOKENS + 1
         places = range(min(_PROMPT_TOKENS, self._prompt_tokens))
         ids = [(7 + place * stride) % vocabulary for place in places]
-        return ScoredPrompt(ids=tuple(ids), logprobs=tuple(self._learner.logprobs_of(ids)))
+        return ScoredPrompt(ids=tuple(ids), logprobs=tuple(self._learner.score_ids(ids)))
 
 
 class WeightCopies(WeightFolders):
@@ -164,7 +162,7 @@ class WeightBroadcast(WeightFolders):
         self._served, self._asking = self._servers, 0
 
     async def write(self, number: int) -> PolicyVersion:
-        """Have the learner offer its policy as this version; at first, start servers."""
+        """Have the learner offer its policy as this version; the first call starts the servers."""
         version = await super().write(number)
         # Where servers were placed says by which of its addresses the learner is reached.
         url = self._url if self.servers is None else self.servers.urls[0]
@@ -172,7 +170,7 @@ class WeightBroadcast(WeightFolders):
         return version.model_copy(update={"address": WeightAddress(host=host, port=port)})
 
     async def deliver(self, loading: Coroutine[None, None, None]) -> None:
-        """Await what has servers load the version that was written last, and send it to them meanwhile."""
+        """Await `loading`, in which servers load the newest version, and send it to them meanwhile."""
         # A server that is lost is not waited for: it asks once it is back.
         expected, self._served, self._asking = max(1, self._served), 0, 0
         sending = self._begin(expected, self._wait_s)
@@ -200,7 +198,7 @@ class WeightBroadcast(WeightFolders):
         """Wait until nothing is sent."""
         self._enough.set()
         if self._sending is not None:
-            with suppress(TrainerError):  # whoever asks the learner next hears of it
+            with suppress(TrainerError):  # the next call to the learner raises it
                 await asyncio.gather(self._sending)
 
     def _begin(self, expected: int, wait_s: float) -> asyncio.Task[None]:
@@ -258,7 +256,7 @@ def make_delivery(
         broadcasts: the learner sends them, instead of writing folders.
         device: that of [model].
     """
-    if table.engine == "local":  # it needs no test, and reads adapters beside a model
+    if table.engine == "local":  # it needs no test, and reads adapters next to a model
         return WeightFolders(learner, directory.weights), table
     servers = None
     if not table.urls:

@@ -64,7 +64,7 @@ _FILES = {"teacher": "warmup", "prompts": "prompts"}
 
 
 class Stopped(Exception):
-    """A stop came before there was anything to save; the message goes on from "stopped by ..."."""
+    """A stop came before there was anything to save; the message continues "stopped by ..."."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +114,17 @@ class Beginning:
     async def load(self, *, resume: bool) -> Models:
         """Load the newest checkpoint, or the models that the job names.
 
-        A run that was stopped before its first checkpoint begins anew.
+        A run that was stopped before its first checkpoint starts over.
         """
         checkpoint = latest_checkpoint(self._directory.checkpoints) if resume else None
         if resume and checkpoint is None:
-            self._reporter.say("no checkpoint yet: the run begins anew")
+            self._reporter.say("no checkpoint yet: the run starts over")
         if checkpoint is None:
             return await self._load_fresh()
         await self._plan_memory(checkpoint)
         learner, progress = await asyncio.to_thread(self._setup.learners.resumed, checkpoint)
         fixed = await self._load_fixed(learner)
-        self._say_all(continue_record(self._directory, _models_of(fixed)))
+        self._say_all(continue_record(self._directory, _list_models(fixed)))
         await self._measure_rows(learner)
         return Models(learner, fixed, progress, checkpoint)
 
@@ -157,7 +157,7 @@ class Beginning:
         waits = self._setup.table.preset is not None and not self._setup.fixed.folders
         learner = None if waits else await self._learner([])
         fixed = None if learner is None else await self._load_fixed(learner)
-        begin_record(self._directory, _models_of(fixed))
+        begin_record(self._directory, _list_models(fixed))
         return Models(learner, fixed, Progress())
 
     def _keep_stored(self) -> str | None:
@@ -379,7 +379,7 @@ def _set_aside(path: Path, why: str) -> str:
     return f"{path.name} is left as {rename_aside(path).name}, and what it holds is asked for again: {why}"
 
 
-def _models_of(fixed: "FixedPolicies | None") -> Mapping[str, FixedModel]:
+def _list_models(fixed: "FixedPolicies | None") -> Mapping[str, FixedModel]:
     return {} if fixed is None else fixed.models
 
 

@@ -72,7 +72,7 @@ class Saving:
         await self.settled()
         if not self.is_saved(progress.iteration):
             self._written = progress.iteration
-            self._writing = asyncio.ensure_future(self._write_beside(progress))
+            self._writing = asyncio.ensure_future(self._write_in_background(progress))
 
     async def settled(self) -> None:
         """Wait for the checkpoint that is being written, if there is one, and raise its error."""
@@ -121,7 +121,7 @@ class Saving:
         prune_checkpoints(self.directory.checkpoints, self._training.keep_checkpoints, stays=self._stays)
         self._spent_s += time.monotonic() - started
 
-    async def _write_beside(self, progress: Progress) -> None:
+    async def _write_in_background(self, progress: Progress) -> None:
         await asyncio.to_thread(self.write, progress)
         while self._waiting:
             self._waiting[0]()

@@ -1,7 +1,7 @@
-"""The fixed policies of a job are loaded once, served beside the actor, and never trained.
+"""The fixed policies of a job are loaded once, served next to the actor, and never trained.
 
 The job's gateway renders their prompts and reads their answers as it does for the actor. A policy with a
-local model has its own engine; a policy at somebody else's server is asked there for token ids.
+local model has its own engine; a policy at a foreign server returns token ids from there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -139,7 +139,7 @@ class FixedPolicies:
 
     @property
     def models(self) -> dict[str, FixedModel]:
-        """By name, the model of each: a run that goes on must find the same ones."""
+        """The model of each, by name; a resumed run must find the same ones."""
         return {
             **{item.name: item.weights for item in self._local},
             **{item.table.name: item.model for item in self.remote},
@@ -158,7 +158,7 @@ class FixedPolicies:
     async def release(self) -> None:
         """Give the memory of the local engines' caches back to the device, as `LocalEngine` has it."""
         for item in self._local:
-            with suppress(EngineStopped):  # whoever needs the engine hears of it
+            with suppress(EngineStopped):  # the next caller of the engine gets the error
                 await item.engine.release()
 
     def verify(self) -> list[str]:

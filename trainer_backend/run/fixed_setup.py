@@ -18,7 +18,7 @@ Keys = TypeVar("Keys", bound=EngineKeys)
 
 @dataclass(frozen=True, slots=True)
 class FixedSetup:
-    """How the fixed policies of a job, of which most have none, are loaded beside any actor."""
+    """How the fixed policies of a job are loaded; most jobs have none."""
 
     tables: tuple[RolloutOnlyTable, ...] = ()
     folders: Mapping[str, Path] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.metrics import batch_metrics, outcome_over_worlds
-from trainer_backend.collect.sources import sampler_of
+from trainer_backend.collect.sources import name_sampler
 from trainer_backend.core.conversations import (
     context_metrics,
     failure_metrics,
@@ -142,7 +142,7 @@ def metrics_by_policy(
     """
     if alpha is None:
         return {}
-    planned = Counter(map(sampler_of, requests))
+    planned = Counter(map(name_sampler, requests))
     names = (ACTOR, *(table.name for table in policies.fixed))
     by_policy: dict[str, list[tuple[Rollout, Credit]]] = {name: [] for name in names}
     for rollout, credit in zip(rollouts, credits, strict=True):
@@ -329,7 +329,7 @@ def _means(played: Sequence[tuple[Rollout, Credit]]) -> Mapping[str, float]:
 
 def _samplers(requests: Sequence[RolloutRequest]) -> dict[str, str]:
     """Map each rollout's place in the plan to the policy that was asked for it."""
-    return {plan_id(request.rollout_id): sampler_of(request) for request in requests}
+    return {plan_id(request.rollout_id): name_sampler(request) for request in requests}
 
 
 _TOLD_AGAIN = 25

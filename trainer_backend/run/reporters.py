@@ -36,7 +36,7 @@ _CRASHED = "crashed"
 
 
 class RecordingReporter:
-    """A `protocols.Reporter` around another one. May be called from several threads."""
+    """A `parts.Reporter` around another one. May be called from several threads."""
 
     def __init__(
         self, directory: RunDirectory, reporter: Reporter, *, clock: Callable[[], float] = time.monotonic
@@ -176,7 +176,7 @@ class RecordingReporter:
 
 
 class SinkReporter:
-    """A `protocols.Reporter` around another one, which also passes rows to the job's sinks.
+    """A `parts.Reporter` around another one, which also passes rows to the job's sinks.
 
     Use it as a context manager. With the first row the sinks get all of metrics.jsonl: rows written earlier
     and, in a resumed run, rows that replace those an earlier start had sent. A sink that cannot be opened is

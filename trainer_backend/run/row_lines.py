@@ -60,7 +60,7 @@ class Pace:
         )
 
     def left(self) -> str:
-        """How long the rest will take if it goes on like the iterations so far; empty if unknown."""
+        """How long the rest will take at the pace of the iterations so far; empty if unknown."""
         rest = self._iterations - self._last
         if rest <= 0 or len(self._ends_s) < 2:
             return ""

@@ -55,7 +55,7 @@ class Run:
         return LossCheck(directory.task_app_log, most, self.reporter.say, directory.append_last_stage)
 
     def planner_of_iteration(self, number: int) -> Planner:
-        """The planner of an iteration, whose schedule and starts may look back on the finished ones."""
+        """The planner of an iteration; its schedule and starts may depend on finished iterations."""
         planner, allocation = self.planner, self.planner.allocation
         if allocation.looks_back:
             planner = replace(planner, allocation=allocation.after(self.directory.metrics()))
@@ -120,7 +120,7 @@ class Run:
         return await self.server.while_serving(rollouts)
 
     async def settled(self) -> None:
-        """Wait until nothing reads the learner's weights but who asks now; see `Saving`."""
+        """Wait until no background save reads the learner's weights; see `Saving`."""
         with self.timeline.working("learn"):
             await self.saving.settled()
 

@@ -43,7 +43,7 @@ async def while_unbroken(broken: asyncio.Future[str], work: Coroutine[Any, Any, 
     """The result of `work`, which has ended in any case.
 
     Raises:
-        EngineStopped: an engine ended by itself first; `work` would wait for it in vain.
+        EngineStopped: an engine ended by itself first; `work` would wait for it forever.
     """
     async with racing(work, broken) as (task, _):
         if not task.done():
@@ -54,8 +54,8 @@ async def while_unbroken(broken: asyncio.Future[str], work: Coroutine[Any, Any, 
 async def until_on_thread(stop: asyncio.Event, tell: Tell, work: Callable[[Tell], Result]) -> Result | None:
     """The result of `work(tell)` on a thread, or None if `stop` came first; the thread has then ended.
 
-    A thread cannot be cancelled, and an abandoned one would go on working until the interpreter waits for it
-    at exit. So `work` tells its progress between its steps, which raises Halted once `stop` is set.
+    A thread cannot be cancelled: an abandoned one would keep working, and the interpreter would wait for it
+    at exit. So `work` reports its progress between its steps, and that raises Halted once `stop` is set.
     """
     halt = threading.Event()
 

@@ -44,8 +44,8 @@ class Timeline:
     def working(self, lane: Lane) -> Iterator[Span]:
         """The lane works until the context is left.
 
-        What began while earlier work of its lane was under way is told from the end of that on, since it had
-        to wait for it, in whole or in part. Where it ends before that, it is told from its own start.
+        If earlier work of the lane was still running at its start, the span begins when that work ends, since
+        it had to wait for it. If it ends before that, the span begins at its own start.
         """
         span = Span(self._count())
         self._running[lane] += 1
@@ -76,7 +76,7 @@ class Timeline:
         return waits
 
     def _count(self) -> float:
-        """Add the time since the last count to the lanes that worked; return the time of now."""
+        """Add the time since the last count to the lanes that worked; return the current time."""
         now = self._clock()
         passed, self._counted_to = now - self._counted_to, now
         working: list[Lane] = [lane for lane, count in self._running.items() if count]

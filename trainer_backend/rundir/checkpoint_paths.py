@@ -63,7 +63,7 @@ def best_mark(checkpoints: Path) -> BestMark | None:
     return mark if is_whole(mark.folder) else None
 
 
-def run_of(folder: Path) -> Path | None:
+def find_run(folder: Path) -> Path | None:
     """Return the run directory that this folder is, or that holds this checkpoint."""
     candidates = (folder, folder.parent.parent)
     return next((path for path in candidates if (path / "run.json").exists()), None)
@@ -71,7 +71,7 @@ def run_of(folder: Path) -> Path | None:
 
 def model_in(folder: Path) -> Path:
     """Return the model that a user means by a folder: a run's best checkpoint, or the folder itself."""
-    if run_of(folder) != folder:
+    if find_run(folder) != folder:
         # Under its own name: errors and files tell which iteration it is of.
         return folder.parent / os.readlink(folder) if folder.name == BEST and folder.is_symlink() else folder
     best = best_checkpoint(folder / "checkpoints")

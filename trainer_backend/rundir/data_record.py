@@ -1,7 +1,7 @@
 """RUN/data.parquet: the rows that a run trains and is evaluated on, and those that it trained on earlier.
 
-A resume compares them with the rows of its files now. A row that was once a training row stays in the record,
-because whatever asks the same is no held-out row of this run any more.
+A resume compares them with the rows of its files now. A row that was once a training row stays in the record:
+a row that asks the same can no longer be held out in this run.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from trainer_backend.rundir.layout import DATA_RECORD, RunDirectory
 
 # Whether ids are positions, which they are in runs from before 2026-11-28. Such a run keeps them.
 _BY_POSITION = b"turnwise.by_position"
-# The last iteration that may have played an earlier row; null for rows of now.
+# The last iteration that may have played an earlier row; null for current rows.
 _UNTIL = "until"
 _SCHEMA = pa.schema([*((name, pa.string()) for name in RowIdentity._fields), (_UNTIL, pa.int64())])
 _MOST_NAMED = 3

@@ -51,7 +51,7 @@ class Digests:
             flush(part)
 
 
-def digest_of(checkpoint: Path) -> str | None:
+def read_digest(checkpoint: Path) -> str | None:
     """Return one number for all weights of a checkpoint's model and adapters; None if it has no digests."""
     try:
         crc32 = json.loads((checkpoint / FILE).read_text(encoding="utf-8"))["crc32"]
@@ -66,7 +66,7 @@ def digest_of(checkpoint: Path) -> str | None:
 
 
 @contextmanager
-def digests_of(folder: Path) -> Iterator[Digests]:
+def collect_digests(folder: Path) -> Iterator[Digests]:
     """Yield the digests of a folder that is being written; all threads end with the context."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="turnwise-digests") as pool:
         yield Digests(folder, pool)

@@ -1,4 +1,4 @@
-"""RUN/fixed_policies.json: the fixed policies that a run has samples of; it goes on with no others."""
+"""RUN/fixed_policies.json: the fixed policies that sampled for a run; a resume refuses others."""
 
 import fcntl
 import json
@@ -41,7 +41,7 @@ FixedModel = FixedWeights | RemoteModel
 
 
 def begin_record(run: RunDirectory, models: Mapping[str, FixedModel]) -> None:
-    """Write down, by name, the models that a run begins with, so that it goes on with no others.
+    """Record, by name, the models that a run begins with, so that a resume refuses others.
 
     A run without fixed policies has no such file.
     """

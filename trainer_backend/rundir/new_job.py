@@ -16,7 +16,7 @@ from trainer_backend.sinks import refuse_missing_libraries
 
 
 def load_new_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) -> LoadedJob:
-    """`load_job` for a run that is to begin: whatever the job names must be there.
+    """`load_job` for a new run: everything that the job names must exist.
 
     The job of an existing run is read with `load_job`: the run has checkpoints of its own, and the folder
     that it began from may be gone.

@@ -145,7 +145,7 @@ def _write_card(folder: Path) -> None:
 
 @contextmanager
 def _read_errors(path: Path) -> Iterator[None]:
-    """Raise one RunDirectoryError for every error of the libraries about a damaged file."""
+    """Raise RunDirectoryError for any error of the libraries about a damaged file."""
     try:
         yield
     except FileNotFoundError:

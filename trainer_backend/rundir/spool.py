@@ -209,7 +209,7 @@ def plan_digest(requests: Iterable[RolloutRequest], gateway_urls: Sequence[str])
 
 
 def request_digests(requests: Iterable[RolloutRequest], gateway_urls: Sequence[str]) -> dict[str, str]:
-    """Return digests by plan id, equal for equal requests, whatever the start and the gateways. Pure."""
+    """Return digests by plan id: equal for equal requests of any start and any gateways. Pure."""
     return {plan_id(request.rollout_id): plan_digest([request], gateway_urls) for request in requests}
 
 
@@ -261,7 +261,7 @@ def rename_aside(path: Path) -> Path:
 
 
 def copy_others_aside(path: Path, used: Sequence[Trajectory], tell: Callable[[str], None]) -> None:
-    """Leave a copy of the rollouts of a spool that are none of these, before it is deleted."""
+    """Before a spool is deleted, copy those of its rollouts that are not among these."""
     parts = _read_parts(path)
     if _count(parts) <= len(used):
         return  # all of them are used

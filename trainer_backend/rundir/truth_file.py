@@ -30,7 +30,7 @@ _PLAY = frozenset(
 
 
 class TruthSetting(BaseModel):
-    """What the measured advantages depend on, besides the rollouts."""
+    """What the measured advantages depend on, in addition to the rollouts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -40,7 +40,7 @@ class TruthSetting(BaseModel):
     checkpoint: str
     """Name of the run's checkpoint that plays on, or the path of another one."""
     digest: str | None = None
-    """Digest of its weights; None: it has none (a model folder, or a file of before)."""
+    """Digest of its weights; None: it has none (a model folder, or a file of an earlier version)."""
     gamma: float
     """Discount per decision."""
     continuations: int
@@ -94,7 +94,7 @@ class TruthFile:
 
     @classmethod
     def open(cls, path: Path, setting: TruthSetting) -> Self:
-        """The file to go on with, or a new one, which is written with its first decision.
+        """The file to continue, or a new one, which is written with its first decision.
 
         RunDirectoryError: the file was measured with another setting.
         """

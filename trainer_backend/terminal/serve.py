@@ -16,7 +16,7 @@ from trainer_backend.job.schema import JobConfig
 from trainer_backend.models.layout import read_config, text_sizes
 from trainer_backend.processes.policy_server import FolderPolicy, PolicyServer
 from trainer_backend.run.stopping import stop_on_signals
-from trainer_backend.rundir.checkpoint_paths import model_in, run_of
+from trainer_backend.rundir.checkpoint_paths import find_run, model_in
 
 # The longest context for a folder without a job; the cache grows with it.
 _LONGEST = 8192
@@ -28,7 +28,7 @@ def what_to_serve(folder: Path, job_path: Path | None, overrides: Sequence[str])
     `folder` is a run (its best checkpoint), a checkpoint of a run, or a model folder. Without `job_path` the
     job is the run's, or for a model folder one with every default.
     """
-    run = run_of(folder)
+    run = find_run(folder)
     if job_path is not None or run is not None:
         loaded = load_job(job_path or (run or Path()) / "job.toml", overrides, runs_plugins=False)
         return loaded, model_in(folder)

@@ -16,7 +16,7 @@ from trainer_backend.collect.client import TaskAppClient
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def request_of(number: int, *, group: int = 0) -> RolloutRequest:
+def make_request(number: int, *, group: int = 0) -> RolloutRequest:
     return RolloutRequest.model_validate(
         {
             "rollout_id": f"run/train/1/0/{number}",

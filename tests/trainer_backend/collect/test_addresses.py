@@ -8,7 +8,7 @@ import pytest
 from pydantic import SecretStr
 
 from tests.conftest import tiny_job
-from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, request_of, served
+from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, make_request, served
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.collect.wire import TaskAppLost
@@ -46,7 +46,7 @@ async def test_a_name_is_all_of_its_addresses_and_a_url_is_itself():
     assert names.asked == [("apps", 8001), ("apps", 443)]
 
 
-async def test_a_name_that_nobody_knows_is_a_sentence():
+async def test_an_unknown_name_is_a_sentence():
     names = Names()
     names.addresses = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
     with pytest.raises(TaskAppError, match=r"dns\+http://apps:8001: the name 'apps' was not found: Name or"):
@@ -118,7 +118,7 @@ async def test_an_address_that_a_name_gets_later_takes_work_and_one_that_it_lose
                 timeout_s=5, resolve=names, look_up_every_s=0.01, tell=tell,
             ) as apps,
         ):  # fmt: skip
-            plan = [request_of(number, group=number) for number in range(6)]
+            plan = [make_request(number, group=number) for number in range(6)]
             dispatcher = Dispatcher(apps, timeout_s=30, max_running=2)
             collecting = asyncio.ensure_future(dispatcher.collect(plan))
             names.addresses = ["127.0.0.2"]

@@ -8,10 +8,10 @@ import pytest
 from shared_schemas.evaluate_result import EvaluateResult
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from shared_schemas.trajectory import ObservationData, StepData, UserReward
-from tests.trainer_backend.collect.scripted_task_app import answer_to, request_of
+from tests.trainer_backend.collect.scripted_task_app import answer_to, make_request
 from trainer_backend.collect.arrival import checked
 
-REQUEST = request_of(3)
+REQUEST = make_request(3)
 STEP = StepData(turn=1, observation_data=ObservationData(), action_taken={"type": "text"}, env_rewards=(1.0,))
 
 
@@ -42,7 +42,7 @@ def test_an_honest_answer_stays_as_it_is():
     [
         (played(seed=4), "it was played in the world of seed 4; seed 3 was asked for"),
         (played(parent_rollout_id="x"), "it continues 'x'; None was asked for"),
-        (lambda request: answer_to(request_of(4)), "its sibling is 4, and 3 was asked for"),
+        (lambda request: answer_to(make_request(4)), "its sibling is 4, and 3 was asked for"),
         (lambda request: played()(request).model_copy(update={"trajectory": None}), "it has no trajectory"),
         (played(outcome_reward=float("nan")), "its outcome_reward is nan, beyond +-1e+15"),
         (played(steps=step(env_rewards=(0.0, float("inf")))), "its env_reward at turn 1 is inf, beyond"),

@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
-from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, answer_to, request_of, served
+from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, answer_to, make_request, served
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.dispatcher import Dispatcher
@@ -16,7 +16,7 @@ from trainer_backend.errors import RunNotWritten, TaskAppError
 
 
 def plan(first: int, end: int, *, iteration: int = 0) -> list[RolloutRequest]:
-    requests = [request_of(number, group=number) for number in range(first, end)]
+    requests = [make_request(number, group=number) for number in range(first, end)]
     return [request.model_copy(update={"iteration": iteration}) for request in requests]
 
 

@@ -7,11 +7,18 @@ from aiohttp import web
 from pydantic import SecretStr
 
 from shared_schemas.rollouts import EnvSpec, Rollout, RolloutRequest, Start
-from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, request_of, served
+from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, make_request, served
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import TaskAppClient
 from trainer_backend.collect.dispatcher import Dispatcher
-from trainer_backend.collect.wire import BackendFailed, PluginFailed, Refused, TaskAppLost
+from trainer_backend.collect.wire import (
+    DEFAULT_BODY_BYTES,
+    BackendFailed,
+    PluginFailed,
+    Refused,
+    TaskAppLost,
+    slices,
+)
 from trainer_backend.errors import JobError, TaskAppError
 
 pytestmark = pytest.mark.usefixtures("tries_without_waits")
@@ -27,7 +34,8 @@ async def test_everything_comes_back_sorted_whatever_the_order_of_arrival():
     async with served(ScriptedTaskApp()) as client:
         seen: list[tuple[int, int]] = []
         found = await Dispatcher(TaskApps.of([client]), timeout_s=30).collect(
-            [request_of(number) for number in (4, 0, 3, 1, 2)], lambda done, total: seen.append((done, total))
+            [make_request(number) for number in (4, 0, 3, 1, 2)],
+            lambda done, total: seen.append((done, total)),
         )
     assert [rollout.sibling for rollout in found.rollouts] == [0, 1, 2, 3, 4]
     assert seen == [(number, 5) for number in range(1, 6)]
@@ -37,7 +45,7 @@ async def test_an_infrastructure_failure_is_planned_once_more_and_counted():
     task_app = ScriptedTaskApp(fails={"run/train/1/0/1": 1, "run/train/1/0/2": 9})
     async with served(task_app) as client:
         found = await Dispatcher(TaskApps.of([client]), timeout_s=30).collect(
-            [request_of(number) for number in range(3)]
+            [make_request(number) for number in range(3)]
         )
     assert [rollout.rollout_id for rollout in found.rollouts] == ["run/train/1/0/0", "run/train/1/0/1:1"]
     assert [rollout.rollout_id for rollout in found.failed] == ["run/train/1/0/2:1"]
@@ -54,13 +62,13 @@ async def test_what_has_finished_is_kept_before_its_task_app_may_forget_it_and_w
 
     async with served(task_app) as client:
         dispatcher = Dispatcher(TaskApps.of([client]), timeout_s=30)
-        found = await dispatcher.collect([request_of(number) for number in range(300)], keep=keep)
+        found = await dispatcher.collect([make_request(number) for number in range(300)], keep=keep)
     assert sorted(kept) == sorted(rollout.rollout_id for rollout in found.rollouts)
     assert (len(kept), len(found.failed)) == (299, 1)
     assert len(task_app.acked) > 200, "long before the end it was told to forget some"
 
 
-async def test_what_a_killed_start_left_is_ended_wherever_somebody_answers():
+async def test_what_a_killed_start_left_is_ended_at_each_app_that_answers():
     told: list[str] = []
 
     async def abort(request: web.Request) -> web.Response:
@@ -77,7 +85,7 @@ async def test_two_task_apps_share_the_work():
     first, second = ScriptedTaskApp(), ScriptedTaskApp()
     async with served(first) as a, served(second) as b:
         dispatcher = Dispatcher(TaskApps.of([a, b]), timeout_s=30)
-        found = await dispatcher.collect([request_of(number) for number in range(5)])
+        found = await dispatcher.collect([make_request(number) for number in range(5)])
         await dispatcher.ack("run", found.rollouts)
     assert (len(first.ended), len(second.ended), len(found.rollouts)) == (3, 2, 5)
     assert len(first.acked) == len(second.acked) == 5
@@ -86,16 +94,27 @@ async def test_two_task_apps_share_the_work():
 async def test_the_gateway_key_reaches_the_task_app_although_the_request_hides_it():
     task_app = ScriptedTaskApp()
     async with served(task_app) as client:
-        await client.submit([request_of(0)])
+        await client.submit([make_request(0)])
     assert task_app.keys == ["the-gateway-key"]
-    assert "the-gateway-key" not in repr(request_of(0)) + request_of(0).model_dump_json()
+    assert "the-gateway-key" not in repr(make_request(0)) + make_request(0).model_dump_json()
 
 
-async def test_a_busy_task_app_is_asked_again():
-    task_app = ScriptedTaskApp()
-    task_app.answer_first_with = [503, 429]
+class BehindProxy(ScriptedTaskApp):
+    """Its first answers are a proxy's pages."""
+
+    async def accept(self, request: web.Request) -> web.Response:
+        if self.answer_first_with:
+            status = self.answer_first_with.pop()
+            return web.Response(text="<html>Bad Gateway</html>", status=status, content_type="text/html")
+        return await super().accept(request)
+
+
+@pytest.mark.parametrize(("kind", "statuses"), [(ScriptedTaskApp, [503, 429]), (BehindProxy, [502])])
+async def test_a_task_app_that_says_later_is_asked_again(kind: type[ScriptedTaskApp], statuses: list[int]):
+    task_app = kind()
+    task_app.answer_first_with = [*statuses]
     async with served(task_app) as client:
-        await client.submit([request_of(0)])
+        await client.submit([make_request(0)])
     assert len(task_app.ended) == 1
 
 
@@ -165,7 +184,7 @@ class OtherService(ScriptedTaskApp):
 async def test_a_malformed_answer_is_told_with_its_route_and_what_was_wrong_in_it(answer: object, told: str):
     async with served(OtherService(answer)) as client:
         with pytest.raises(TaskAppError) as caught:
-            await client.submit([request_of(0)])
+            await client.submit([make_request(0)])
     lines = str(caught.value).splitlines()
     place = f"{client.url}: POST /rollouts: "
     assert lines == [
@@ -182,7 +201,7 @@ async def test_a_task_app_that_is_not_there_is_an_error_and_no_hang():
                 await client.about()
 
 
-async def test_an_empty_plan_asks_nobody():
+async def test_an_empty_plan_asks_no_app():
     client = TaskAppClient("http://127.0.0.1:9", SecretStr("k"), timeout_s=1)  # never opened
     assert (await Dispatcher(TaskApps.of([client]), timeout_s=1).collect([])).rollouts == ()
     with pytest.raises(ValueError, match="at least one task app"):
@@ -192,7 +211,7 @@ async def test_an_empty_plan_asks_nobody():
 async def test_requests_with_large_documents_are_sent_in_bodies_that_a_task_app_takes():
     def about(size: int, number: int) -> RolloutRequest:
         env = EnvSpec(env_name="documents", config={"document_content": "\u00e9" * size})
-        return request_of(number).model_copy(update={"env": env, "group_id": f"train/1/0/row/{number}"})
+        return make_request(number).model_copy(update={"env": env, "group_id": f"train/1/0/row/{number}"})
 
     sizes: list[int] = []
 
@@ -216,21 +235,11 @@ async def test_requests_with_large_documents_are_sent_in_bodies_that_a_task_app_
     assert [size // 10_000 for size in sizes[3:]] == [18, 18]
 
 
-async def test_requests_with_large_snapshots_are_sent_in_bodies_that_a_task_app_takes():
-    def begun_at(size: int, number: int) -> RolloutRequest:
-        return request_of(number).model_copy(update={"start": Start(snapshot="x" * size)})
-
-    bodies: list[int] = []
-
-    class Counting(ScriptedTaskApp):
-        async def accept(self, request: web.Request) -> web.Response:
-            bodies.append(len((await request.json())["rollouts"]))
-            return await super().accept(request)
-
-    task_app = Counting()
-    requests = [begun_at(200_000, 0), begun_at(200_000, 1), begun_at(200_000, 2), begun_at(800_000, 3)]
-    requests += [request_of(number) for number in range(4, 70)]
-    async with served(task_app) as client:
-        await client.submit(requests)
-    assert bodies == [2, 1, 1, 64, 2]
-    assert [item.sibling for item in task_app.ended] == list(range(70))
+def test_a_body_holds_64_requests_and_half_a_mib_at_most():
+    sizes = {0: 200_000, 1: 200_000, 2: 200_000, 3: 800_000}
+    requests = [
+        make_request(n).model_copy(update={"start": Start(snapshot="x" * sizes.get(n, 1))}) for n in range(70)
+    ]
+    parts = list(slices(requests, max_body_bytes=DEFAULT_BODY_BYTES, url="http://a"))
+    assert [len(part) for part in parts] == [2, 1, 1, 64, 2]
+    assert [item["sibling"] for part in parts for item in part] == list(range(70))

@@ -3,7 +3,7 @@
 import pytest
 
 from shared_schemas.rollouts import RolloutFailure
-from tests.trainer_backend.collect.scripted_task_app import answer_to, request_of
+from tests.trainer_backend.collect.scripted_task_app import answer_to, make_request
 from trainer_backend.collect.batch import Batch, LossCheck
 from trainer_backend.collect.losses import losses_in, sum_losses
 from trainer_backend.errors import JobTeachesNothing, NothingToLearnFrom, TooManyLost
@@ -12,17 +12,17 @@ from trainer_backend.errors import JobTeachesNothing, NothingToLearnFrom, TooMan
 def stage(total: int, *details: str, recurs: bool = False) -> Batch:
     """A batch that lost one rollout for each detail."""
     failed = [
-        answer_to(request_of(number), status="failed").model_copy(
+        answer_to(make_request(number), status="failed").model_copy(
             update={"failure": RolloutFailure(code="critical_error", detail=detail, recurs=recurs)}
         )
         for number, detail in enumerate(details)
     ]
-    finished = [answer_to(request_of(number)) for number in range(len(details), total)]
+    finished = [answer_to(make_request(number)) for number in range(len(details), total)]
     return Batch(tuple(finished), tuple(failed))
 
 
 def test_causes_are_counted_whatever_numbers_and_ids_they_quote_the_most_common_one_first():
-    own = request_of(3).rollout_id
+    own = make_request(3).rollout_id
     causes = ["no level 7 (plug.py:14)", "disk full", "no level 31 (plug.py:14)", f"{own}: it 'a' hung"]
     losses = stage(9, *causes).losses
     assert losses.describe("iteration 2") == (

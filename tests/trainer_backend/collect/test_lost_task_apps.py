@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
-from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, request_of, served
+from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, make_request, served
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.client import TaskAppClient
@@ -17,7 +17,7 @@ from trainer_backend.collect.wire import TaskAppLost
 
 def plan(count: int) -> list[RolloutRequest]:
     """A group each, so that they are dealt out in turn."""
-    return [request_of(number, group=number) for number in range(count)]
+    return [make_request(number, group=number) for number in range(count)]
 
 
 def ids(numbers: Sequence[int]) -> list[str]:
@@ -56,9 +56,7 @@ class Gated(ScriptedTaskApp):
         return answer
 
 
-async def collected(
-    clients: Sequence[TaskAppClient], requests: Sequence[RolloutRequest], **options: object
-) -> Batch:
+async def collected(clients: Sequence[TaskAppClient], requests: Sequence[RolloutRequest]) -> Batch:
     apps = TaskApps.of(clients, lost_wait_s=30)
     return await Dispatcher(apps, timeout_s=30).collect(requests)
 
@@ -138,24 +136,6 @@ async def test_with_one_place_a_failed_rollout_still_goes_to_the_app_that_has_no
     assert [(item.attempt, item.instance_id) for item in found.rollouts] == [(1, "other")]
 
 
-async def test_what_one_app_fails_another_one_plays_and_the_failing_one_gets_less():
-    class CannotReachTheModel(ScriptedTaskApp):
-        def _ended(self, item: RolloutRequest) -> Rollout:
-            self.fails[item.rollout_id.partition(":")[0]] = 1
-            return super()._ended(item)
-
-    failing, other = CannotReachTheModel(instance="failing"), ScriptedTaskApp(instance="other")
-    async with served(failing) as a, served(other) as b:
-        apps = TaskApps.of([a, b], lost_wait_s=30)
-        found = await Dispatcher(apps, timeout_s=30, max_running=8).collect(plan(40))
-    assert siblings(found) == list(range(40))
-    assert not found.failed
-    assert {item.instance_id for item in found.rollouts} == {"other"}
-    assert found.failures == {"inference_unavailable": len(failing.ended)}
-    # 4 places, and half as many after each failure: from the third on it has one
-    assert apps.members[0].weight < 1 < apps.members[1].weight
-
-
 async def test_an_app_that_is_back_stops_what_others_have_in_the_meantime_and_takes_new_work():
     class NeverSure(Gated):
         """Down from its first poll on, until its repair."""
@@ -207,8 +187,8 @@ async def test_an_app_that_is_back_stops_what_others_have_in_the_meantime_and_ta
     assert "out of order" in str(shown[2][2])
 
 
-async def test_an_app_that_was_started_anew_gets_what_it_had_lost_under_the_same_ids_and_seeds():
-    class StartedAnew(ScriptedTaskApp):
+async def test_an_app_that_was_restarted_gets_what_it_had_lost_under_the_same_ids_and_seeds():
+    class Restarted(ScriptedTaskApp):
         """Another process from its first poll on: it knows nothing of what the one before accepted."""
 
         async def page(self, request: web.Request) -> web.Response:
@@ -217,7 +197,7 @@ async def test_an_app_that_was_started_anew_gets_what_it_had_lost_under_the_same
                 self.before, self.ended = self.ended, []
             return await super().page(request)
 
-    task_app = StartedAnew(instance="first")
+    task_app = Restarted(instance="first")
     async with served(task_app) as client:
         found = await collected([client], plan(3))
     assert siblings(found) == [0, 1, 2]

@@ -13,7 +13,7 @@ from shared_schemas.rollouts import Rollout, RolloutRequest
 from trainer_backend import job_parts
 from trainer_backend.collect import plan as plan_module
 from trainer_backend.collect.plan import Inference, Planner, digest_tasks, retried
-from trainer_backend.collect.sources import origin_of
+from trainer_backend.collect.sources import make_origin
 from trainer_backend.collect.trial import try_job
 from trainer_backend.core.allocation import ConstantSchedule
 from trainer_backend.core.policies import ACTOR
@@ -81,8 +81,8 @@ async def test_a_trial_makes_as_few_requests_of_the_largest_job_as_of_a_small_on
         warmup={"episodes": 1_000_000},
         evaluation={"instances": 1_000_000},
     )
-    nobody: Any = SimpleNamespace(serving=(), refuse_if_none_answers=lambda: None)
-    await try_job(plan, nobody, from_scratch=True)
+    no_app: Any = SimpleNamespace(serving=(), refuse_if_none_answers=lambda: None)
+    await try_job(plan, no_app, from_scratch=True)
     assert len(made) == 4
 
 
@@ -319,7 +319,7 @@ def test_golden_seeds_are_the_same_on_every_machine_and_in_every_version():
     assert cycled_worlds(7, "train", [1, 2, 3, 4, 5], range(3, 12)) == [4, 2, 4, 5, 2, 1, 3, 4, 2]
     assert other_worlds(7, ["a", "b", "c", "d", "e"], iteration=2, played=["c"]) == ["e", "a", "b", "d", "c"]
     assert list(evaluation_worlds(2)) == [2**30, 2**30 + 1]
-    assert origin_of(Row("x", "a question")).seed == 1068427759
+    assert make_origin(Row("x", "a question")).seed == 1068427759
     schedule = ConstantSchedule(alpha=0.5, seed=7)
     drawn = schedule.choices(3, [("train", group, 0) for group in range(8)])
     assert [policy == ACTOR for policy in drawn] == [False, False, False, True, True, True, True, False]

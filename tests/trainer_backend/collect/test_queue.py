@@ -7,7 +7,7 @@ import pytest
 from pydantic import SecretStr
 
 from shared_schemas.rollouts import RolloutRequest, RolloutStatus
-from tests.trainer_backend.collect.scripted_task_app import answer_to, request_of
+from tests.trainer_backend.collect.scripted_task_app import answer_to, make_request
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.batch import in_order
 from trainer_backend.collect.client import TaskAppClient
@@ -21,7 +21,9 @@ def new_app(number: int, *, at_most: int = 64) -> TaskAppClient:
 
 
 def plan(groups: int, *, siblings: int) -> list[RolloutRequest]:
-    return [request_of(group * siblings + n, group=group) for group in range(groups) for n in range(siblings)]
+    return [
+        make_request(group * siblings + n, group=group) for group in range(groups) for n in range(siblings)
+    ]
 
 
 def dealt(apps: Sequence[TaskAppClient], requests: Sequence[RolloutRequest], *, places: int) -> Dispatcher:
@@ -143,7 +145,7 @@ def test_what_is_collected_is_sorted_by_numbers():
 def test_batches_at_the_same_time_are_of_one_run_and_have_no_rollout_in_common():
     dispatcher = dealt([new_app(0)], plan(2, siblings=2), places=4)
     with pytest.raises(ValueError, match="run 'other' must wait until run 'run' is collected"):
-        dispatcher.add(Queue([request_of(9).model_copy(update={"run_id": "other"})]))
+        dispatcher.add(Queue([make_request(9).model_copy(update={"run_id": "other"})]))
     with pytest.raises(ValueError, match=r"rollout 'run/train/1/0/3' is being collected already"):
-        dispatcher.add(Queue([request_of(4), request_of(3)]))
+        dispatcher.add(Queue([make_request(4), make_request(3)]))
     assert len(dispatcher.queues) == 1

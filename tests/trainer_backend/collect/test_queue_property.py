@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
-from tests.trainer_backend.collect.scripted_task_app import answer_to, request_of
+from tests.trainer_backend.collect.scripted_task_app import answer_to, make_request
 from tests.trainer_backend.collect.test_queue import new_app
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.client import TaskAppClient
@@ -24,7 +24,7 @@ STATUSES = ("finished", "finished", "failed", "cancelled")
 Item = TypeVar("Item")
 
 
-def base_of(rollout_id: str) -> str:
+def strip_attempt(rollout_id: str) -> str:
     """The id without its attempt."""
     return rollout_id.partition(":")[0]
 
@@ -83,7 +83,7 @@ class Play:
         groups, siblings = self.chance.randint(1, 3), self.chance.randint(1, 4)
         numbers = range(self.number, self.number + groups * siblings)
         self.number = numbers.stop
-        requests = [request_of(number, group=number // siblings) for number in numbers]
+        requests = [make_request(number, group=number // siblings) for number in numbers]
         self.all.append(Planned(requests, rank=self.chance.randint(0, 2)))
         self.dispatcher.add(self.all[-1].queue)
 
@@ -176,8 +176,8 @@ class Play:
     def each_has_its_own_and_each_rollout_once(self) -> None:
         for item in self.all:
             batch = item.queue.batch()
-            ended = Counter(base_of(rollout.rollout_id) for rollout in batch.all)
-            left = Counter(base_of(name) for name in item.queue.unfinished)
+            ended = Counter(strip_attempt(rollout.rollout_id) for rollout in batch.all)
+            left = Counter(strip_attempt(name) for name in item.queue.unfinished)
             assert item.kept == [rollout.rollout_id for rollout in sorted_by(batch.rollouts, item.kept)]
             assert item.ended == list(range(1, len(item.ended) + 1))
             assert sum(part.finished for part in batch.apps.values()) == len(batch.rollouts)

@@ -110,7 +110,7 @@ async def test_a_task_app_started_again_on_its_port_takes_work_in_the_same_batch
         collecting = asyncio.ensure_future(Dispatcher(apps, timeout_s=120, max_running=8).collect(PLAN, kill))
         await killed.wait()
         await second.child.ended()
-        await lost.wait()  # started sooner, it would answer a retry, and nobody would have missed it
+        await lost.wait()  # started sooner, it would answer a retry, and the loss would go unseen
         await second.start()
         await back.wait()
         first.child.signal(signal.SIGCONT)

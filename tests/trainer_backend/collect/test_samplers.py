@@ -13,7 +13,7 @@ from pydantic import SecretStr
 from shared_schemas.rollouts import PolicySpec, RolloutRequest
 from trainer_backend import job_parts
 from trainer_backend.collect.plan import Inference, Planner
-from trainer_backend.collect.sources import sampler_of
+from trainer_backend.collect.sources import name_sampler
 from trainer_backend.core.mixture_history import Past
 from trainer_backend.job.load import load_job, parse_job
 
@@ -25,7 +25,7 @@ ONE = {"name": "teacher", "model_path": "t"}
 TWO = [ONE, {"name": "far", "inference_url": "http://far:8000/v1", "model": "some/Model"}]
 
 
-def plan_of(schedule: dict[str, Any] | None, only: Any = ONE, **tables: Any) -> Planner:
+def make_plan(schedule: dict[str, Any] | None, only: Any = ONE, **tables: Any) -> Planner:
     document = {
         "model": {"path": "m"},
         "rollout": {"episodes_per_batch": 24, "allow_truncated_sampling": True},
@@ -54,53 +54,53 @@ def chosen(requests: list[RolloutRequest]) -> list[list[str]]:
     """By group."""
     groups: dict[str, list[str]] = {}
     for request in requests:
-        groups.setdefault(request.group_id, []).append(sampler_of(request))
+        groups.setdefault(request.group_id, []).append(name_sampler(request))
     return list(groups.values())
 
 
 @pytest.mark.parametrize("unit", ["iteration", "group", "rollout"])
 def test_who_samples_the_first_rollout_is_the_same_when_it_is_made_alone(unit: str):
-    plan = plan_of(constant(0.5, unit=unit))
+    plan = make_plan(constant(0.5, unit=unit))
     assert plan.first_training() == plan.training(1)[0]
 
 
 def test_by_the_iteration_one_policy_samples_all_of_it_and_what_is_refilled():
-    plan = plan_of(constant(0.5))
+    plan = make_plan(constant(0.5))
     found = set()
     for iteration in range(1, 13):
         requests = [*plan.training(iteration), *plan.refill(iteration, 1, 3)]
-        (policy,) = {sampler_of(request) for request in requests}
+        (policy,) = {name_sampler(request) for request in requests}
         found.add(policy)
     assert found == {"actor", "teacher"}
 
 
 def test_by_the_group_siblings_share_their_policy():
-    plan = plan_of(constant(0.5, unit="group"))
+    plan = make_plan(constant(0.5, unit="group"))
     by_group = [group for iteration in range(1, 5) for group in chosen(plan.training(iteration))]
     assert all(len(set(group)) == 1 for group in by_group)
     assert {group[0] for group in by_group} == {"actor", "teacher"}
 
 
 def test_by_the_rollout_each_draws_for_itself():
-    plan = plan_of(constant(0.5, unit="rollout"))
+    plan = make_plan(constant(0.5, unit="rollout"))
     assert any(len(set(group)) == 2 for group in chosen(plan.training(1)))
 
 
 @pytest.mark.parametrize("unit", ["group", "rollout"])
 def test_a_refilled_group_draws_for_itself(unit: str):
-    plan = plan_of(constant(0.5, unit=unit))
+    plan = make_plan(constant(0.5, unit=unit))
     rounds = [plan.training(1), plan.refill(1, 1, 6), plan.refill(1, 2, 6)]
     drawn = [chosen(requests) for requests in rounds]
     assert drawn[0] != drawn[1] != drawn[2] != drawn[0]
     assert [chosen(plan.refill(1, 2, 6)), chosen(plan.training(1))] == [drawn[2], drawn[0]]
 
 
-def test_ten_thousand_rollouts_of_several_policies_are_shared_out():
-    plan = plan_of(constant(0.6, unit="rollout"), only=[{**ONE, "weight": 3.0}, TWO[1]])
-    found = Counter(sampler_of(item) for iteration in range(1, 418) for item in plan.training(iteration))
-    assert found.total() == 10_008
+def test_a_thousand_rollouts_of_several_policies_are_shared_out():
+    plan = make_plan(constant(0.6, unit="rollout"), only=[{**ONE, "weight": 3.0}, TWO[1]])
+    found = Counter(name_sampler(item) for iteration in range(1, 43) for item in plan.training(iteration))
+    assert found.total() == 1_008
     for policy, share in {"actor": 0.6, "teacher": 0.3, "far": 0.1}.items():
-        assert abs(found[policy] - 10_008 * share) <= 5 * (10_008 * share * (1 - share)) ** 0.5
+        assert abs(found[policy] - 1_008 * share) <= 5 * (1_008 * share * (1 - share)) ** 0.5
 
 
 def config_with_seed(policy: PolicySpec) -> dict[str, Any]:
@@ -125,16 +125,16 @@ def test_the_plan_of_a_job_without_fixed_policies_is_what_it_was_before_there_we
 
 
 def test_nothing_but_the_policy_of_a_request_depends_on_the_mixture():
-    plain, mixed = plan_of(None).training(3), plan_of(constant(0.5, unit="rollout")).training(3)
+    plain, mixed = make_plan(None).training(3), make_plan(constant(0.5, unit="rollout")).training(3)
     for own, other in zip(plain, mixed, strict=True):
-        if sampler_of(other) == "actor":
+        if name_sampler(other) == "actor":
             assert other == own
         assert other.model_copy(update={"policy": own.policy}) == own
         assert other.policy.config == {**own.policy.config, "model": other.policy.config["model"]}
 
 
 def test_a_fixed_policy_is_asked_with_its_own_sampling():
-    request = plan_of(constant(0.0), only={**ONE, "temperature": 0.8, "top_k": 40}).training(1)[0]
+    request = make_plan(constant(0.0), only={**ONE, "temperature": 0.8, "top_k": 40}).training(1)[0]
     config = request.policy.config
     assert (config["model"], config["temperature"], config["top_p"], config["top_k"]) == (
         "job/teacher", 0.8, 1.0, 40,
@@ -143,32 +143,32 @@ def test_a_fixed_policy_is_asked_with_its_own_sampling():
 
 def test_evaluation_warm_up_and_prompts_are_the_actors_and_the_teachers():
     document = {"warmup": {"episodes": 2}}
-    mixed, plain = plan_of(constant(0.0), **document), plan_of(None, **document)
+    mixed, plain = make_plan(constant(0.0), **document), make_plan(None, **document)
     assert mixed.evaluation("0") == plain.evaluation("0")
     assert mixed.warmup() == plain.warmup()
     assert mixed.prompts(2) == plain.prompts(2)
 
 
 def test_a_plan_that_was_not_told_where_a_fixed_policy_is_asked_cannot_ask_it():
-    plan = without_servers(plan_of(constant(0.0)))
+    plan = without_servers(make_plan(constant(0.0)))
     with pytest.raises(ValueError, match="needs the fixed policy 'teacher', and no inference server"):
         plan.training(1)
 
 
 def test_adaptive_looks_at_what_earlier_iterations_told():
     adaptive = {"type": "adaptive", "alpha_0": 0.5, "unit": "rollout"}
-    plan = plan_of(adaptive)
+    plan = make_plan(adaptive)
     assert plan.allocation.looks_back
     worse = Past(1, {"actor": 4, "teacher": 4}, {"actor": 5.0, "teacher": 1.0}, {"teacher": 1.0})
-    assert {sampler_of(item) for item in plan.training(2)} == {"actor", "teacher"}
-    assert {sampler_of(item) for item in after(plan, [worse]).training(2)} == {"actor"}
+    assert {name_sampler(item) for item in plan.training(2)} == {"actor", "teacher"}
+    assert {name_sampler(item) for item in after(plan, [worse]).training(2)} == {"actor"}
 
 
 def test_by_reward_the_better_one_samples_what_the_actor_does_not():
-    plan = plan_of(constant(0.0, selection="reward"), only=TWO)
+    plan = make_plan(constant(0.0, selection="reward"), only=TWO)
     assert plan.allocation.looks_back
-    assert not plan_of(constant(0.0), only=TWO).allocation.looks_back
+    assert not make_plan(constant(0.0), only=TWO).allocation.looks_back
     history = [Past(1, {"teacher": 24}, {"teacher": 1.0}), Past(2, {"far": 24}, {"far": 3.0})]
     for iteration, policy in ((1, "teacher"), (2, "far"), (3, "far")):
         requests = after(plan, history).training(iteration)
-        assert {sampler_of(request) for request in requests} == {policy}
+        assert {name_sampler(request) for request in requests} == {policy}

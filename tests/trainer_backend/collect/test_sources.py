@@ -13,7 +13,7 @@ from tests.trainer_backend.data.folders import jsonl, parquet, saved_dict
 from tests.trainer_backend.pages.hand_made import WOOD, rollout
 from trainer_backend import job_parts
 from trainer_backend.collect.plan import Inference, Planner
-from trainer_backend.collect.sources import origin_of, row_of
+from trainer_backend.collect.sources import make_origin, read_row_id
 from trainer_backend.data.dataset import DataSet
 from trainer_backend.data.rows import Row
 from trainer_backend.job.load import parse_job
@@ -45,14 +45,14 @@ def planner(count: int = 5, held_out: int = 2, **tables: dict[str, object]) -> P
 
 def played(requests) -> list[str | None]:
     """The row of each group, in order."""
-    return [row_of(request.group_id) for request in requests if request.sibling == 0]
+    return [read_row_id(request.group_id) for request in requests if request.sibling == 0]
 
 
 def test_a_row_is_what_siblings_share():
     first, second, third, other, *_ = planner().training(1)
     assert first.group_id == second.group_id == third.group_id != other.group_id
     assert first.start == second.start == third.start != other.start
-    row_id = row_of(first.group_id)
+    row_id = read_row_id(first.group_id)
     number = int(row_id.removeprefix("train/"))
     assert first.group_id == f"train/1/0/train/{number}"
     assert first.env.config == {"prompt": f"What is {number}?"}
@@ -60,7 +60,7 @@ def test_a_row_is_what_siblings_share():
     assert len({request.policy.seed for request in planner().training(1)}) == 6
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(1, 17), st.integers(1, 5), st.integers(0, 2**31 - 1), st.booleans())
 def test_each_row_comes_once_before_any_comes_again(count: int, groups: int, seed: int, shuffle: bool):
     plan = planner(
@@ -97,7 +97,7 @@ def test_the_model_is_told_the_lower_of_the_lengths_that_bound_its_prompt():
     ours = replace(MODEL, max_model_len=1024)
     assert told(ours, enable=True, max_model_length=8192) == 1024
     assert told(ours, enable=True, max_model_length=512) == 512
-    assert told(MODEL, enable=True, max_model_length=8192) == 8192, "a server of somebody else's"
+    assert told(MODEL, enable=True, max_model_length=8192) == 8192, "a foreign server"
     assert told(ours) is None
 
 
@@ -139,7 +139,7 @@ def test_every_evaluation_plays_the_held_out_rows_and_training_never_does():
     other = planner(5, held_out=3, job={"seed": 7})
     assert played(plan.evaluation("0")) == played(other.evaluation("9")) == ["test/0", "test/1", "test/2"]
     asked = [*plan.training(1), *plan.refill(1, 1, groups=9), *plan.prompts(7)]
-    assert {row_of(request.group_id).partition("/")[0] for request in asked} == {"train"}
+    assert {read_row_id(request.group_id).partition("/")[0] for request in asked} == {"train"}
 
 
 def test_a_branch_is_played_on_the_row_of_its_parent():
@@ -159,7 +159,7 @@ def test_a_branch_is_played_on_the_row_of_its_parent():
 
 def test_a_document_is_held_by_the_environment_with_its_question_and_answers():
     row = Row("a-1", "Who?", document="Ada did.", ground_truth=["Ada"])
-    assert origin_of(row).env_config == {
+    assert make_origin(row).env_config == {
         "document_content": "Ada did.",
         "question": "Who?",
         "ground_truth": ["Ada"],
@@ -168,15 +168,15 @@ def test_a_document_is_held_by_the_environment_with_its_question_and_answers():
 
 def test_messages_open_the_dialogue_as_they_are():
     messages = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"})
-    assert origin_of(Row("a", messages)).env_config == {"prompt": [dict(message) for message in messages]}
+    assert make_origin(Row("a", messages)).env_config == {"prompt": [dict(message) for message in messages]}
 
 
 def test_who_answers_as_the_user_is_the_rows_choice_and_else_that_of_the_job():
     own = InteractionSpec(name="weather", kwargs={"city": "Oslo"})
     nameless = InteractionSpec(kwargs={"query": "q", "ground_truth": "a"})
     plain = Row("a", "2+2?", ground_truth="4")
-    assert origin_of(plain).interaction is None
-    assert origin_of(plain, interaction="gsm8k").interaction == InteractionSpec(
+    assert make_origin(plain).interaction is None
+    assert make_origin(plain, interaction="gsm8k").interaction == InteractionSpec(
         name="gsm8k", kwargs={"query": "2+2?", "ground_truth": "4"}
     )
     for row, default, expected in (
@@ -184,12 +184,12 @@ def test_who_answers_as_the_user_is_the_rows_choice_and_else_that_of_the_job():
         (Row("a", "?", interaction=nameless), None, nameless),
         (Row("a", "?", interaction=nameless), "gsm8k", nameless.model_copy(update={"name": "gsm8k"})),
     ):
-        assert origin_of(row, interaction=default).interaction == expected
+        assert make_origin(row, interaction=default).interaction == expected
 
 
 def test_worlds_name_no_row():
-    assert row_of("train/3/0") is None
-    assert row_of("eval-3/0/12/gsm8k/17") == "gsm8k/17"
+    assert read_row_id("train/3/0") is None
+    assert read_row_id("eval-3/0/12/gsm8k/17") == "gsm8k/17"
 
 
 def test_a_plan_without_the_rows_of_its_job_is_refused():

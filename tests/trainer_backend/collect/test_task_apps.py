@@ -101,22 +101,17 @@ async def test_own_task_apps_start_side_by_side_and_one_that_fails_is_told_by_it
 async def test_a_job_may_start_several_task_apps_of_its_own_which_end_side_by_side(monkeypatch, tmp_path):
     end, both = Child.end, asyncio.Barrier(2)
 
-    async def end_beside_the_other(child, grace_s):
+    async def end_with_the_other(child, grace_s):
         await both.wait()
         return await end(child, grace_s)
 
-    monkeypatch.setattr(Child, "end", end_beside_the_other)
+    monkeypatch.setattr(Child, "end", end_with_the_other)
     async with (
         asyncio.timeout(60),
         job_parts.task_apps(tiny_job(services__task_apps=2), tmp_path / "log") as apps,
     ):
         assert [app.label for app in apps.members] == ["own-0", "own-1"]
         assert len({app.instance_id for app in apps.members}) == 2
-
-
-def test_own_task_apps_are_not_counted_beside_named_ones():
-    with pytest.raises(JobError, match="task_url names others"):
-        tiny_job(services__task_apps=2, services__task_url=("http://127.0.0.1:9",))
 
 
 @pytest.mark.parametrize("content", [None, "\n"])

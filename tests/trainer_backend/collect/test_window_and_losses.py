@@ -2,20 +2,19 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
 
 import pytest
 from aiohttp import web
 
 from shared_schemas.rollouts import RolloutRequest
-from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, request_of, served
+from tests.trainer_backend.collect.scripted_task_app import ScriptedTaskApp, make_request, served
 from trainer_backend.collect.apps import TaskApps
 from trainer_backend.collect.dispatcher import Dispatcher
 from trainer_backend.errors import TaskAppError
 
 
 def plan(count: int) -> list[RolloutRequest]:
-    return [request_of(number) for number in range(count)]
+    return [make_request(number) for number in range(count)]
 
 
 class OneByOne(ScriptedTaskApp):
@@ -124,22 +123,11 @@ class Forgetful(ScriptedTaskApp):
         return await super().page(request)
 
 
-def numbers(rollouts: Sequence[object]) -> list[int]:
-    return [rollout.sibling for rollout in rollouts]
-
-
-async def test_what_a_task_app_has_lost_is_asked_for_again():
-    task_app = Forgetful(1, restarts=False)
-    async with served(task_app) as client:
-        found = await Dispatcher(TaskApps.of([client]), timeout_s=30).collect(plan(3))
-    assert numbers(found.rollouts) == [0, 1, 2]
-
-
-async def test_a_task_app_that_was_started_anew_is_asked_for_what_was_missing():
-    task_app = Forgetful(1, restarts=True)  # the first page of three came before
-    async with served(task_app) as client:
-        found = await Dispatcher(TaskApps.of([client]), timeout_s=30).collect(plan(5))
-    assert numbers(found.rollouts) == [0, 1, 2, 3, 4]
+@pytest.mark.parametrize(("restarts", "count"), [(False, 3), (True, 5)])  # a first page of three came before
+async def test_what_a_task_app_has_lost_is_asked_for_again(restarts: bool, count: int):
+    async with served(Forgetful(1, restarts=restarts)) as client:
+        found = await Dispatcher(TaskApps.of([client]), timeout_s=30).collect(plan(count))
+    assert [rollout.sibling for rollout in found.rollouts] == list(range(count))
 
 
 async def test_a_task_app_that_loses_everything_every_time_is_an_error_and_no_busy_loop():
@@ -148,18 +136,3 @@ async def test_a_task_app_that_loses_everything_every_time_is_an_error_and_no_bu
         with pytest.raises(TaskAppError, match="has lost 3 rollouts, twice"):
             await Dispatcher(TaskApps.of([client]), timeout_s=30).collect(plan(3))
     assert task_app.polls == 2
-
-
-async def test_a_proxy_that_says_later_in_html_is_asked_again():
-    class BehindProxy(ScriptedTaskApp):
-        async def accept(self, request: web.Request) -> web.Response:
-            if self.answer_first_with:
-                status = self.answer_first_with.pop()
-                return web.Response(text="<html>Bad Gateway</html>", status=status, content_type="text/html")
-            return await super().accept(request)
-
-    task_app = BehindProxy()
-    task_app.answer_first_with = [502]
-    async with served(task_app) as client:
-        await client.submit(plan(1))
-    assert len(task_app.ended) == 1

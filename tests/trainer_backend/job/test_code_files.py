@@ -31,9 +31,9 @@ FILES = {
     "theirs.py": "POLICIES = {}\n",
     "users.yaml": 'interaction:\n  - class_name: "mine.Mine"\n  - class_name: users.of_a_shop.Buyer\n',
     "users/of_a_shop.py": "class Buyer: pass\n",
-    "users/nobody.py": "",
+    "users/unused.py": "",
 }
-# What a run of each key reads, beside the modules that these import.
+# What a run of each key reads, in addition to the modules that these import.
 READ = [
     ("job.trainer_plugins", "mine.py"),
     ("services.task_plugins", "theirs.py"),
@@ -54,13 +54,13 @@ def code(tmp_path: Path) -> Iterator[Path]:
     load_plugins([])
 
 
-def run_of(code: Path, key: str) -> RunDirectory:
+def make_run(code: Path, key: str) -> RunDirectory:
     job = code.parent / "job.toml"
     job.write_text(f'[model]\npreset = "tiny-0.3m"\n{TABLES[key]}\n')
     return create_run(load_new_job(job).config, code.parent / "run")
 
 
-def value_of(run: RunDirectory, key: str) -> str:
+def write_value(run: RunDirectory, key: str) -> str:
     """As TOML, and as a person would write it behind --set."""
     table, _, name = key.partition(".")
     value = tomli.loads((run.path / "job.toml").read_text())[table][name]
@@ -74,16 +74,16 @@ def resumed(run: RunDirectory, *overrides: str) -> LoadedJob:
 
 @pytest.mark.parametrize(("key", "name"), READ)
 def test_a_run_goes_on_with_no_other_file_until_it_is_named_again(code, key, name):
-    run = run_of(code, key)
+    run = make_run(code, key)
     begun = resumed(run)
     assert run.job() == begun.config
     (code / name).write_text(FILES[name] + "\n")
     with pytest.raises(JobError) as refused:
         resumed(run)
-    accepts = f"{key}={value_of(run, key)}"
+    accepts = f"{key}={write_value(run, key)}"
     assert str(refused.value) == (
         f"{run.path / 'job.toml'}: {code / name} has changed since the run began. Restore it, begin a new "
-        f"run (post the job anew), or give this command (turnwise train --resume RUN, truth RUN) --set "
+        f"run (post the job again), or give this command (turnwise train --resume RUN, truth RUN) --set "
         f"'{accepts}'"
     )
     changed = resumed(run, accepts)
@@ -96,7 +96,7 @@ def test_a_run_goes_on_with_no_other_file_until_it_is_named_again(code, key, nam
 
 @pytest.mark.parametrize("key", TABLES)
 def test_a_run_that_noted_nothing_goes_on_and_notes_what_is_there(code, key):
-    run = run_of(code, key)
+    run = make_run(code, key)
     job = tomli.loads((run.path / "job.toml").read_text())
     for table in job.values():
         for digests in DIGESTS.values():
@@ -109,14 +109,14 @@ def test_a_run_that_noted_nothing_goes_on_and_notes_what_is_there(code, key):
 
 
 def test_a_file_that_no_entry_names_may_change(code):
-    run = run_of(code, "multi_turn.interaction_config_path")
-    (code / "users/nobody.py").write_text("x = 1")
+    run = make_run(code, "multi_turn.interaction_config_path")
+    (code / "users/unused.py").write_text("x = 1")
     run.job_with(())
 
 
 @pytest.mark.parametrize("key", ["services.task_plugins", "multi_turn.interaction_config_path"])
 def test_stored_rollouts_are_credited_without_the_code_that_played_them(code, key):
-    run = run_of(code, key)
+    run = make_run(code, key)
     stored = run.job_of_stored(())
     shutil.rmtree(code)
     assert run.job_of_stored(()) == stored
@@ -128,7 +128,7 @@ def test_stored_rollouts_are_credited_without_the_code_that_played_them(code, ke
 
 @pytest.mark.parametrize("key", TABLES)
 def test_digests_are_noted_and_never_given(code, key):
-    job = run_of(code, key).path / "job.toml"
+    job = make_run(code, key).path / "job.toml"
     with pytest.raises(JobError, match=f"--set '{DIGESTS[key]}': a run notes it; naming {key} accepts"):
         load_job(job, [f"{DIGESTS[key]}=[]"])
     document = tomli.loads(job.read_text())
@@ -141,7 +141,7 @@ def test_digests_are_noted_and_never_given(code, key):
 @pytest.mark.parametrize("key", ["services.task_plugins", "multi_turn.interaction_config_path"])
 def test_a_posted_job_begins_with_the_files_of_its_start(code, key):
     bounds = Bounds(data_dir=code.parent / "runs", roots=(code.parent,))
-    of_another_run = tomli.loads((run_of(code, key).path / "job.toml").read_text())
+    of_another_run = tomli.loads((make_run(code, key).path / "job.toml").read_text())
     of_another_run["job"]["runs_dir"] = str(bounds.data_dir)
     posted = validate_job(of_another_run, bounds)[0].config
     (code / "mine.py").write_text("# changed while the job waited")

@@ -53,6 +53,7 @@ def test_later_files_go_over_earlier_ones_key_by_key_and_set_over_all(layered):
     )
     assert (job.training.group_size, job.training.learning_rate, job.training.update_passes) == (16, 1e-3, 1)
     assert job.rollout.env_config == {"text": "compact", "max_actions": 2}
+    assert layered(BASE, "[evaluation]\nseeds = [9]").evaluation.seeds == (9,), "a list replaces a list"
 
 
 def test_a_job_has_its_first_file_s_name_unless_one_names_it(layered):
@@ -80,10 +81,6 @@ def test_what_a_later_choice_does_not_read_is_not_posted(tmp_path: Path):
     text, (warning,) = text_to_send([path], ["algorithm.advantage=stepwise"])
     assert tomli.loads(text)["algorithm"] == {"advantage": "stepwise"}
     assert "algorithm.gae_lambda is not read by algorithm.advantage = 'stepwise'" in warning
-
-
-def test_a_list_replaces_a_list(layered):
-    assert layered(BASE, "[evaluation]\nseeds = [9]").evaluation.seeds == (9,)
 
 
 def test_an_empty_table_removes_a_table_inside_a_table_of_the_job_and_no_other(layered):

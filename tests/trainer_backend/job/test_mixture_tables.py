@@ -15,7 +15,7 @@ HALF = {"type": "constant", "alpha": 0.5}
 NAN, INFINITE = float("nan"), float("inf")
 
 
-def job_of(**tables: Any) -> JobConfig:
+def make_job(**tables: Any) -> JobConfig:
     whole = {"model": {"path": "m"}, "rollout_only": {"model_path": "teacher"}, **tables}
     whole.setdefault("rollout_allocation_schedule", HALF)
     given = {name: table for name, table in whole.items() if table is not None}
@@ -24,7 +24,7 @@ def job_of(**tables: Any) -> JobConfig:
 
 def refusal(**tables: Any) -> str:
     with pytest.raises(JobError) as caught:
-        job_of(**tables)
+        make_job(**tables)
     return str(caught.value)
 
 
@@ -39,31 +39,33 @@ def refusal(**tables: Any) -> str:
 )
 def test_the_published_tables_are_taken(published: dict[str, Any]):
     only = {"model_path": "/a/model", "temperature": 0.8, "top_p": 0.95, "top_k": 40}
-    job = job_of(
+    job = make_job(
         rollout_only=only, rollout_allocation_schedule=published, rollout={"allow_truncated_sampling": True}
     )
     (fixed,) = job.fixed_policies
     assert (fixed.name, fixed.model_path) == ("fixed", Path("/a/model"))
-    sampling = job.rollout.sampling_of(fixed)
+    sampling = job.rollout.choose_sampling(fixed)
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.8, 0.95, 40)
-    assert job.rollout.sampling_of().temperature == 1.0
+    assert job.rollout.choose_sampling().temperature == 1.0
 
 
 def test_what_a_fixed_policy_leaves_open_is_that_of_the_rollouts():
-    job = job_of(rollout={"temperature": 0.7, "max_tokens": 9})
-    sampling = job.rollout.sampling_of(job.fixed("fixed"))
+    job = make_job(rollout={"temperature": 0.7, "max_tokens": 9})
+    sampling = job.rollout.choose_sampling(job.fixed("fixed"))
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.7, 1.0, 0, 9)
 
 
 def test_several_fixed_policies_have_names():
-    job = job_of(rollout_only=[{"model_path": "a", "name": "teacher"}, {"name": "off"}, {"model_path": "b"}])
+    job = make_job(
+        rollout_only=[{"model_path": "a", "name": "teacher"}, {"name": "off"}, {"model_path": "b"}]
+    )
     assert [table.name for table in job.fixed_policies] == ["teacher", "fixed"]
     with pytest.raises(KeyError):
         job.fixed("off")
 
 
 def test_a_table_without_a_model_is_not_active():
-    job = job_of(rollout_only={"temperature": 0.5}, rollout_allocation_schedule=None)
+    job = make_job(rollout_only={"temperature": 0.5}, rollout_allocation_schedule=None)
     assert job.fixed_policies == ()
 
 
@@ -71,7 +73,7 @@ def test_a_table_without_a_model_is_not_active():
     "only", [{"model_path": "a"}, [{"model_path": "a"}, {"model_path": "b", "name": "b"}]]
 )
 def test_a_resolved_job_reads_back(only: Any):
-    job = job_of(rollout_only=only)
+    job = make_job(rollout_only=only)
     assert parse_job(tomli.loads(dump_job(job)), where="run").config == job
 
 
@@ -91,13 +93,13 @@ def test_a_key_that_stands_where_the_name_of_its_variable_belongs_is_not_repeate
 
 def test_a_critic_weighs_what_a_single_ratio_does_not():
     only = {"model_path": "x", "objective": "single_ratio", "behaviour_weight_cap": 3.0}
-    found = job_of(rollout_only={**only, "train_value_head": True}, algorithm={"advantage": "gae"})
+    found = make_job(rollout_only={**only, "train_value_head": True}, algorithm={"advantage": "gae"})
     assert found.fixed_policies
 
 
 def test_a_floor_is_read_where_one_policy_masks():
     only = {"model_path": "x", "behaviour_weight_mode": "mask"}
-    assert job_of(rollout_only=only, training={"behaviour_weight_floor": 0.5}).fixed_policies
+    assert make_job(rollout_only=only, training={"behaviour_weight_floor": 0.5}).fixed_policies
 
 
 def folder_with_model(path: Path) -> Path:

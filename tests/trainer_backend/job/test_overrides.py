@@ -121,7 +121,7 @@ def test_of_two_overrides_of_a_switch_the_last_one_counts(path: Path):
     assert load_job(path, homes[::-1]).config.training.step_rewards_beta == 0.2
 
 
-def test_a_mistake_in_the_file_is_not_blamed_on_an_override_beside_it(path: Path):
+def test_a_mistake_in_the_file_is_not_blamed_on_an_override(path: Path):
     path.write_text(JOB + "iterations = -1\n")
     assert refusal(path, "training.group_size=4").startswith("FILE: training.iterations is -1: ")
 

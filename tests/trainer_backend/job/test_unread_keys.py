@@ -11,7 +11,7 @@ MODEL = {"preset": "tiny-0.3m"}
 STEPWISE = {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"}
 
 
-def job_of(algorithm, training=None):
+def make_job(algorithm, training=None):
     return parse_job({"model": MODEL, "algorithm": algorithm, "training": training or {}}, where="job.toml")
 
 
@@ -26,7 +26,7 @@ def test_a_later_choice_leaves_out_what_it_does_not_read_and_says_so():
         return parse_job(job, where="job.toml", overrides=overrides)
 
     loaded = load("algorithm.advantage=stepwise", "training.group_size=4")
-    assert loaded.config == job_of({"advantage": "stepwise"}, {"group_size": 4}).config
+    assert loaded.config == make_job({"advantage": "stepwise"}, {"group_size": 4}).config
     assert [warning.partition(" ")[::2] for warning in loaded.warnings] == [
         (
             "job.toml:",
@@ -47,14 +47,14 @@ def test_a_later_choice_leaves_out_what_it_does_not_read_and_says_so():
 
 def test_a_critic_takes_its_keys_and_needs_no_siblings():
     training = {"value_coef": 0.1, "value_clip": 0.2, "value_learning_rate": 1.0, "group_size": 1}
-    loaded = job_of({"advantage": "gae_token", "gae_lambda": 0.5, "gae_token_lambda": 0.9}, training)
+    loaded = make_job({"advantage": "gae_token", "gae_lambda": 0.5, "gae_token_lambda": 0.9}, training)
     assert loaded.warnings == ()
-    alone = job_of({"advantage": "rloo"}, {"group_size": 1})
+    alone = make_job({"advantage": "rloo"}, {"group_size": 1})
     assert "training.group_size = 1" in alone.warnings[0]
 
 
-def test_gamma_is_the_tasks_and_may_stand_beside_any_estimator():
-    assert job_of({"advantage": "grpo", "gamma": 0.9}).config.algorithm.gamma == 0.9
+def test_gamma_is_the_tasks_and_may_stand_with_any_estimator():
+    assert make_job({"advantage": "grpo", "gamma": 0.9}).config.algorithm.gamma == 0.9
 
 
 GSPO = {"clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "decision_mean"}
@@ -76,7 +76,7 @@ DAPO = {
     ],
 )
 def test_a_loss_of_a_paper_brings_its_values_and_they_survive_being_written_and_read(loss, training, level):
-    loaded = job_of({"loss": loss})
+    loaded = make_job({"loss": loss})
     again = parse_job(tomli.loads(dump_job(loaded.config)), where="run")
     for config in (loaded.config, again.config):
         assert config.training.model_dump(include=training.keys()) == training
@@ -87,7 +87,9 @@ def test_a_loss_of_a_paper_brings_its_values_and_they_survive_being_written_and_
 
 
 def test_what_the_job_says_goes_over_the_paper_and_is_told():
-    loaded = job_of({"loss": "gspo", "ratio_level": "episode"}, {"clip_low": 0.2, "aggregation": "constant"})
+    loaded = make_job(
+        {"loss": "gspo", "ratio_level": "episode"}, {"clip_low": 0.2, "aggregation": "constant"}
+    )
     table = loaded.config.training
     assert (table.clip_low, table.clip_high, table.aggregation) == (0.2, 4e-4, "constant")
     (told,) = loaded.warnings
@@ -99,20 +101,20 @@ def test_what_the_job_says_goes_over_the_paper_and_is_told():
 
 
 def test_flat_groups_that_are_not_skipped_are_not_refilled_because_of_the_paper():
-    loaded = job_of({"loss": "dapo"}, {"skip_flat_groups": False})
+    loaded = make_job({"loss": "dapo"}, {"skip_flat_groups": False})
     assert loaded.config.training.refill_rounds == 0
     (told,) = loaded.warnings
     assert "training.skip_flat_groups = False (there True), training.refill_rounds = 0 (there 9)" in told
     with pytest.raises(JobError, match="refill_rounds = 2 with training"):
-        job_of({"loss": "dapo"}, {"skip_flat_groups": False, "refill_rounds": 2})
+        make_job({"loss": "dapo"}, {"skip_flat_groups": False, "refill_rounds": 2})
 
 
 def test_dr_grpo_brings_the_constant_denominator_of_its_paper():
     assert ESTIMATORS["dr_grpo"].compute is ESTIMATORS["grpo_no_std"].compute
-    loaded = job_of({"advantage": "dr_grpo"})
+    loaded = make_job({"advantage": "dr_grpo"})
     assert (loaded.config.training.aggregation, loaded.warnings) == ("constant", ())
-    assert job_of({"advantage": "grpo_no_std"}).config.training.aggregation == "token_mean"
-    other = job_of({"advantage": "dr_grpo"}, {"aggregation": "token_mean"})
+    assert make_job({"advantage": "grpo_no_std"}).config.training.aggregation == "token_mean"
+    other = make_job({"advantage": "dr_grpo"}, {"aggregation": "token_mean"})
     assert other.warnings == (
         "algorithm.advantage = 'dr_grpo' with other values than its paper's: training.aggregation = "
         "'token_mean' (there 'constant')",
@@ -125,14 +127,14 @@ def test_papers_that_differ_leave_the_key_to_the_job():
         "in that of algorithm.advantage = 'dr_grpo'; set training.aggregation"
     )
     with pytest.raises(JobError, match=told):
-        job_of({"advantage": "dr_grpo", "loss": "gspo"})
-    chosen = job_of({"advantage": "dr_grpo", "loss": "gspo"}, {"aggregation": "constant"}).config.training
+        make_job({"advantage": "dr_grpo", "loss": "gspo"})
+    chosen = make_job({"advantage": "dr_grpo", "loss": "gspo"}, {"aggregation": "constant"}).config.training
     assert (chosen.aggregation, chosen.clip_high) == ("constant", 4e-4)
 
 
 def test_a_loss_without_a_paper_of_its_own_has_the_defaults_of_the_tables():
     for algorithm in ({}, {"loss": "clipped"}, {"loss": "policy_gradient"}):
-        config = job_of(algorithm).config
+        config = make_job(algorithm).config
         assert (config.training.clip_low, config.training.clip_high) == (0.2, 0.25)
         assert (config.training.aggregation, config.algorithm.ratio_level) == ("token_mean", "token")
 
@@ -140,6 +142,6 @@ def test_a_loss_without_a_paper_of_its_own_has_the_defaults_of_the_tables():
 @pytest.mark.parametrize(
     "tables", [{"algorithm": {"loss": ["gspo"]}}, {"algorithm": {"loss": "gspo"}, "training": 1}]
 )
-def test_a_wrong_type_beside_a_loss_is_refused_by_its_key(tables):
+def test_a_wrong_type_next_to_a_loss_is_refused_by_its_key(tables):
     with pytest.raises(JobError, match=r"job.toml: (algorithm\.loss|training) is "):
         parse_job({"model": MODEL, **tables}, where="job.toml")

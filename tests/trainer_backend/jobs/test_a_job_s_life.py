@@ -125,7 +125,8 @@ async def test_what_was_asked_before_a_kill_of_the_service_is_done_after_it(
         await served.until_it_trains(job_id)
         await served.ask(verb, job_id)
     async with serving(settings) as served:
-        await served.until(job_id, state)
+        job = await served.until(job_id, state)
+        assert (job["wanted"], job["attempt"], job["ended"] is None) == (verb, 1, verb == "pause")
 
 
 async def test_fewer_places_after_a_restart_put_the_youngest_back_into_the_queue(tmp_path: Path):
@@ -135,7 +136,8 @@ async def test_fewer_places_after_a_restart_put_the_youngest_back_into_the_queue
         await served.until_it_trains(second)
     async with serving(settings_for(tmp_path, max_jobs=1)) as served:
         await served.until_it_trains(first)
-        await served.until(second, "queued")
+        waiting = await served.until(second, "queued")
+        assert (waiting["attempt"], (await served.job(first))["attempt"]) == (1, 2)
 
 
 async def pause_one(served: Served) -> tuple[str, Path]:

@@ -53,7 +53,7 @@ def test_told_to_stop_it_lets_jobs_save_and_ends_and_the_next_start_goes_on(
             staying, stays = started(client, "waiting")
             postgres.freeze()
             try:
-                (ends / "go").touch()  # nobody can write that down: a round hangs in it
+                (ends / "go").touch()  # a round hangs in storing that
                 until(lambda: client.get("/health").json()["store"] == "away")
                 process.send_signal(signal.SIGTERM)
                 assert process.wait(LONG_S) == 0
@@ -74,7 +74,7 @@ def test_a_second_signal_kills_jobs_that_still_save(tmp_path: Path):
         process.send_signal(signal.SIGTERM)
         assert process.wait(LONG_S) == 0
     assert told(folder) == "training", "it was killed, and wrote nothing any more"
-    with run_lock(folder):  # nobody trains there any more
+    with run_lock(folder):  # the run's process has ended
         pass
 
 

@@ -33,7 +33,7 @@ async def test_in_the_middle_jobs_go_on_and_all_that_they_did_is_there_afterward
                 assert answer.headers["retry-after"] == "5" and str(tmp_path) not in answer.text
             metrics = await served.client.get("/metrics")
             assert "turnwise_trainer_store_up 0.0" in metrics.text
-            (folders[0] / "go").touch()  # one job ends, the other goes on, and nobody can write that down
+            (folders[0] / "go").touch()  # one job ends, the other continues, and neither can be stored
             (folders[1] / "iterate").touch()
             while b"event: store" not in first[-1]:
                 first.append(await anext(stream))

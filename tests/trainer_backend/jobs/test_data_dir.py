@@ -52,8 +52,8 @@ def test_one_service_at_a_time_runs_jobs_in_it_and_any_number_shows_them(data):
         open_data_dir(data.path, runs_jobs=True),
     ):
         pass
-    with open_data_dir(data.path, runs_jobs=False) as beside:
-        assert beside == data
+    with open_data_dir(data.path, runs_jobs=False) as second:
+        assert second == data
 
 
 def test_runs_are_found_where_the_command_line_makes_them(data):
@@ -93,7 +93,7 @@ def test_what_a_kill_does_not_leave_is_not_overwritten(data, name):
     assert (path / name).exists()
 
 
-def test_a_job_whose_run_is_gone_does_not_begin_anew(data):
+def test_a_job_whose_run_is_gone_does_not_start_over(data):
     path = data.new_run_dir("tiny")
     with pytest.raises(RunDirectoryError, match="its run is not there any more"):
         data.prepare_run(posted(path, run_id="tiny.1"))

@@ -73,9 +73,11 @@ def test_only_run_directories_of_its_own_are_deleted(store, data, row, tmp_path:
 
 async def test_the_next_start_removes_what_a_killed_service_has_left(store, data, row):
     forget_job(store, data, row, files=True)
+    (aside,) = data.aside()
     sweeping = asyncio.ensure_future(Sweeper(data).run())
     async with asyncio.timeout(60):
         while data.aside():
             await asyncio.sleep(0.01)
+    assert not aside.exists() and not sweeping.done(), "it looks again later"
     sweeping.cancel()
     await asyncio.gather(sweeping, return_exceptions=True)

@@ -12,7 +12,7 @@ from tests.conftest import TASK_APP_KEY, task_app
 from tests.trainer_backend.jobs.served import Served, serving, settings_for
 from trainer_backend.jobs.launcher import translate
 
-# Nobody listens there.
+# Nothing listens there.
 AWAY = "http://127.0.0.1:9"
 
 
@@ -74,7 +74,7 @@ async def test_a_launchers_job_is_ours_with_its_keys_translated(open_to_launcher
     assert (again.status_code, again.json()["job_id"]) == (200, job["id"])
     shown = (await served.client.get(f"/api/rl/jobs/{job['id']}")).json()
     assert (shown["job_id"], shown["status"]) == (job["id"], shown["state"])
-    unknown = await served.client.get("/rl/jobs/nobody")
+    unknown = await served.client.get("/rl/jobs/unknown")
     assert (unknown.status_code, unknown.json()["code"]) == (404, "job_unknown")
 
 

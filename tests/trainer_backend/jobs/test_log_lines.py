@@ -19,7 +19,7 @@ def test_lines_come_with_the_byte_after_each_and_one_that_is_being_written_does_
     assert read_piece(path, 11) == read_piece(path, 11, last=True) == Piece((), (), 11, False)
 
 
-def test_a_file_that_is_not_there_or_was_written_anew(path):
+def test_a_file_that_is_not_there_or_was_rewritten(path):
     assert read_piece(path, 7) == Piece((), (), 0, False)
     path.write_bytes(b"new\n")
     assert read_piece(path, 7) == read_piece(path, 7, last=True) == Piece((b"new",), (4,), 4, False)

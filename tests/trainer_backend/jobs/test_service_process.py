@@ -1,4 +1,4 @@
-"""`turnwise trainer` as a process: what it says, how it ends, and that nobody else gets in its way."""
+"""`turnwise trainer` as a process: what it prints, how it ends, and that a second one is refused."""
 
 import signal
 import socket
@@ -39,7 +39,7 @@ def test_a_second_one_in_the_same_folder_is_refused_unless_it_only_shows(tmp_pat
             third.terminate()
             assert third.wait(60) == 0
         first.stdin.close()
-        assert first.wait(60) == 0, "it ends when nobody holds its standard input any more"
+        assert first.wait(60) == 0, "it ends when its standard input closes"
 
 
 @pytest.mark.parametrize(

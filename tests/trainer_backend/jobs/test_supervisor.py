@@ -160,7 +160,7 @@ async def test_after_it_has_hung_all_that_ended_meanwhile_is_written_down_once(t
         await there.until(lambda: there.supervisor.slots == {})  # after the row is written
 
 
-async def test_a_job_that_nobody_thought_of_holds_up_no_other(tmp_path: Path):
+async def test_a_job_with_an_unforeseen_error_holds_up_no_other(tmp_path: Path):
     async with house(tmp_path, settings()) as there:
         poisoned = there.job("quick", config="[broken")
         sound = there.job("quick")

@@ -1,4 +1,4 @@
-"""Text that no reply and no database can hold is refused where it enters, and hurts nobody else."""
+"""Text that no reply and no database can hold is refused where it enters, and harms no other request."""
 
 import json
 from pathlib import Path

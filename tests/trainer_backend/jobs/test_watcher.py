@@ -183,6 +183,8 @@ async def test_while_a_look_takes_long_the_store_is_asked_too(store, data, run):
         async with asyncio.timeout(60):
             while not watcher.store_up:
                 await asyncio.sleep(0.01)
+        assert not looking.done() and lock.locked(), "the look itself has not ended"
+        assert watcher.registry.get_sample_value("turnwise_trainer_syncs_total") == 1
     looking.cancel()
     await asyncio.gather(looking, return_exceptions=True)
     await wait_for_threads(watcher.threads, at_most_s=60.0)

@@ -110,7 +110,7 @@ async def test_a_learner_has_one_run_at_a_time_and_the_next_once_that_has_ended(
             pass
 
 
-async def test_a_learner_that_was_started_anew_between_two_calls_is_lost_and_not_taken_for_the_old_one(
+async def test_a_learner_that_was_restarted_between_two_calls_is_lost_and_not_taken_for_the_old_one(
     tmp_path: Path,
 ):
     machine = Machine()

@@ -27,7 +27,7 @@ from trainer_backend.inference.served_policy import PolicyFacts
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.models import load_model_folder
 from trainer_backend.processes.gateway import Gateway, load_s
-from trainer_backend.processes.gateways import Gateways, share_of
+from trainer_backend.processes.gateways import Gateways, divide_table
 from trainer_backend.processes.launching import LOCAL, Place, Process, Role
 from trainer_backend.processes.policy_server import first_breakdown
 from trainer_backend.run.fixed_setup import FixedSetup
@@ -50,8 +50,8 @@ class Learner:
             weights = folder / "model.safetensors"
             os.truncate(weights, weights.stat().st_size // 2)
 
-    def logprobs_of(self, ids: Sequence[int]) -> list[float]:
-        return self.real.logprobs_of(ids)
+    def score_ids(self, ids: Sequence[int]) -> list[float]:
+        return self.real.score_ids(ids)
 
     def change(self) -> None:
         torch.manual_seed(1)
@@ -179,14 +179,14 @@ def story(trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Story:
         async with AsyncExitStack() as stack:
             apps = await stack.enter_async_context(job_parts.task_apps(alone, folder / "log"))
             dispatcher = Dispatcher(apps, timeout_s=300)
-            await in_one_process(alone, learner_of(alone), dispatcher, story)
-            await in_processes(apart, learner_of(apart), dispatcher, directory, story)
+            await in_one_process(alone, make_learner(alone), dispatcher, story)
+            await in_processes(apart, make_learner(apart), dispatcher, directory, story)
 
     asyncio.run(play())
     return story
 
 
-def learner_of(job: Any) -> Learner:
+def make_learner(job: Any) -> Learner:
     return Learner(LocalLearner.fresh(learner_parts.learner_config(job), []))
 
 
@@ -246,7 +246,7 @@ async def test_a_gateway_that_dies_again_and_again_ends_the_run_with_its_logs_la
     directory, reporter = create_run(job, tmp_path / "run"), ListReporter()
     directory.gateway_log(0).write_text("its last words\n", encoding="utf-8")
     with job_parts.gateways(job, FixedSetup(), directory, reporter.say) as gateways:
-        async with gateways.serving(learner_of(job)) as server:
+        async with gateways.serving(make_learner(job)) as server:
             publish = asyncio.ensure_future(server.publish(0))
             killed: set[int] = set()
             while not publish.done():
@@ -263,7 +263,7 @@ async def test_a_gateway_that_dies_again_and_again_ends_the_run_with_its_logs_la
 
 
 class Unplaced:
-    """A gateway that nobody has room for; it stands for the weights too."""
+    """A gateway without room anywhere; it stands for the weights too."""
 
     renew, serve_again, servers, restarts, known_totals = None, None, None, 0, {"requests": 3}
 
@@ -349,7 +349,7 @@ async def test_the_first_totals_are_asked_for_until_there_are_some(scripted: Scr
         assert await server.totals() == {"requests": 3, "gateway_restarts": 0}
 
 
-async def test_a_process_that_started_with_the_version_before_a_load_serves_nobody(
+async def test_a_process_that_started_with_the_version_before_a_load_serves_no_one(
     scripted: Scripted, tmp_path: Path
 ):
     """The reply to the load comes after the death of its process, when the next one is starting."""
@@ -407,7 +407,7 @@ async def test_a_version_that_kills_its_gateway_every_time_is_refused_and_the_on
     assert (tmp_path / "starts").read_text().split() == ["0"] * 4
 
 
-async def test_an_engine_that_nobody_looks_after_any_more_counts_as_broken():
+async def test_an_engine_without_a_keeper_counts_as_broken():
     async def look_after() -> None:
         raise OSError("no space left")
 
@@ -436,10 +436,10 @@ def test_a_rollout_asks_one_gateway_of_all_by_its_place_in_the_plan():
 def test_no_two_gateways_control_the_same_server():
     urls = [f"http://h:{port}" for port in range(1, 6)]
     table = tiny_job(inference={"engine": "vllm", "urls": urls, "threads": 5, "max_model_len": 256}).inference
-    shares = [share_of(table, number, 2) for number in range(2)]
+    shares = [divide_table(table, number, 2) for number in range(2)]
     assert [share.urls for share in shares] == [tuple(urls[::2]), tuple(urls[1::2])]
     assert [share.threads for share in shares] == [2, 2]
-    assert share_of(table, 0, 1) == table
+    assert divide_table(table, 0, 1) == table
 
 
 def test_a_spool_does_not_depend_on_the_number_or_the_addresses_of_the_gateways():

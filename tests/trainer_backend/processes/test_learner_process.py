@@ -79,7 +79,7 @@ def calls_in_order(factory: LearnerFactory, played: Any, folder: Path) -> list[A
     results.append(learner.update(episodes, iteration=1))
     learner.save(folder / "iteration_1", Progress(1, 1, 4))
     learner.publish(folder / "version_1")
-    results += [learner.logprobs_of(range(3, 12)), sent(learner)]
+    results += [learner.score_ids(range(3, 12)), sent(learner)]
     questions = [[{"role": "user", "content": "wood " * count}] for count in (1, 30, 9000)]
     results.append(learner.find_long(questions, 20))
     assert [(item.place, item.is_bound) for item in results[-1]] == [(1, False), (2, True)]
@@ -97,7 +97,7 @@ def sent(learner: Learner) -> dict[str, float]:
     return {name: tensor.norm().item() for name, tensor in receiver.weights.items()}
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     """Without those of peft, which hold the order of a set and the folder's own path."""
     paths = [*folder.rglob("*.safetensors"), *folder.glob("*/*.json"), *folder.glob("*/*.jinja")]
     paths = [path for path in paths if path.name not in ("digests.json", "adapter_config.json")]
@@ -108,7 +108,7 @@ async def test_it_is_the_learner_of_this_process_bit_for_bit_and_its_errors_are_
     played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     expected = calls_in_order(learner_parts.local_learners(JOB), played, tmp_path / "here")
-    monkeypatch.setenv("WORLD_SIZE", "2")  # of somebody's torchrun around this process
+    monkeypatch.setenv("WORLD_SIZE", "2")  # of a torchrun around this process
     async with job_parts.learner_process(JOB, RunDirectory(tmp_path, "run"), ListReporter()) as process:
         results = await asyncio.to_thread(calls_in_order, process, played, tmp_path / "there")
         plan = await asyncio.to_thread(process.plan_memory, None, [])
@@ -134,8 +134,8 @@ async def test_it_is_the_learner_of_this_process_bit_for_bit_and_its_errors_are_
         assert f"Its log is {tmp_path / 'learner.log'}." in str(failed)
     assert plan.startswith("memory (cpu, float32)")
     assert results == expected
-    assert files_of(tmp_path / "there") == files_of(tmp_path / "here")
-    assert "iteration_2/training_state/optimizer.safetensors" in files_of(tmp_path / "there")
+    assert read_files(tmp_path / "there") == read_files(tmp_path / "here")
+    assert "iteration_2/training_state/optimizer.safetensors" in read_files(tmp_path / "there")
     assert "Traceback" in (tmp_path / "learner.log").read_text()
 
 
@@ -165,7 +165,7 @@ async def test_a_kill_in_the_middle_of_a_call_is_told_and_a_stop_ends_a_call(pla
         with pytest.raises(Enough):
             await asyncio.to_thread(learner.warm_up, teacher, stop)
         assert max(told) < 3
-        assert len(await asyncio.to_thread(learner.logprobs_of, [3, 4])) == 1, "it serves the next call"
+        assert len(await asyncio.to_thread(learner.score_ids, [3, 4])) == 1, "it serves the next call"
 
         def kill(done: int, total: int) -> None:
             os.kill(process.pid, signal.SIGKILL)
@@ -310,17 +310,17 @@ def test_everybody_who_asks_for_a_call_by_its_number_gets_its_answer_and_it_is_d
             connect().ask("update", [], 2, None)  # the same number, and another call
 
 
-def test_two_orchestrators_on_one_learner_and_a_call_beside_another_are_refused():
+def test_two_orchestrators_on_one_learner_and_a_call_during_another_are_refused():
     host = Host()
     with served(host) as connect:
         own = connect()
         thread = asking(own, host)
         with pytest.raises(LearnerBusy, match=r"works for the run 'run', and it serves one alone"):
             connect(session="other/two").ask("update", [], 1, None)
-        beside = connect()
-        beside._number = 1
+        second = connect()
+        second._number = 1
         with pytest.raises(LearnerBusy, match=r"'values', cannot begin: call 1, 'update', is under way"):
-            beside.ask("values", {})
+            second.ask("values", {})
         host.go_on.set()
         thread.join()
         with pytest.raises(LearnerFailed, match="another key was given"):

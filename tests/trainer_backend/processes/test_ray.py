@@ -141,7 +141,7 @@ async def test_a_vllm_server_on_a_node_announces_its_address_and_the_next_one_wh
         assert f"--port {url.rpartition(':')[2]} " in await command(url), "it listens on its node"
         servers.renew(url)
         while (
-            f"vLLM server {url} ended with SIGKILL (often the system, short of memory); it is started anew"
+            f"vLLM server {url} ended with SIGKILL (often the system, short of memory); it is restarted"
             not in lines
         ):
             await asyncio.sleep(0.05)

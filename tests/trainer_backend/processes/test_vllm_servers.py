@@ -132,7 +132,7 @@ async def started(
         await servers.stop()
 
 
-async def test_a_server_that_dies_or_is_renewed_starts_anew_from_a_copy_that_stays(tmp_path):
+async def test_a_server_that_dies_or_is_renewed_is_restarted_from_a_copy_that_stays(tmp_path):
     lines: list[str] = []
     async with started(tmp_path, lines, vllm={"seed": 3}) as (servers, url):
         (tmp_path / "version_0" / "config.json").unlink()
@@ -153,9 +153,9 @@ async def test_a_server_that_dies_or_is_renewed_starts_anew_from_a_copy_that_sta
     wait_until(lambda: process_at(url) is None, within_s=5)  # the kernel ends it when its guard has ended
     assert lines[1:] == [
         f"replica {url}: vLLM 0.32.0, context 64",
-        f"vLLM server {url} ended with SIGKILL (often the system, short of memory); it is started anew",
+        f"vLLM server {url} ended with SIGKILL (often the system, short of memory); it is restarted",
         f"vLLM server {url} does not come back, and is killed",
-        f"vLLM server {url} ended with SIGKILL (often the system, short of memory); it is started anew",
+        f"vLLM server {url} ended with SIGKILL (often the system, short of memory); it is restarted",
     ]
 
 

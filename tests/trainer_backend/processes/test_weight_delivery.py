@@ -49,7 +49,7 @@ class Run:
 
 
 @asynccontextmanager
-async def run_of(learner: LocalLearner, folder: Path, servers: int = 2) -> AsyncIterator[Run]:
+async def serve_run(learner: LocalLearner, folder: Path, servers: int = 2) -> AsyncIterator[Run]:
     learner.publish(folder / "theirs")
     change(learner)  # a server begins with other weights
     with ExitStack() as stack:
@@ -63,7 +63,7 @@ async def run_of(learner: LocalLearner, folder: Path, servers: int = 2) -> Async
 
 
 async def test_every_server_loads_what_the_learner_has_and_only_one_folder_is_written(learner, tmp_path):
-    async with run_of(learner, tmp_path) as run:
+    async with serve_run(learner, tmp_path) as run:
         for number in range(2):
             await run.publish(number)  # the canary compares each with the learner
             assert [replica.state for replica in run.pool.replicas] == ["serving"] * 2
@@ -72,7 +72,7 @@ async def test_every_server_loads_what_the_learner_has_and_only_one_folder_is_wr
 
 
 async def test_a_server_that_comes_back_between_two_publishes_is_sent_the_weights_alone(learner, tmp_path):
-    async with run_of(learner, tmp_path) as run:
+    async with serve_run(learner, tmp_path) as run:
         await run.publish(0)
         (lost, other), (fake, _) = run.pool.replicas, run.fakes
         fake.loads.clear()
@@ -86,7 +86,7 @@ async def test_a_server_that_comes_back_between_two_publishes_is_sent_the_weight
 
 
 async def test_a_server_that_is_slow_at_a_publish_is_sent_the_weights_after_it(learner, tmp_path):
-    async with run_of(learner, tmp_path) as run:
+    async with serve_run(learner, tmp_path) as run:
         run.fakes[1].may_pause.clear()
         watch = asyncio.ensure_future(run.pool.look_after())
         await run.publish(0)
@@ -101,7 +101,7 @@ async def test_a_learner_that_is_lost_ends_the_publish(learner, tmp_path):
     def broadcast(*arguments: object) -> int:
         raise LearnerLost("its process has ended")
 
-    async with run_of(learner, tmp_path, servers=1) as run:
+    async with serve_run(learner, tmp_path, servers=1) as run:
         run.weights._learner.broadcast = broadcast  # type: ignore[method-assign]
         with pytest.raises(LearnerLost):
             await run.publish(0)

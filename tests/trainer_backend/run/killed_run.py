@@ -40,7 +40,7 @@ def digest(*parts: object) -> str:
     return blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
 
 
-def path_of(rollout_id: str) -> str:
+def locate(rollout_id: str) -> str:
     """Without the id of the start."""
     return rollout_id.partition("/")[2]
 
@@ -62,7 +62,7 @@ class Learner:
     ) -> dict[str, float]:
         for item in episodes:
             assert not isinstance(item.advantages, tuple)
-            self.weights = digest(self.weights, path_of(item.rollout_id), list(map(float, item.advantages)))
+            self.weights = digest(self.weights, locate(item.rollout_id), list(map(float, item.advantages)))
         return {"optim/steps": 1.0, "optim/steps_skipped": 0.0}
 
     def save(self, folder: Path, progress: Progress) -> None:
@@ -100,7 +100,7 @@ class Dispatcher:
     async def ack(self, run_id: str, rollouts: Sequence[Rollout]) -> None: ...
 
     def _played(self, request: RolloutRequest) -> Rollout:
-        draw = int(digest(self._learner.weights, path_of(request.rollout_id), request.start.seed), 16)
+        draw = int(digest(self._learner.weights, locate(request.rollout_id), request.start.seed), 16)
         return finished(request, [WOOD if draw % 2 else (), COW if draw % 3 else ()])
 
     def _is_on_disk(self, rollout: Rollout) -> bool:
@@ -112,11 +112,11 @@ class Dispatcher:
 
     def _tell(self, what: str, request: RolloutRequest) -> None:
         with self._told.open("a") as file:
-            file.write(f"{what} {path_of(request.rollout_id)}\n")
+            file.write(f"{what} {locate(request.rollout_id)}\n")
 
 
 def start(folder: Path, *, kill_at: int | None = None, **settings: Any) -> None:
-    """Begin the run in `folder`, or go on with it, as `run_job` does; its files are beside `told.txt`.
+    """Begin or continue the run in `folder`, as `run_job` does; its files are next to `told.txt`.
 
     Args:
         kill_at: SIGKILL just before the n-th time that a file of the run is opened for writing, renamed or

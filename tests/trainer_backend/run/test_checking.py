@@ -1,4 +1,4 @@
-"""What `turnwise check` tells beside the job, and that a fixed model which does not fit is refused."""
+"""What `turnwise check` prints in addition to the job; it refuses a fixed model that is too large."""
 
 import json
 import re

@@ -1,8 +1,8 @@
-"""Fixed policies before they are served: looked at, loaded beside the actor, or refused with the reason."""
+"""Fixed policies before they are served: looked at, loaded next to the actor, or refused with the reason."""
 
 import asyncio
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ def mixed(*tables: Mapping[str, Any], unit: str = "iteration", **overrides: Any)
     return JobConfig.model_validate({**job.model_dump(), "rollout_only": list(tables)})
 
 
-def folders_of(job: JobConfig, checkpoint: Path | None = None) -> dict[str, Path]:
+def find_folders(job: JobConfig, checkpoint: Path | None = None) -> dict[str, Path]:
     return checked_folders(job.fixed_policies, job.model, checkpoint)
 
 
@@ -85,29 +85,29 @@ def test_a_folder_stands_for_itself_and_a_run_for_its_best_checkpoint(
 ):
     run = trained[0].path
     newest = run / "checkpoints" / "iteration_2"
-    assert folders_of(mixed(local(newest)))["fixed"] == newest
+    assert find_folders(mixed(local(newest)))["fixed"] == newest
     best = best_checkpoint(run / "checkpoints")
-    assert folders_of(mixed(local(run, name="old")))["old"] == best
+    assert find_folders(mixed(local(run, name="old")))["old"] == best
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     (copy / "checkpoints" / "best.json").unlink()
-    assert folders_of(mixed(local(copy)))["fixed"] == copy / "checkpoints" / "iteration_2"
+    assert find_folders(mixed(local(copy)))["fixed"] == copy / "checkpoints" / "iteration_2"
 
 
 def test_a_job_without_fixed_policies_looks_at_nothing():
     job = tiny_job()
-    assert (folders_of(job), fixed_servers(job)) == ({}, {})
+    assert (find_folders(job), fixed_servers(job)) == ({}, {})
     assert FixedPolicies().policies == {} and FixedPolicies().verify() == []
 
 
 def test_what_is_no_model_is_told_by_the_name_of_the_policy(tmp_path: Path, folder: Path):
     with pytest.raises(ModelFolderError, match=r"^\[rollout_only\] 'fixed': .*nowhere: no such folder"):
-        folders_of(mixed(local(tmp_path / "nowhere")))
+        find_folders(mixed(local(tmp_path / "nowhere")))
     with pytest.raises(JobError, match=r"'fixed': model_path is a run directory, and .* no checkpoint yet"):
-        folders_of(mixed(local(create_run(tiny_job(), tmp_path / "run").path)))
+        find_folders(mixed(local(create_run(tiny_job(), tmp_path / "run").path)))
     shutil.copytree(folder, tmp_path / "half", ignore=shutil.ignore_patterns("*.safetensors"))
     with pytest.raises(ModelFolderError, match=r"^\[rollout_only\] 'b': .*half: no weights in this folder"):
-        folders_of(mixed(local(folder, name="a"), local(tmp_path / "half", name="b")))
+        find_folders(mixed(local(folder, name="a"), local(tmp_path / "half", name="b")))
 
 
 def test_another_vocabulary_than_the_actors_is_told_before_any_weights_are_read(
@@ -117,44 +117,52 @@ def test_another_vocabulary_than_the_actors_is_told_before_any_weights_are_read(
     (tmp_path / "copy" / "model.safetensors").write_bytes(b"never read")
     job = mixed(local(tmp_path / "copy"), model__preset=None, model__path=str(model_folders["qwen3"]))
     with pytest.raises(JobError, match=r"^\[rollout_only\] 'fixed': it cannot be weighed .*vocabulary has"):
-        folders_of(job)
+        find_folders(job)
 
 
-def test_those_beside_a_preset_must_be_alike(folder: Path, tmp_path: Path):
+def test_those_next_to_a_preset_must_be_alike(folder: Path, tmp_path: Path):
     other = train_tokenizer(["other words of another run"] * 20, 300, whole_words=["noop", "do"])
     save_model_folder(tmp_path, build_preset("tiny-0.3m", other, seed=1), other)
     with pytest.raises(JobError, match=r"'b': it cannot be weighed against the actor: "):
-        folders_of(mixed(local(folder, name="a"), local(tmp_path, name="b")))
-    assert set(folders_of(mixed(local(folder, name="a"), local(folder, name="b")))) == {"a", "b"}
+        find_folders(mixed(local(folder, name="a"), local(tmp_path, name="b")))
+    assert set(find_folders(mixed(local(folder, name="a"), local(folder, name="b")))) == {"a", "b"}
 
 
 def test_a_run_that_goes_on_is_compared_with_its_checkpoint(folder: Path, model_folders: Mapping[str, Path]):
-    assert folders_of(mixed(local(folder)), folder) == {"fixed": folder}
+    assert find_folders(mixed(local(folder)), folder) == {"fixed": folder}
     with pytest.raises(JobError, match="cannot be weighed against the actor"):
-        folders_of(mixed(local(folder)), model_folders["qwen3"])
+        find_folders(mixed(local(folder)), model_folders["qwen3"])
 
 
-def test_a_model_that_ends_its_answers_otherwise_is_refused(
-    tokenizer: PreTrainedTokenizerFast, folder: Path, tmp_path: Path, server: PolicyServer
-):
+def other_end(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    ends = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    edit_json(folder / "generation_config.json", eos_token_id=ends)
+
+
+def few_positions(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    edit_json(folder / "config.json", max_position_embeddings=64)
+
+
+def broken_weights(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (folder / "model.safetensors").write_bytes(b"broken")
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "words"),
+    [
+        (other_end, JobError, r"ends its answers with the ids \[0, (\d+)\], the actor with \[\1\]"),
+        (few_positions, ModelFolderError, r"^\[rollout_only\] 'fixed': .*made for 64 positions"),
+        (broken_weights, ModelFolderError, r"^\[rollout_only\] 'fixed': .*the model cannot be loaded"),
+    ],
+)
+def test_a_folder_that_cannot_be_served_with_the_actor_is_refused_by_its_name(
+    tokenizer: PreTrainedTokenizerFast, folder: Path, tmp_path: Path, server: PolicyServer,
+    damage: Callable[[Path, PreTrainedTokenizerFast], None], error: type[TrainerError], words: str,
+):  # fmt: skip
     shutil.copytree(folder, tmp_path / "copy")
-    end = tokenizer.eos_token_id
-    edit_json(tmp_path / "copy" / "generation_config.json", eos_token_id=[end, tokenizer.pad_token_id])
-    learner = learner_of(tokenizer)
-    with pytest.raises(
-        JobError, match=rf"ends its answers with the ids \[0, {end}\], the actor with \[{end}\]"
-    ):
-        FixedPolicies.of((), {"fixed": tmp_path / "copy"}, learner.facts(), server.table)
-
-
-def test_one_with_fewer_positions_than_the_job_needs_is_refused_by_its_name(
-    tokenizer: PreTrainedTokenizerFast, folder: Path, tmp_path: Path, server: PolicyServer
-):
-    shutil.copytree(folder, tmp_path / "copy")
-    edit_json(tmp_path / "copy" / "config.json", max_position_embeddings=64)
-    learner = learner_of(tokenizer)
-    with pytest.raises(ModelFolderError, match=r"^\[rollout_only\] 'fixed': .*made for 64 positions"):
-        FixedPolicies.of((), {"fixed": tmp_path / "copy"}, learner.facts(), server.table)
+    damage(tmp_path / "copy", tokenizer)
+    with pytest.raises(error, match=words):
+        FixedPolicies.of((), {"fixed": tmp_path / "copy"}, learner_of(tokenizer).facts(), server.table)
 
 
 def test_ids_that_the_actor_does_not_embed_are_never_sampled(
@@ -172,13 +180,16 @@ def test_ids_that_the_actor_does_not_embed_are_never_sampled(
     assert len(found.verify()) == 1
 
 
+def one_fixed(learner: Any, folder: Path, server: PolicyServer) -> FixedPolicies:
+    table = mixed(local(folder)).fixed_policies
+    return FixedPolicies.of(table, {"fixed": folder}, learner.facts(), server.table)
+
+
 async def test_weights_that_changed_while_they_served_are_told_and_published_ones_change_none(
     tokenizer: PreTrainedTokenizerFast, folder: Path, server: PolicyServer
 ):
     learner = learner_of(tokenizer)
-    found = FixedPolicies.of(
-        mixed(local(folder)).fixed_policies, {"fixed": folder}, learner.facts(), server.table
-    )
+    found = one_fixed(learner, folder, server)
     async with server.serving(learner, found) as actor:
         await actor.publish(1)
     (line,) = found.verify()
@@ -198,12 +209,7 @@ async def test_an_update_has_the_memory_of_their_caches_too(
     tokenizer: PreTrainedTokenizerFast, folder: Path, server: PolicyServer
 ):
     learner = learner_of(tokenizer)
-    found = FixedPolicies.of(
-        mixed(local(folder)).fixed_policies,
-        {"fixed": folder},
-        learner.facts(),
-        server.table,
-    )
+    found = one_fixed(learner, folder, server)
     (policy,) = found._local
     engine = LocalEngine(policy.engine._weights._model, stop_ids=[], keys=server.table, paged=True)
     found = FixedPolicies([replace(policy, engine=engine, policy=ServedPolicy(engine, learner.tokenizer))])
@@ -220,9 +226,7 @@ async def test_what_waits_for_an_engine_that_ends_by_itself_ends_with_its_reason
 ):
     """Also that of a fixed policy: a rollout would only ask again until its patience is over."""
     learner = learner_of(tokenizer)
-    found = FixedPolicies.of(
-        mixed(local(folder)).fixed_policies, {"fixed": folder}, learner.facts(), server.table
-    )
+    found = one_fixed(learner, folder, server)
     async with server.serving(learner, found) as actor:
         assert await actor.while_serving(asyncio.sleep(0, "done")) == "done"
         waiting = asyncio.ensure_future(actor.while_serving(asyncio.Event().wait()))
@@ -256,7 +260,7 @@ def test_a_key_that_is_not_set_is_told_before_anything_is_started(
     monkeypatch.delenv("GPU_KEY", raising=False)
     job = mixed(local(folder), {"name": "far", "api_key_env": "GPU_KEY", **SERVER})
     with pytest.raises(JobError, match=r"'far': api_key_env: the environment variable GPU_KEY is not set"):
-        folders_of(job)
+        find_folders(job)
 
 
 @pytest.mark.parametrize(
@@ -280,13 +284,3 @@ def test_engines_that_may_sample_at_a_time_share_the_threads(
 
 def test_an_engine_of_a_job_without_fixed_policies_has_all_threads():
     assert FixedSetup().share_threads(tiny_job(inference__threads=3).inference).threads == 3
-
-
-def test_weights_that_cannot_be_read_are_told_by_the_name_of_the_policy(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, folder: Path, server: PolicyServer
-):
-    shutil.copytree(folder, tmp_path / "copy")
-    (tmp_path / "copy" / "model.safetensors").write_bytes(b"broken")
-    learner = learner_of(tokenizer)
-    with pytest.raises(ModelFolderError, match=r"^\[rollout_only\] 'fixed': .*the model cannot be loaded"):
-        FixedPolicies.of((), {"fixed": tmp_path / "copy"}, learner.facts(), server.table)

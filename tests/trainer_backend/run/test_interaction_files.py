@@ -25,9 +25,9 @@ async def test_the_jobs_own_task_app_has_the_interactions_of_the_file(tmp_path):
 
 async def test_a_file_that_is_wrong_is_told_in_the_task_apps_words(tmp_path):
     file = tmp_path / "a.yaml"
-    file.write_text("interaction: [{class_name: nobody.knows.It}]")
+    file.write_text("interaction: [{class_name: unknown_module.It}]")
     job = tiny_job(multi_turn__enable=True, multi_turn__interaction_config_path=str(file))
-    with pytest.raises(JobError, match=r"did not start: .*No module named 'nobody'"):
+    with pytest.raises(JobError, match=r"did not start: .*No module named 'unknown_module'"):
         async with job_parts.task_apps(job, tmp_path / "log"):
             raise AssertionError("it started")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainer_backend.run.killed_run import ITERATIONS, path_of, start
+from tests.trainer_backend.run.killed_run import ITERATIONS, locate, start
 from tests.trainer_backend.rundir.disk import grow, mounted
 from trainer_backend.rundir.checkpoint_paths import latest_checkpoint
 from trainer_backend.rundir.layout import open_run
@@ -41,7 +41,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def weights_of(folder: Path) -> str:
+def read_weights(folder: Path) -> str:
     latest = latest_checkpoint(folder / "run" / "checkpoints")
     assert latest is not None and latest.name == f"iteration_{ITERATIONS}"
     found: str = json.loads((latest / "weights.json").read_text())
@@ -50,15 +50,15 @@ def weights_of(folder: Path) -> str:
 
 def looks_unbroken(folder: Path, whole: Path) -> None:
     run, other = open_run(folder / "run"), open_run(whole / "run")
-    assert weights_of(folder) == weights_of(whole)
+    assert read_weights(folder) == read_weights(whole)
     rows = [(row["kind"], row["iteration"]) for row in run.metrics()]
     assert rows == [(row["kind"], row["iteration"]) for row in other.metrics()]
-    every_id = Counter(path_of(name) for line in read_ledger(run.path) for name in line.rollout_ids)
+    every_id = Counter(locate(name) for line in read_ledger(run.path) for name in line.rollout_ids)
     assert set(every_id.values()) == {1}
     assert [line.iteration for line in read_ledger(run.path)] == list(range(1, ITERATIONS + 1))
     for line in read_ledger(run.path):
         planned = [path.format(line.iteration) for path in PLANNED]
-        assert sorted(map(path_of, line.rollout_ids)) == planned
+        assert sorted(map(locate, line.rollout_ids)) == planned
         stored = read_rollouts(run.rollouts_file(f"iteration_{line.iteration}"))
         assert sorted(item.rollout_id for item in stored) == sorted(line.rollout_ids)
     told = Counter((folder / "told.txt").read_text().splitlines())

@@ -12,9 +12,9 @@ import pytest
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from tests.conftest import rows_of
 from tests.trainer_backend.pages.hand_made import COW, TABLE, WOOD
-from tests.trainer_backend.test_train import Learner, all_finished, failed, finished, run_of
+from tests.trainer_backend.test_train import Learner, all_finished, failed, finished, make_run
 from trainer_backend.collect.batch import Batch
-from trainer_backend.collect.sources import sampler_of
+from trainer_backend.collect.sources import name_sampler
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.errors import NothingToLearnFrom, SegmentError
 from trainer_backend.parts import CreditedEpisode, Progress
@@ -32,7 +32,7 @@ def schedule(**keys: Any) -> dict[str, Any]:
 
 def sampled(request: RolloutRequest) -> Rollout:
     """What its policy would have done: the teacher unlocks three in three decisions, the actor one in two."""
-    rollout = finished(request, PLAYED[sampler_of(request)])
+    rollout = finished(request, PLAYED[name_sampler(request)])
     assert rollout.trajectory is not None
     named = rollout.trajectory.model_copy(update={"model": request.policy.config["model"]})
     return rollout.model_copy(update={"trajectory": named})
@@ -46,7 +46,7 @@ def mixed_run(
     tmp_path: Path, answer: Callable[[Sequence[RolloutRequest]], Batch] = all_sampled, **keys: Any
 ) -> Run:
     settings = {"rollout_only__name": "teacher", "rollout_only__model_path": "t", **keys}
-    return run_of(tmp_path, train=answer, evaluation=all_finished, **settings)
+    return make_run(tmp_path, train=answer, evaluation=all_finished, **settings)
 
 
 async def test_an_iteration_of_the_fixed_policy_tells_nothing_of_the_actor(tmp_path: Path):
@@ -82,7 +82,7 @@ async def test_by_the_rollout_the_actors_curves_are_of_its_own_rollouts(tmp_path
 
 
 async def test_a_job_without_fixed_policies_tells_nothing_of_a_mixture(tmp_path: Path):
-    run = run_of(tmp_path, training__iterations=1)
+    run = make_run(tmp_path, training__iterations=1)
     await train(run, Progress(), asyncio.Event())
     (row,) = rows_of(run.directory, "iteration")
     assert not [name for name in row if name.startswith(("mixture/", "actor/"))]
@@ -117,7 +117,7 @@ async def test_a_run_that_is_resumed_chooses_as_it_would_have(tmp_path: Path, ke
         asked: list[str] = []
 
         def answer(requests: Sequence[RolloutRequest]) -> Batch:
-            asked.extend(sampler_of(request) for request in requests)
+            asked.extend(name_sampler(request) for request in requests)
             return all_sampled(requests)
 
         run = mixed_run(tmp_path / name, answer, learner=Telling(), **keys)
@@ -138,8 +138,8 @@ async def test_a_run_that_is_resumed_chooses_as_it_would_have(tmp_path: Path, ke
 
 def dead_teacher(requests: Sequence[RolloutRequest]) -> Batch:
     """Its rollouts fail twice each; the actor's are finished."""
-    alive = [request for request in requests if sampler_of(request) == ACTOR]
-    lost = [request for request in requests if sampler_of(request) != ACTOR]
+    alive = [request for request in requests if name_sampler(request) == ACTOR]
+    lost = [request for request in requests if name_sampler(request) != ACTOR]
     again = [request.model_copy(update={"rollout_id": f"{request.rollout_id}:1"}) for request in lost]
     codes = Counter({"inference_unavailable": 2 * len(lost)})
     return Batch(tuple(map(sampled, alive)), tuple(map(failed, again)), codes)

@@ -25,7 +25,7 @@ class Clock:
         return self.seconds
 
 
-def state_of(run: RunDirectory) -> RunState:
+def load_state(run: RunDirectory) -> RunState:
     state = read_state(run.path)
     assert state is not None
     return state
@@ -46,23 +46,23 @@ def test_what_is_said_goes_on_and_stands_in_the_log_over_all_starts(run: RunDire
 def test_a_new_stage_is_written_at_once_and_how_far_it_is_once_a_second(run: RunDirectory):
     clock, inner = Clock(), ListReporter()
     reporter = RecordingReporter(run, inner, clock=clock)
-    assert (state_of(run).state, state_of(run).stage) == ("starting", "")
+    assert (load_state(run).state, load_state(run).stage) == ("starting", "")
     for seconds, done, seen in ((0.0, 0, 0), (0.5, 1, 0), (1.0, 2, 2), (1.9, 3, 2), (2.0, 4, 4)):
         clock.seconds = seconds
         reporter.stage("collect 1", done, 8)
-        state = state_of(run)
+        state = load_state(run)
         assert (state.state, state.stage, state.done, state.total) == ("training", "collect 1", seen, 8)
     reporter.stage("evaluate 1", 0, 4)
-    assert (state_of(run).state, state_of(run).stage) == ("evaluating", "evaluate 1")
+    assert (load_state(run).state, load_state(run).stage) == ("evaluating", "evaluate 1")
     assert len(inner.stages) == 6
 
 
 def test_a_finished_iteration_is_told_and_since_when_the_state_is_what_it_is(run: RunDirectory):
     reporter = RecordingReporter(run, ListReporter())
     reporter.stage("collect 1", 0, 8)
-    began = state_of(run).since
+    began = load_state(run).since
     reporter.metrics({"kind": "iteration", "iteration": 1}, "iteration 1")
-    assert (state_of(run).iteration, state_of(run).since) == (1, began)
+    assert (load_state(run).iteration, load_state(run).since) == (1, began)
 
 
 def test_processes_are_recorded_each_for_itself_and_a_changed_state_at_once(run: RunDirectory):
@@ -70,7 +70,7 @@ def test_processes_are_recorded_each_for_itself_and_a_changed_state_at_once(run:
     reporter = RecordingReporter(run, inner, clock=clock)
 
     def seen() -> list[tuple[str, str, str, int | None, str]]:
-        return [(one.name, one.host, one.state, one.version, one.word) for one in state_of(run).processes]
+        return [(one.name, one.host, one.state, one.version, one.word) for one in load_state(run).processes]
 
     reporter.process("a", role="replica", state="serving", version=3, host="b.example")
     reporter.process("a", role="gateway", state="starting", word="reads a model")  # another process
@@ -81,14 +81,14 @@ def test_processes_are_recorded_each_for_itself_and_a_changed_state_at_once(run:
     clock.seconds = 1.0
     reporter.process("a", role="gateway", state="starting", word="answers")
     assert seen()[1][4] == "answers"
-    began = state_of(run).processes
+    began = load_state(run).processes
     reporter.stage("collect 1", 0, 8)
     reporter.process("a", role="replica", state="lost", word="no answer")
     assert seen() == [("a", "b.example", "lost", 3, "no answer"), ("a", "", "starting", None, "answers")]
-    assert state_of(run).processes[1].since == began[1].since
-    assert state_of(run).stage == "collect 1"
+    assert load_state(run).processes[1].since == began[1].since
+    assert load_state(run).stage == "collect 1"
     reporter.process("a", role="replica", state=GONE)
-    assert [name for name, *_ in seen()] == ["a"] and state_of(run).processes[0].role == "gateway"
+    assert [name for name, *_ in seen()] == ["a"] and load_state(run).processes[0].role == "gateway"
     assert len(inner.processes) == 6
     for start_again in (reporter.starts_again, lambda: RecordingReporter(run, inner)):
         reporter.process("b", role="replica", state="serving")
@@ -102,22 +102,22 @@ def test_a_start_that_fails_early_leaves_what_was_left_behind_to_the_next(run: R
     first.runs_as("tiny.1")  # and is killed
     assert first.left_behind == ""
     with pytest.raises(TaskAppError), RecordingReporter.opened(run, ListReporter()):
-        raise TaskAppError("nobody answers")  # before anything at task apps could be ended
+        raise TaskAppError("no app answers")  # before anything at task apps could be ended
     third = RecordingReporter(run, ListReporter())
     assert third.left_behind == "tiny.1"
     third.runs_as("tiny.3")
-    assert state_of(run).run_id == "tiny.3"
+    assert load_state(run).run_id == "tiny.3"
 
 
 def test_every_start_is_counted(run: RunDirectory):
     assert [RecordingReporter(run, ListReporter()).resumes for _ in range(3)] == [0, 1, 2]
-    assert state_of(run).starts == 3
+    assert load_state(run).starts == 3
 
 
 @pytest.mark.parametrize(
     ("error", "state", "code", "detail"),
     [
-        (TaskAppError("nobody answers"), "failed", "task_app_failed", "nobody answers"),
+        (TaskAppError("no app answers"), "failed", "task_app_failed", "no app answers"),
         (ZeroDivisionError("oh"), "failed", "crashed", r"ZeroDivisionError: oh \(test_recording\.py:\d+\)"),
         (KeyboardInterrupt(), "stopped", "", "stopped by KeyboardInterrupt"),
     ],
@@ -126,7 +126,7 @@ def test_the_last_state_says_how_it_ended(run: RunDirectory, error, state: str, 
     with pytest.raises(type(error)), RecordingReporter.opened(run, ListReporter()) as reporter:
         reporter.stage("collect 1", 3, 8)
         raise error
-    last = state_of(run)
+    last = load_state(run)
     assert (last.state, last.code, last.stage) == (state, code, "")
     assert re.fullmatch(detail, last.detail)
     reason = f"failed: {last.detail}" if state == "failed" else last.detail
@@ -135,9 +135,9 @@ def test_the_last_state_says_how_it_ended(run: RunDirectory, error, state: str, 
 
 def test_an_error_on_the_way_out_does_not_replace_the_last_word(run: RunDirectory):
     with pytest.raises(ZeroDivisionError), RecordingReporter.opened(run, ListReporter()) as reporter:
-        reporter.end("stopped", detail="somebody asked")
+        reporter.end("stopped", detail="a user asked")
         raise ZeroDivisionError
-    assert (state_of(run).state, state_of(run).detail) == ("stopped", "somebody asked")
+    assert (load_state(run).state, load_state(run).detail) == ("stopped", "a user asked")
 
 
 def test_a_full_disk_is_told_once_for_each_file_and_ends_nothing(run: RunDirectory):
@@ -149,7 +149,7 @@ def test_a_full_disk_is_told_once_for_each_file_and_ends_nothing(run: RunDirecto
             reporter.stage(name, 0, 1)
     told = [line for line in inner.lines if "cannot be written" in line]
     assert [line.split(" cannot")[0].rsplit("/", 1)[1] for line in told] == ["run.log", "state.json"]
-    assert state_of(run).state == "starting"
+    assert load_state(run).state == "starting"
 
 
 def test_what_is_slow_is_said_and_stays_with_the_state_of_this_start(run: RunDirectory):
@@ -157,10 +157,10 @@ def test_what_is_slow_is_said_and_stays_with_the_state_of_this_start(run: RunDir
     reporter = RecordingReporter(run, inner)
     reporter.note("kernels do not run")
     reporter.stage("collect 1", 0, 8)
-    assert state_of(run).notes == ("kernels do not run",)
+    assert load_state(run).notes == ("kernels do not run",)
     assert inner.lines == [line.text for line in read_log(run.path)[0]] == ["kernels do not run"]
     reporter.starts_again()
-    assert state_of(run).notes == ()
+    assert load_state(run).notes == ()
     reporter.note("kernels do not run")
     RecordingReporter(run, inner)
-    assert state_of(run).notes == ()
+    assert load_state(run).notes == ()

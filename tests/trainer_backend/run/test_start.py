@@ -40,7 +40,7 @@ from trainer_backend.rundir.layout import RunDirectory, create_run, open_run
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.rundir.spool import copy_others_aside, plan_digest, plan_id, request_digests
 from trainer_backend.rundir.state import read_log, read_status
-from trainer_backend.start import Ended, again_after_losses, run_job
+from trainer_backend.start import Ended, restart_on_loss, run_job
 from trainer_backend.terminal.train_command import single_run
 
 
@@ -131,11 +131,11 @@ class OneEpisode:
 async def played_by_the_teacher(directory: RunDirectory, reporter: ListReporter) -> list[Trajectory]:
     dispatcher: Any = OneEpisode()
     planner = job_parts.planner(tiny_job(), "run.1")
-    beginning = beginning_of(tiny_job(), directory, planner, dispatcher, reporter)
+    beginning = make_beginning(tiny_job(), directory, planner, dispatcher, reporter)
     return await beginning._play("teacher", planner.warmup())
 
 
-def beginning_of(
+def make_beginning(
     job: JobConfig, directory: RunDirectory, planner: Planner, dispatcher: Any, reporter: ListReporter
 ) -> Beginning:
     setup = ModelSetup(
@@ -161,7 +161,7 @@ async def test_rows_none_of_which_fits_a_named_model_end_the_run_before_anything
     job, rows = tiny_job(**DIALOGUE, model=model, warmup=None), (Row("a", "wood 2 " * 200),)
     directory, reporter = create_run(job, tmp_path / "run"), ListReporter()
     planner = job_parts.trial_planner(job, "run.1", DataSet(rows, rows))
-    beginning = beginning_of(job, directory, planner, None, reporter)
+    beginning = make_beginning(job, directory, planner, None, reporter)
     with pytest.raises(DataError, match=r"^data.path: 1 of 1 training rows do not fit the model: a \("):
         await beginning.load(resume=False)
 
@@ -171,7 +171,7 @@ async def test_what_will_be_slow_is_noted_and_the_memory_plan_is_only_said(tmp_p
     monkeypatch.setattr(LocalFactory, "plan_memory", lambda *_: said)
     job, reporter = tiny_job(), ListReporter()
     directory = create_run(job, tmp_path / "run")
-    beginning = beginning_of(job, directory, job_parts.planner(job, "run.1"), OneEpisode(), reporter)
+    beginning = make_beginning(job, directory, job_parts.planner(job, "run.1"), OneEpisode(), reporter)
     await beginning.load(resume=False)
     assert reporter.lines == ["memory: enough", "no kernels", "no bfloat16"]
     assert reporter.notes == reporter.lines[1:]
@@ -202,7 +202,7 @@ async def begun_again(
 ) -> Any:
     """A start before the first checkpoint, up to the warm-up; None where it is killed before."""
     planner = job_parts.planner(job, f"{directory.run_id}.{len(dispatcher.numbers)}")
-    beginning = beginning_of(job, directory, planner, dispatcher, reporter)
+    beginning = make_beginning(job, directory, planner, dispatcher, reporter)
     for _ in range(2):  # a start that was killed after it has changed nothing for the next one
         if line := beginning._keep_stored():
             reporter.say(line)
@@ -375,9 +375,9 @@ def test_a_ctrl_c_is_heeded_while_a_learner_is_waited_for(tmp_path: Path, monkey
                 os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setenv(LEARNER_KEY, "key")
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    with socket.socket() as unserved:
+        unserved.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unserved.getsockname()[1]}"
         job = tiny_job(cluster={"launcher": "external", "wait_s": 3600.0}, learner={"url": url})
         directory, reporter = create_run(job, tmp_path / "run"), Impatient()
         with pytest.raises(Stopped, match="before the learner was there"):
@@ -414,7 +414,7 @@ async def starts_until(
     with RecordingReporter.opened(directory, reporter) as recording:
         recording.runs_as("tiny.1")
         try:
-            await again_after_losses(start, recording, stop, most=most, resume=False)
+            await restart_on_loss(start, recording, stop, most=most, resume=False)
         except LearnerLost:
             starts.append(False)
         assert recording.resumes == len(reporter.lines) == starts.count(True)
@@ -444,7 +444,7 @@ async def test_games_of_a_stage_that_a_start_does_not_play_are_set_aside_with_a_
     dispatcher.most = 3
     assert await begun_again(directory, tiny_job(warmup__episodes=4), dispatcher, reporter) is None
     job = tiny_job().model_copy(update={"warmup": None})
-    beginning = beginning_of(job, directory, job_parts.planner(job, "run"), dispatcher, reporter)
+    beginning = make_beginning(job, directory, job_parts.planner(job, "run"), dispatcher, reporter)
     beginning._leave_spools("teacher", "prompts")
     beginning._leave_spools("teacher", "prompts")
     directory.remove_spools(0)

@@ -1,4 +1,4 @@
-"""A stop that somebody asks for: work on a thread ends at its next step, a second signal ends the process."""
+"""A stop by a signal: work on a thread ends at its next step, a second signal ends the process."""
 
 import asyncio
 import signal

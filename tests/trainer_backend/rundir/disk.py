@@ -22,7 +22,7 @@ def full_disk(bytes_left: int = 0) -> Iterator[None]:
 
 @contextmanager
 def mounted(folder: Path, *, kilobytes: int) -> Iterator[Path]:
-    """A disk of that size, in memory; the test is skipped where nobody may mount one."""
+    """A disk of that size, in memory; the test is skipped where it may not be mounted."""
     folder.mkdir(exist_ok=True)
     if not _mount("-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)):
         pytest.skip("mounting a disk needs root, and a container that is allowed to")

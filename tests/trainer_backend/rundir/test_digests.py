@@ -6,14 +6,14 @@ import pytest
 
 from trainer_backend.errors import CheckpointError
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE
-from trainer_backend.rundir.digests import FILE, digests_of, find_damage, refuse_damaged
+from trainer_backend.rundir.digests import FILE, collect_digests, find_damage, refuse_damaged
 
 NAMES = ["model.safetensors", "training_state/optimizer.safetensors", STATE_FILE]
 
 
 def checkpoint(run: Path, iteration: int) -> Path:
     folder = run / "checkpoints" / f"iteration_{iteration}"
-    with digests_of(folder) as digests:
+    with collect_digests(folder) as digests:
         for name in NAMES:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def test_a_file_is_digested_piece_by_piece_to_its_end(tmp_path: Path):
     path.parent.mkdir()
     with path.open("wb") as file:
         file.truncate(2**26 + 10)  # a piece and a bit, without taking room on the disk
-    with digests_of(path.parent) as digests:
+    with collect_digests(path.parent) as digests:
         digests.write()
     assert find_damage(path.parent) is None
     flip(path, 2**26 + 9)
@@ -57,7 +57,7 @@ def test_a_file_is_digested_piece_by_piece_to_its_end(tmp_path: Path):
 
 def test_what_is_cut_short_or_gone_is_damage(tmp_path: Path):
     folder = checkpoint(tmp_path, 4)
-    (folder / "a note of somebody's").write_text("is none")
+    (folder / "a user's note").write_text("is none")
     assert find_damage(folder) is None
     (folder / NAMES[1]).write_bytes(b"")
     assert find_damage(folder) is not None

@@ -98,7 +98,7 @@ def test_a_run_in_which_nothing_was_done_can_be_removed(tmp_path: Path):
         log.write_text("starting\n")
     RecordingReporter(run, ListReporter()).say("run directory: here")
     assert not run.remove_if_unused(with_log=False)
-    with run_lock(run.path):  # somebody goes on with it
+    with run_lock(run.path):  # another process trains it
         assert not run.remove_if_unused(with_log=True)
     assert run.remove_if_unused(with_log=True)
     assert list((tmp_path / "runs").iterdir()) == []

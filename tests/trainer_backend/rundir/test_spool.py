@@ -233,7 +233,7 @@ def test_the_digests_of_a_plan_know_every_key_but_those_of_a_start():
     digests = request_digests(plan("run.1"), ("http://a",))
     assert list(digests) == ["train/1/0/0", "train/1/0/1", "train/1/0/2"]
     assert request_digests(plan("run.9", gateway="http://b", key="x"), ("http://a", "http://b")) == digests
-    others = request_digests(plan("run.1", gateway="http://b"), ("http://a",))  # somebody else's server
+    others = request_digests(plan("run.1", gateway="http://b"), ("http://a",))  # a foreign server
     assert all(others[name] != digest for name, digest in digests.items())
 
 

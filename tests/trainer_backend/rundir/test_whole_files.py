@@ -78,7 +78,9 @@ def test_a_run_that_is_made_is_on_the_disk_with_all_that_makes_it_one(
     assert disk.heard == [*whole("job.toml"), *whole("run.json"), "flush .."]
 
 
-def test_a_resume_with_nothing_to_forget_writes_no_file_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_resume_with_nothing_to_forget_writes_no_file_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     run = create_run(tiny_job(), tmp_path / "run")
     run.append_metrics({"kind": "iteration", "iteration": 1})
     append_to_ledger(run.path, LedgerEntry(1, 1, ("a",)))
