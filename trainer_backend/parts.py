@@ -126,7 +126,7 @@ class Learner(Protocol):
     def find_long(self, conversations: Sequence[Sequence[Mapping[str, Any]]], most: int) -> list[LongPrompt]:
         """Return the prompts of more than `most` tokens, as the gateway counts them; none has tools."""
 
-    def logprobs_of(self, ids: Sequence[int]) -> list[float]:
+    def score_ids(self, ids: Sequence[int]) -> list[float]:
         """Return the log-probs of ids[1:] under the policy, each given those before it."""
 
     def hardware(self) -> Hardware:
@@ -159,13 +159,13 @@ class LearnerFactory(Protocol):
             JobError: the job cannot fit.
         """
 
-    def fresh(self, prompts: Sequence[Trajectory], tokenizer_of: Path | None) -> Learner:
+    def fresh(self, prompts: Sequence[Trajectory], tokenizer_folder: Path | None) -> Learner:
         """Make a learner of the job's model.
 
         Args:
             prompts: a preset's tokenizer is trained on their texts.
-            tokenizer_of: the model folder of a fixed policy, whose tokenizer a preset shares; None: it has
-                its own.
+            tokenizer_folder: the model folder of a fixed policy, whose tokenizer a preset shares; None: a
+                new tokenizer.
         """
 
     def resumed(self, checkpoint: Path) -> tuple[Learner, Progress]:

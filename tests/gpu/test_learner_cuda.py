@@ -22,7 +22,7 @@ from trainer_backend.learner.device import place
 from trainer_backend.learner.joined import Flash
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.operators import by_kernels
-from trainer_backend.learner.optimizer import OffloadedAdamW, adamw_of
+from trainer_backend.learner.optimizer import OffloadedAdamW, make_adamw
 from trainer_backend.learner.scoring import Scorer, cut_pieces
 from trainer_backend.parts import CreditedEpisode, Progress
 
@@ -141,8 +141,8 @@ def test_real_memory_that_runs_out_names_the_knobs_and_the_learner_goes_on(token
 def test_moments_in_main_memory_take_the_same_steps(tokenizer, part_numbers: int):
     kept, moved = on_gpu(tokenizer), on_gpu(tokenizer)
     settings = {"learning_rate": 0.01, "weight_decay": 0.1}
-    here = adamw_of(kept.model, **settings)
-    there = adamw_of(moved.model, **settings, offload=True)
+    here = make_adamw(kept.model, **settings)
+    there = make_adamw(moved.model, **settings, offload=True)
     there.part_numbers = part_numbers
     draw = torch.Generator().manual_seed(0)
     for _ in range(3):

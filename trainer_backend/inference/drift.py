@@ -22,7 +22,7 @@ class Drift:
     """Whether the template writes the parsed message differently; None if it cannot write it alone."""
 
 
-def drift_of(
+def measure_drift(
     answer: Answer,
     sampled: Sequence[int],
     before: str,

@@ -40,7 +40,7 @@ def most_tiles(rows: int) -> int:
     return max(1, rows // 2)
 
 
-def groups_of(pages_B: Sequence[list[int]], *, tile_rows: int) -> list[Group]:
+def group_rows(pages_B: Sequence[list[int]], *, tile_rows: int) -> list[Group]:
     """Return groups of rows, each row in one at most, that save most reads in tiles of so many rows.
 
     `pages_B` are the pages of each row that are full. Tiles of fewer than LEAST_ROWS rows make no group.

@@ -149,7 +149,7 @@ class StaticStep:
             truncates: whether any row does.
             groups: of rows whose shared pages are to be read once.
         """
-        bucket = self.bucket_of(len(ints_B4))
+        bucket = self.find_bucket(len(ints_B4))
         host, event = self._hosts[self._turn], self._events[self._turn]
         host.fill(ints_B4, floats_BN, tables_BP, bucket)
         for device, source in (
@@ -174,7 +174,7 @@ class StaticStep:
         assert self._logits_SV is not None, "no step was launched"
         return self._logits_SV[:rows]
 
-    def bucket_of(self, rows: int) -> int:
+    def find_bucket(self, rows: int) -> int:
         """Return the least bucket that holds so many rows."""
         for bucket in self._buckets:
             if rows <= bucket:

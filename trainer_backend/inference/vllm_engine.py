@@ -292,11 +292,11 @@ class VllmEngine(RemoteEngine):
             length, finish_reason, _ = self._end(answer.token_ids, answer.finish_reason, NO_EXTRAS)
         return Generation(
             tuple(answer.token_ids[:length]), tuple(answer.logprobs[:length]), finish_reason,
-            self._versions_of(answer, length), answer.stop_string, answer.cached_tokens,
+            self._list_versions(answer, length), answer.stop_string, answer.cached_tokens,
             tuple(answer.likeliest[:length]),
         )  # fmt: skip
 
-    def _versions_of(self, answer: _Answer, length: int) -> tuple[tuple[int, int], ...]:
+    def _list_versions(self, answer: _Answer, length: int) -> tuple[tuple[int, int], ...]:
         """((first_token, policy_version), ...) of the server's spans over the first `length` tokens.
 
         A server that samples on after a stop string may tell spans beyond the tokens of the answer.
@@ -445,7 +445,7 @@ class VllmEngine(RemoteEngine):
                 unknown until a later load succeeds.
         """
         name = f"{version}-{secrets.token_hex(6)}"
-        update = self._update_of(source, base, name)
+        update = self._plan_update(source, base, name)
         self._loads = True
         try:
             try:
@@ -501,7 +501,7 @@ class VllmEngine(RemoteEngine):
         await self._control(_Nothing, "POST", "/wake_up", params={"tags": tag})
         self.wake_s += asyncio.get_running_loop().time() - began_s
 
-    def _update_of(
+    def _plan_update(
         self, source: "WeightSource | WeightAddress", base: Path | None, name: str
     ) -> list[tuple[str, Mapping[str, Any]]]:
         """The requests that replace the weights, in their order."""

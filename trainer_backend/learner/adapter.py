@@ -31,8 +31,8 @@ from trainer_backend.learner.adapter_folder import (
 )
 from trainer_backend.learner.lora import adapted_experts, adapted_layers, lora_layers, names_experts
 from trainer_backend.learner.sharding import replace_whole, whole
-from trainer_backend.models.folder import weights_of
-from trainer_backend.models.origin import origin_of, plain_name
+from trainer_backend.models.folder import collect_weights
+from trainer_backend.models.origin import plain_name, read_origin
 
 
 class Adapter:
@@ -98,7 +98,7 @@ class Adapter:
         """adapter_model.safetensors and adapter_config.json, as peft lays them out."""
         # "auto" would ask the hub whether the base's embedding was changed.
         self._wrapped.save_pretrained(str(folder), save_embedding_layers=False)
-        rename_for_wrapper(folder, origin_of(self._model).decoder)
+        rename_for_wrapper(folder, read_origin(self._model).decoder)
 
     def weights(self) -> dict[str, Tensor]:
         """A and B of every adapted layer, under their names in the model; not copied."""
@@ -138,7 +138,7 @@ class Adapter:
         """The weights under the adapters, by their names in the plain model; of tied ones the first alone."""
         return {
             plain_name(name): tensor
-            for name, tensor in weights_of(self._model).items()
+            for name, tensor in collect_weights(self._model).items()
             if ".lora_" not in name
         }
 

@@ -44,7 +44,7 @@ class Weighed:
     token_means: dict[str, float]
 
 
-def objectives_of(
+def build_objectives(
     training: TrainingTable,
     algorithm: AlgorithmTable,
     fixed: Sequence[tuple[RolloutOnlyTable, Sampling]] = (),

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from trainer_backend.inference.vllm_worker.turnwise_transfer import Place, Worker, broadcast, leave
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.sharding import whole
-from trainer_backend.models.folder import weights_of
+from trainer_backend.models.folder import collect_weights
 from trainer_backend.models.origin import as_stored, refuse_joined
 
 _LOOK_S, _TURN_S = 0.02, 0.1
@@ -195,7 +195,7 @@ def checkpoint_tensors(model: PreTrainedModel, placement: Placement) -> Iterator
     `placement` says where they are sent from, and what matrices are served in.
     """
     refuse_joined(model)
-    for name, tensor in weights_of(model).items():
+    for name, tensor in collect_weights(model).items():
         dtype = placement.held if tensor.is_floating_point() else tensor.dtype
         full = whole(tensor).to(device=placement.device, dtype=dtype)  # shares may be in main memory
         yield from as_stored(model, {name: full}).items()

@@ -91,7 +91,7 @@ class Groups:
         return Groups(token_P, place_L, self.shapes)
 
 
-def groups_of(bounds: SegmentBounds) -> Groups:
+def group_by_length(bounds: SegmentBounds) -> Groups:
     """Segments by length, longest first, in groups of similar length."""
     return _side_by_side([torch.tensor(group).T for group in alike(_longest_first(bounds))])
 
@@ -123,7 +123,7 @@ def padded_groups(row: Packed, bounds: SegmentBounds) -> tuple[list[PaddedGroup]
 
     `torch.cat` of what the groups read, taken in that order, is in the order of the flat columns.
     """
-    groups = groups_of(bounds)
+    groups = group_by_length(bounds)
     read_N, order_N = groups.place_L[row.predict_position_N].sort()
     ids_P = row.token_ids_BL[0][groups.token_P]
     is_real_P = torch.zeros(len(ids_P), dtype=torch.bool)
@@ -181,7 +181,7 @@ class Reads:
         return Reads(self.queries.to(device), masks)
 
 
-def reads_of(bounds: SegmentBounds, position_N: Tensor, dtype: torch.dtype) -> Reads | None:
+def plan_reads(bounds: SegmentBounds, position_N: Tensor, dtype: torch.dtype) -> Reads | None:
     """The reads of one row; None where they are no cheaper than the queries of all tokens.
 
     `position_N` are int64, the tokens in ascending order, at least one of each segment; `dtype` is the

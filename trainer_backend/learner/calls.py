@@ -104,7 +104,7 @@ CALLS = Table(
         "offer": Call(tuple[str], tuple[str, int]),
         "broadcast": Call(tuple[int, float], int, progress=_STEPS),
         "find_long": _numbers(tuple[list[list[dict[str, Any]]], int], list[LongPrompt]),
-        "logprobs_of": _numbers(tuple[list[int]], list[float]),
+        "score_ids": _numbers(tuple[list[int]], list[float]),
         "hardware": Call(tuple[()], Hardware),
     },
     errors=TrainerError,
@@ -112,6 +112,6 @@ CALLS = Table(
 )
 
 
-def run_of(session: str) -> str:
+def parse_run(session: str) -> str:
     """The run of a session, RUN/START: it is the orchestrator of one of the run's starts."""
     return session.rpartition("/")[0]

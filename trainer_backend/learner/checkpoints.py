@@ -41,9 +41,9 @@ from trainer_backend.learner.shares import restore_moments, save_moments, write_
 from trainer_backend.learner.step_size import StepSize
 from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.models import save_model_folder
-from trainer_backend.models.folder import save_settings, weights_of
+from trainer_backend.models.folder import collect_weights, save_settings
 from trainer_backend.models.layout import BASE, CONFIG
-from trainer_backend.models.origin import as_stored, origin_of, refuse_joined
+from trainer_backend.models.origin import as_stored, read_origin, refuse_joined
 from trainer_backend.parts import Progress, WeightPart
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE, TRAINING_FOLDER
 from trainer_backend.rundir.digests import digest_of, digests_of
@@ -150,9 +150,9 @@ def _save_model(
             weight = adapter.merged_in(name, weight)
         return as_stored(model, {name: weight})
 
-    weights = weights_of(model) if adapter is None else adapter.under()
+    weights = collect_weights(model) if adapter is None else adapter.under()
     write_weights(folder, weights, ranks, finished=finished)
-    ranks.first_alone(partial(origin_of(model).write_kept, folder))
+    ranks.first_alone(partial(read_origin(model).write_kept, folder))
 
 
 @contextmanager

@@ -27,7 +27,7 @@ class Experts:
     coefficient: float = 0.0
 
 
-def experts_of(model: PreTrainedModel, keys: RouterKeys) -> Experts | None:
+def find_experts(model: PreTrainedModel, keys: RouterKeys) -> Experts | None:
     """The experts of a model, None where it has none; JobError: the job weighs a loss that it has not."""
     config, coefficient = model.config.get_text_config(), keys.router_aux_coef
     count = count_experts(model)

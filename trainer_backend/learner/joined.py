@@ -268,7 +268,7 @@ class Level:
         return Level(query_N, key_N, queries_S, keys_S, self.longest, self.causal)
 
 
-def levels_of(runs: Runs) -> list[Level]:
+def list_levels(runs: Runs) -> list[Level]:
     """All runs by themselves, then those with tokens below them, by their depth: there no token is twice."""
     own = list(pairwise(runs.starts_R.tolist()))
     depths: list[list[Shared]] = []

@@ -19,7 +19,7 @@ from trainer_backend.learner.sharding import laid_as, replace_whole
 _LANES = 3
 
 
-def adamw_of(
+def make_adamw(
     model: PreTrainedModel,
     learning_rate: float,
     weight_decay: float,

@@ -51,7 +51,7 @@ from shared_schemas.trajectory import Trajectory
 from trainer_backend import learner_parts
 from trainer_backend.errors import LearnerBusy, LearnerFailed, LearnerLost, TrainerError
 from trainer_backend.job.load import parse_job
-from trainer_backend.learner.calls import CALLS, LEARNER_KEY, NUMBER_HEADER, SESSION_HEADER, About, run_of
+from trainer_backend.learner.calls import CALLS, LEARNER_KEY, NUMBER_HEADER, SESSION_HEADER, About, parse_run
 from trainer_backend.learner.device import place
 from trainer_backend.learner.factory import LocalFactory
 from trainer_backend.learner.learner import LocalLearner
@@ -103,8 +103,8 @@ class Host:
             is_seen = False
         return all(self._ranks.of_every_rank(is_seen))
 
-    def _fresh(self, prompts: list[Trajectory], tokenizer_of: Path | None) -> None:
-        self._learner = self._opened().fresh(prompts, tokenizer_of)
+    def _fresh(self, prompts: list[Trajectory], tokenizer_folder: Path | None) -> None:
+        self._learner = self._opened().fresh(prompts, tokenizer_folder)
 
     def _resumed(self, checkpoint: Path) -> Progress:
         self._learner, progress = self._opened().resumed(checkpoint)
@@ -218,15 +218,15 @@ class Calls:
     def about(self) -> About:
         busy = self._last if self._last is not None and not self._last.is_done else None
         call = "" if busy is None else f"{busy.number}, {busy.name!r}"
-        return About(version=version(), run=run_of(self._session), call=call)
+        return About(version=version(), run=parse_run(self._session), call=call)
 
     def _refuse_other(self, session: str, number: int) -> None:
         """Refuse who is not the orchestrator; a later start of its run, which holds the lock, follows it."""
         if session == self._session:
             return
-        if self._session and (number != 1 or run_of(session) != run_of(self._session)):
+        if self._session and (number != 1 or parse_run(session) != parse_run(self._session)):
             raise LearnerBusy(
-                f"this learner works for the run {run_of(self._session)!r}, and it serves one alone: two "
+                f"this learner works for the run {parse_run(self._session)!r}, and it serves one alone: two "
                 "would update the same weights",
                 hint="Each run has a learner of its own.",
             )

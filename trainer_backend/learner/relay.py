@@ -99,7 +99,7 @@ class Relay:
             except Exception as error:
                 text = ErrorBody.of(call_error(error, name)).model_dump_json()
                 self._store.set(self._failure, text)
-            self._store.set(self._end_of(self._ranks.index), text)
+            self._store.set(self._end_key(self._ranks.index), text)
 
     def _carry_out(self, name: str, body: bytes, caller: Caller) -> Any:
         def tell(done: int, total: int) -> None:
@@ -117,7 +117,7 @@ class Relay:
         dist.broadcast(shared, src=0, group=self._ranks.control)
         return bytes(shared.numpy())
 
-    def _end_of(self, rank: int) -> str:
+    def _end_key(self, rank: int) -> str:
         return f"end/{self._number}/{rank}"
 
     @property
@@ -130,13 +130,13 @@ class Relay:
         store, others = self._store, range(1, self._ranks.count)
         assert store is not None
         with suppress(dist.DistError):  # of those that have not ended in time
-            store.wait([self._end_of(rank) for rank in others], max(limit, _LOOK))
+            store.wait([self._end_key(rank) for rank in others], max(limit, _LOOK))
         ends: list[TrainerError | None] = []
         for rank in others:
-            if not store.check([self._end_of(rank)]):
+            if not store.check([self._end_key(rank)]):
                 ends.append(LearnerLost(f"rank {rank} of the learner does not end the call"))
                 continue
-            text = store.get(self._end_of(rank))
+            text = store.get(self._end_key(rank))
             ends.append(CALLS.read_error(text, name) if text else None)
         return ends
 

@@ -243,12 +243,12 @@ class PolicyUpdate:
 
         A step is the numbers of its segments. The shuffle follows from the job's seed.
         """
-        number_of = {id(draft): number for number, draft in enumerate(drafts)}
+        numbers = {id(draft): number for number, draft in enumerate(drafts)}
         for number in range(self._table.update_passes):
             order = together(drafts, self._terms.unit_levels)
             random.Random(derived_seed(self._config.seed, "shuffle", iteration, number)).shuffle(order)
             steps = list(in_steps(order, self._table.batch_decisions))
-            yield from (([number_of[id(item)] for item in step], len(steps)) for step in steps)
+            yield from (([numbers[id(item)] for item in step], len(steps)) for step in steps)
 
     def gradient(
         self,

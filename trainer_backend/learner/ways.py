@@ -26,7 +26,7 @@ class Ways(NamedTuple):
         )
 
 
-def ways_of(model: PreTrainedModel, *, longest: int) -> Ways:
+def describe_ways(model: PreTrainedModel, *, longest: int) -> Ways:
     """The ways of a model, which may be without memory, for sequences of up to `longest` tokens."""
     by_position = why_not_by_position(model, longest=longest) is None
     has_states = bool(STATES & set(layer_kinds(model.config.get_text_config())))

@@ -77,7 +77,7 @@ def largest(config: Any, name: str) -> int | None:
     return max((int(size) for size in sizes if size is not None), default=None)
 
 
-def head_dim_of(config: Any) -> int:
+def read_head_dim(config: Any) -> int:
     """Width of a query's head, of the widest where layers differ."""
     return largest(config, "head_dim") or int(config.hidden_size // config.num_attention_heads)
 

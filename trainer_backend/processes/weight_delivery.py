@@ -132,7 +132,7 @@ class WeightFolders:
         stride = vocabulary // _PROMPT_TOKENS + 1
         places = range(min(_PROMPT_TOKENS, self._prompt_tokens))
         ids = [(7 + place * stride) % vocabulary for place in places]
-        return ScoredPrompt(ids=tuple(ids), logprobs=tuple(self._learner.logprobs_of(ids)))
+        return ScoredPrompt(ids=tuple(ids), logprobs=tuple(self._learner.score_ids(ids)))
 
 
 class WeightCopies(WeightFolders):

@@ -25,7 +25,7 @@ from trainer_backend.inference.gateway_app import create_gateway
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.served_policy import ServedPolicy
-from trainer_backend.inference.tool_format import tool_format_of
+from trainer_backend.inference.tool_format import detect_tool_format
 from trainer_backend.job.tables import ModelTable
 from trainer_backend.learner.loading import load_named
 from trainer_backend.models.folder import load_tokenizer
@@ -82,7 +82,7 @@ def test_the_format_is_found_and_a_written_call_is_read(
     family: Family, model_folders: Mapping[str, Path], tools: list[dict[str, object]]
 ):
     tokenizer = load_tokenizer(model_folders[family.name])
-    assert tool_format_of(tokenizer) == family.tool_format
+    assert detect_tool_format(tokenizer) == family.tool_format
     (call,) = TOOL_FORMATS[family.tool_format].parse(family.written, tools).tool_calls
     assert (call.name, call.arguments) == ("interact_many", ARGUMENTS)
 
@@ -300,7 +300,7 @@ def test_a_format_is_told_by_its_template_and_reads_the_call_that_the_template_w
 ):
     tokenizer = load_tokenizer(model_folders[family])
     tokenizer.chat_template = chat_template(template)
-    assert tool_format_of(tokenizer) == tool_format
+    assert detect_tool_format(tokenizer) == tool_format
     refuse_without_tools(tokenizer)
     renderer = ChatRenderer(tokenizer)
     answer = renderer.answer_text([SYSTEM, USER], called(), tools)

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from trainer_backend.inference.answers import CLOSE, OPEN, Answer, hash_of
+from trainer_backend.inference.answers import CLOSE, OPEN, Answer, hash_message
 from trainer_backend.inference.conversations import Conversations, Prompt, Turn
 from trainer_backend.inference.drift import Drift
 from trainer_backend.inference.rendering import ChatRenderer
@@ -43,7 +43,7 @@ def turn_after(
     # One id a byte: not how the tokenizer would write it, so re-tokenising would show.
     sampled = [renderer.encode(character)[0] for character in raw] + (renderer.encode(stop) if stop else [])
     message = assistant_message(parse_hermes(raw, []), prompt_ids=prompt.ids, token_ids=sampled)
-    return Turn.of(prompt, Answer(index, hash_of(message), raw, stop), sampled, renderer)
+    return Turn.of(prompt, Answer(index, hash_message(message), raw, stop), sampled, renderer)
 
 
 def answer_of(turn: Turn) -> dict[str, object]:

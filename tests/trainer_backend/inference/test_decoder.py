@@ -25,8 +25,8 @@ from transformers import (
 
 from trainer_backend.inference.cache import SlotCache
 from trainer_backend.inference.decoder import Decoder, fused, unsupported_because
-from trainer_backend.inference.row_attention import RowAttentions, spans_of
-from trainer_backend.inference.runner import DecoderRunner, TransformersRunner, runner_of
+from trainer_backend.inference.row_attention import RowAttentions, cut_spans
+from trainer_backend.inference.runner import DecoderRunner, TransformersRunner, choose_runner
 from trainer_backend.inference.weights import ServedWeights
 from trainer_backend.job.training_table import LoraTable
 from trainer_backend.learner.adapter import Adapter
@@ -288,20 +288,20 @@ def test_a_model_that_would_be_computed_otherwise_is_not_taken(
 def test_another_architecture_is_run_by_transformers_and_the_log_says_why_once():
     gemma = GemmaForCausalLM(GemmaConfig(**SIZE, head_dim=16)).eval()
     with capture_logs() as lines:
-        runner = runner_of(gemma, slots=1, max_len=8)
+        runner = choose_runner(gemma, slots=1, max_len=8)
     assert isinstance(runner, TransformersRunner)
     (line,) = lines
     assert (
         line["event"] == "engine_decodes_by_transformers" and "GemmaForCausalLM is none of" in line["reason"]
     )
     with capture_logs() as lines:
-        assert isinstance(runner_of(model_of("llama"), slots=1, max_len=8), DecoderRunner)
+        assert isinstance(choose_runner(model_of("llama"), slots=1, max_len=8), DecoderRunner)
     assert lines == []
 
 
 def test_rows_of_like_lengths_attend_in_one_call_and_others_in_calls_of_their_own():
     def spans(starts: list[int], counts: list[int]) -> list[tuple[int, int]]:
-        return spans_of(np.array(starts), np.array(counts), most_waste=100)
+        return cut_spans(np.array(starts), np.array(counts), most_waste=100)
 
     # decoding, each row sees its cached tokens and its own: 20 and 10 columns of padding
     assert spans([40, 60, 50], [1, 1, 1]) == [(0, 3)]

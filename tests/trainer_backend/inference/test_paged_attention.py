@@ -24,7 +24,7 @@ from trainer_backend.inference.page_memory import (
     slab_pages,
     whole_slabs,
 )
-from trainer_backend.inference.page_tiles import Group, Tiles, fill_tiles, groups_of, most_tiles
+from trainer_backend.inference.page_tiles import Group, Tiles, fill_tiles, group_rows, most_tiles
 from trainer_backend.inference.paged_pass import PrefillAttention
 from trainer_backend.inference.paged_runner import PageLimits
 from trainer_backend.inference.pages import PAGE, pages_for
@@ -192,7 +192,7 @@ def test_shared_pages_read_once_for_a_tile_are_those_of_each_row(name: str):
 
 def test_rows_are_grouped_where_most_reads_are_saved():
     def grouped(*pages: list[int], tile_rows: int = 16) -> list[Group]:
-        return groups_of(pages, tile_rows=tile_rows)
+        return group_rows(pages, tile_rows=tile_rows)
 
     assert grouped(*[[7, 8, row] for row in range(3)], [7, 8]) == [Group([0, 1, 2, 3], 2)]
     assert grouped(*[[7, 8, row] for row in range(3)], [9]) == [], "three rows do not pay"

@@ -203,10 +203,10 @@ async def test_a_step_is_told_which_rows_share_pages_and_groups_are_found_when_r
     turns, launched, searches = Turns(model, kept=8), [], []
     runner = turns.batch._runner
     runner.tile_rows = 16  # as where there are kernels
-    launch, search = runner._static.launch, paged_runner.groups_of
+    launch, search = runner._static.launch, paged_runner.group_rows
     runner._static.launch = lambda *given, groups, **more: launched.append(groups) or launch(*given, **more)
     monkeypatch.setattr(
-        paged_runner, "groups_of", lambda *given, **more: searches.append(1) or search(*given, **more)
+        paged_runner, "group_rows", lambda *given, **more: searches.append(1) or search(*given, **more)
     )
     shared = list(range(100))  # 3 full pages
     requests = [turns.submit([*shared, 100], tokens=20)]
@@ -274,7 +274,7 @@ async def test_the_logits_of_all_steps_are_left_in_one_place(
 def test_a_step_of_more_rows_than_slots_is_refused(start_engine: StartEngine):
     static = start_engine(max_running=3)._worker.batch._runner._static
     with pytest.raises(ValueError, match="at most 3 rows, got 4"):
-        static.bucket_of(4)
+        static.find_bucket(4)
 
 
 def test_steps_are_made_for_few_numbers_of_rows():

@@ -22,7 +22,7 @@ from trainer_backend.job.tables import ModelTable
 from trainer_backend.job.training_table import LoopKeys, LoraTable
 from trainer_backend.learner.attention import GROUPS, PaddedRows
 from trainer_backend.learner.device import Placement
-from trainer_backend.learner.learner import LocalLearner, scorer_of
+from trainer_backend.learner.learner import LocalLearner, build_scorer
 from trainer_backend.learner.loading import hold_in
 from trainer_backend.learner.lora import adapted_layers, refuse_experts
 from trainer_backend.learner.ranks import Ranks
@@ -57,7 +57,7 @@ def segments() -> list[Segment]:
 
 def learners(family: str) -> Scorer:
     model = tiny_model(family)
-    return scorer_of(model, CPU, why_apart=refuse_unsupported(model, longest=128))
+    return build_scorer(model, CPU, why_apart=refuse_unsupported(model, longest=128))
 
 
 def alone(model, part: Segment) -> torch.Tensor:
@@ -105,7 +105,7 @@ def test_so_many_layers_are_computed_again_and_the_gradient_stays(family: str):
     for checkpointed in (False, 0, 1, 2, True):
         torch.manual_seed(0)
         model, calls = tiny_model(family, num_hidden_layers=4), [0] * 4
-        scorer = scorer_of(model, CPU, 8, why_apart=refuse_unsupported(model, longest=100))
+        scorer = build_scorer(model, CPU, 8, why_apart=refuse_unsupported(model, longest=100))
         checkpoint_layers(model, checkpointed)
         for number, layer in enumerate(model.get_decoder().layers):
             layer.mlp.down_proj.register_forward_pre_hook(

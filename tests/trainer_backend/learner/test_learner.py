@@ -24,7 +24,7 @@ from trainer_backend.errors import (
 )
 from trainer_backend.learner.checkpoints import _put_in_place
 from trainer_backend.learner.device import Placement
-from trainer_backend.learner.learner import LocalLearner, held_scorer, part_of, uncertain_segments
+from trainer_backend.learner.learner import LocalLearner, held_scorer, select_segments, uncertain_segments
 from trainer_backend.learner.policy_terms import DRIFT
 from trainer_backend.learner.stepping import Scored, in_steps
 from trainer_backend.learner.warmup import warm_up
@@ -305,10 +305,12 @@ def test_what_the_policy_was_sure_of_is_left_out_of_its_update():
     episodes = [CreditedEpisode("a", first, [1.0, 2.0]), CreditedEpisode("b", second, [3.0])]
     numbers = uncertain_segments(episodes, 0.99)
     assert numbers == {"a": [1], "b": []}
-    assert [(item.rollout_id, item.segments) for item in part_of(episodes, numbers)] == [("a", first[1:])]
+    assert [(item.rollout_id, item.segments) for item in select_segments(episodes, numbers)] == [
+        ("a", first[1:])
+    ]
     assert uncertain_segments(episodes, 0.999) == {"a": [0, 1], "b": [0]}
     of_another = [replace(item, policy="teacher") for item in episodes]
-    assert part_of(of_another, uncertain_segments(of_another, 0.99)) == of_another
+    assert select_segments(of_another, uncertain_segments(of_another, 0.99)) == of_another
 
 
 # One decision of two tokens, whose sampler gave them a probability of 0.999.

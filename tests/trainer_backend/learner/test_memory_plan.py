@@ -24,7 +24,7 @@ from trainer_backend.learner.by_length import SHORTEST_SHARE
 from trainer_backend.learner.device import Found, Placement, place
 from trainer_backend.learner.factory import LocalFactory
 from trainer_backend.learner.fit import less_memory
-from trainer_backend.learner.learner import scorer_of
+from trainer_backend.learner.learner import build_scorer
 from trainer_backend.learner.loading import copy_to_serve
 from trainer_backend.learner.memory import MemoryNeeds, MemoryUse, activations, cached_row, memory_needs
 from trainer_backend.learner.memory import cache as cache_bytes
@@ -113,7 +113,7 @@ def test_activations_are_near_the_peak_of_an_update(family, rounded, checkpointe
 def test_activations_of_the_models_own_layers_are_near_the_peak_of_an_update(family, checkpointed):
     size = {"hidden_size": 96, "intermediate_size": 192, "head_dim": 16, "max_position_embeddings": 1024}
     model = tiny_model(family, **size)
-    scorer = scorer_of(model, place("cpu"), 8, why_apart=refuse_unsupported(model, longest=256))
+    scorer = build_scorer(model, place("cpu"), 8, why_apart=refuse_unsupported(model, longest=256))
     shape = model_shape(model.config, None, longest=256)
     checkpoint_layers(model, checkpointed)
     peak = peak_of(scorer)
@@ -134,7 +134,7 @@ def test_the_sums_of_experts_and_their_adapters_are_planned_as_they_are_made(che
         shape = model_shape(model.config, lora)
         Adapter.fresh(model, lora, seed=0, base=None)
         checkpoint_layers(model, checkpointed)
-        scorer = scorer_of(model, place("cpu"), 8, why_apart=None)
+        scorer = build_scorer(model, place("cpu"), 8, why_apart=None)
         return activations(shape, replace(USE, checkpointed=checkpointed)), peak_of(scorer)
 
     plain, adapted = planned_and_measured("q_proj"), planned_and_measured("q_proj", "experts.down_proj")

@@ -27,7 +27,7 @@ from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.learner.attention import SHARE_FROM
 from trainer_backend.learner.device import Placement
-from trainer_backend.learner.learner import scorer_of
+from trainer_backend.learner.learner import build_scorer
 from trainer_backend.learner.loading import copy_to_serve
 from trainer_backend.learner.scoring import refuse_unknown
 from trainer_backend.learner.stepping import checkpoint_layers, stepping
@@ -94,7 +94,7 @@ def gradient(model, loss: torch.Tensor) -> torch.Tensor:
 
 def scorer_for(family: str, placement: Placement):
     model = tiny_model(family)
-    scorer = scorer_of(model, placement, why_apart=refuse_unsupported(model, longest=256))
+    scorer = build_scorer(model, placement, why_apart=refuse_unsupported(model, longest=256))
     return replace(scorer, share_from=SHARE_FROM if scorer.attention.takes_tries else None)
 
 

@@ -50,8 +50,8 @@ class Learner:
             weights = folder / "model.safetensors"
             os.truncate(weights, weights.stat().st_size // 2)
 
-    def logprobs_of(self, ids: Sequence[int]) -> list[float]:
-        return self.real.logprobs_of(ids)
+    def score_ids(self, ids: Sequence[int]) -> list[float]:
+        return self.real.score_ids(ids)
 
     def change(self) -> None:
         torch.manual_seed(1)

@@ -79,7 +79,7 @@ def calls_in_order(factory: LearnerFactory, played: Any, folder: Path) -> list[A
     results.append(learner.update(episodes, iteration=1))
     learner.save(folder / "iteration_1", Progress(1, 1, 4))
     learner.publish(folder / "version_1")
-    results += [learner.logprobs_of(range(3, 12)), sent(learner)]
+    results += [learner.score_ids(range(3, 12)), sent(learner)]
     questions = [[{"role": "user", "content": "wood " * count}] for count in (1, 30, 9000)]
     results.append(learner.find_long(questions, 20))
     assert [(item.place, item.is_bound) for item in results[-1]] == [(1, False), (2, True)]
@@ -165,7 +165,7 @@ async def test_a_kill_in_the_middle_of_a_call_is_told_and_a_stop_ends_a_call(pla
         with pytest.raises(Enough):
             await asyncio.to_thread(learner.warm_up, teacher, stop)
         assert max(told) < 3
-        assert len(await asyncio.to_thread(learner.logprobs_of, [3, 4])) == 1, "it serves the next call"
+        assert len(await asyncio.to_thread(learner.score_ids, [3, 4])) == 1, "it serves the next call"
 
         def kill(done: int, total: int) -> None:
             os.kill(process.pid, signal.SIGKILL)

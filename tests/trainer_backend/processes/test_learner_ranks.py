@@ -120,7 +120,7 @@ def test_an_error_that_every_rank_meets_ends_the_call_alone(runs, group, played)
     with pytest.raises(NonFiniteLoss) as caught:
         group.learner.update(huge, iteration=3)
     assert caught.value.steps_taken == 0
-    assert len(group.learner.logprobs_of(range(3, 12))) == 8
+    assert len(group.learner.score_ids(range(3, 12))) == 8
 
 
 @pytest.mark.parametrize(("rank", "what"), [(1, "weights"), (0, "moments"), (1, "moments")])
