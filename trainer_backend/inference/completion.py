@@ -107,7 +107,7 @@ class Completion:
         }
 
     def exact_fields(self, choice: Choice) -> dict[str, Any]:
-        """Return the fields of a choice beside its message; see `shared_schemas.chat`."""
+        """Return the fields of a choice other than its message; see `shared_schemas.chat`."""
         body = choice_body(choice)
         return {**body, **rollout_body(choice, reused=self._reused)} if self.rollout_id else body
 

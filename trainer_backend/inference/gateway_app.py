@@ -135,7 +135,7 @@ class _Posts:
         await (endpoint or self._app)(scope, receive, send)
 
 
-# What hints call the key. A run draws its own gateway's, which nobody else needs.
+# What hints call the key. A run generates its own gateway's key; no user needs it.
 _KEY = "gateway's key (of `turnwise serve`: TURNWISE_API_KEY, or the variable that --api-key-env names)"
 
 

@@ -60,7 +60,7 @@ _PROBE: Sequence[JsonObject] = (
 )
 
 
-# Variables of a chat template that the library or jinja sets, beside the special tokens.
+# Variables of a chat template that the library or jinja sets, in addition to the special tokens.
 _SET_FOR_TEMPLATES = {
     "messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now",
     "cycler", "dict", "joiner", "lipsum", "namespace", "range",

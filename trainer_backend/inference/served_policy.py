@@ -23,7 +23,7 @@ from trainer_backend.models.sources import remember_chat_settings
 
 @dataclass(frozen=True, slots=True)
 class PolicyFacts:
-    """What servers of a policy must know of it besides its weights."""
+    """What servers of a policy need in addition to its weights."""
 
     table: ModelTable
     """[model] of the job: how the model is spoken to, and where it computes."""

@@ -1,11 +1,11 @@
 """One decode step and its sampling over buffers that stay where they are, so that a CUDA graph can hold both.
 
 A step is launched, and read later: the next one may be launched before, since a row's token goes from step
-to step on the device. So the device does not wait for the host. Rows are filled up to a bucket; rows that
-fill up store nothing, see no key, and sample what nobody reads. A graph for each bucket and each kind of
-sampling, with and without shared pages (`page_tiles`), is captured when it is first needed. Where one cannot
-be captured the log says why, and the same step runs without it, as on a CPU; for want of memory, until it is
-tried again.
+to step on the device. So the device does not wait for the host. Batches are padded to a bucket size. Padding
+rows write no cache, attend to nothing, and their samples are discarded. A graph for each bucket and each kind
+of sampling, with and without shared pages (`page_tiles`), is captured when it is first needed. If one cannot
+be captured, the log says why, and the step runs without it, as on a CPU. If memory was short, the capture is
+tried again later.
 """
 
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ class Launched:
 
 
 class _Buffers:
-    """One set of host buffers: pinned for a GPU, so that copies run beside the host's work."""
+    """One set of host buffers: pinned for a GPU, so that copies overlap with the host's work."""
 
     def __init__(self, slots: int, pages: int, tile_rows: int, *, pinned: bool) -> None:
         self.ints = torch.zeros((slots, 4), dtype=torch.int64, pin_memory=pinned)

@@ -392,7 +392,7 @@ class VllmEngine(RemoteEngine):
             "token_ids": list(ids),
             "sampling_params": {
                 **options,
-                "logprobs": likeliest + 1 if likeliest else 0,  # the sampled one comes beside them
+                "logprobs": likeliest + 1 if likeliest else 0,  # plus the sampled one
                 "stop_token_ids": sorted(self._stop_ids),
                 "detokenize": False,
             },

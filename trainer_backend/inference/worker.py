@@ -222,7 +222,7 @@ class EngineWorker:
                 self.batch.prefixes.unshare(longest.prefix)
                 self.batch.drop(self.batch.rows.index(longest))
                 self._give_up([longest], error)
-        # The step under way is of rows that are gone. One that joins again samples its token of it anew.
+        # The step under way belongs to rows that are gone. A row that joins again samples that token again.
         self.batch.settle()
         return None
 

@@ -156,7 +156,7 @@ class Adapter:
             replace_whole(base, (whole(base).to(device="cpu", dtype=torch.float32) + learned) - learned)
 
 
-def set_beside(model: PreTrainedModel, folder: Path) -> None:
+def unmerge(model: PreTrainedModel, folder: Path) -> None:
     """Take merged adapters out of a float32 model's weights and put them next to its base, as in training."""
     take_out(model, folder)
     with torch.random.fork_rng(devices=[]):

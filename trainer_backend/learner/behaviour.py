@@ -172,7 +172,7 @@ def _column(rows: Sequence[Row]) -> Tensor:
     return torch.from_numpy(np.concatenate(rows)).float()
 
 
-# The actor's are logged as `loss/…` too; here they are under its name, beside the fixed policies'.
+# The actor's are logged as `loss/…` too; here each policy has them under its name.
 _OF_THE_LOSS = ("clip_low_share", "clip_high_share", "ratio_mean", "entropy")
 
 
@@ -226,7 +226,7 @@ def mixture_metrics(
 
         actor/importance_sampling           1 where a fixed policy's samples were trained on
         actor/importance_weight_mean        of those: proximal/behaviour before truncation, one for each token
-                                            or decision or episode, by its level; std, min, max beside it
+                                            or decision or episode, by its level; likewise std, min, max
         mixture/ess, …/counted_share        of those, truncated: `effective_share`, `counted_share`
         mixture/{policy}/ess, …/counted_share, …/weight_mean
                                             the same of each policy, the actor too; its mean truncated weight

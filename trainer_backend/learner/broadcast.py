@@ -79,8 +79,8 @@ class WeightSender:
 
         `tensors` have their names in a Hugging Face checkpoint, and are on the device of the group's backend.
         All are taken whatever happens: another rank may take part in making each of them. One is alive at a
-        time, beside its copy in the precision and memory that is sent. Where a server fails amid it, none has
-        loaded all of it, and those that are left ask again.
+        time, with its copy in the precision and memory that is sent. If a server fails amid the broadcast, no
+        server has loaded all of it, and the remaining ones ask again.
         """
         members, self._called = self._called, []
         name, size = next(self._names), len(members) + 1
@@ -96,7 +96,7 @@ class WeightSender:
         return len({worker.server for _, worker in members} - short)
 
     def close(self) -> None:
-        """Refuse whoever asks from now on; those that wait hear of it."""
+        """Refuse new servers, and end the wait of those that have asked."""
         del self._store
 
     def _whole_servers(self) -> list[str]:
@@ -183,7 +183,7 @@ class _Stream:
 
 
 def _is_late(start: float, first: float | None, limit_s: float = inf) -> bool:
-    """Whether others have had as long as the first one, and a grace; or nobody came within the limit."""
+    """Whether the wait is over: twice the time of the first one, at least a grace; without one, the limit."""
     now = time.monotonic()
     return now - start > limit_s if first is None else now - first > max(_GRACE_S, first - start)
 

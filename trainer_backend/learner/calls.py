@@ -29,7 +29,7 @@ from trainer_backend.processes.launching import LEARNER, Place, Resources, Role
 
 # The environment variable with the key of a learner's process.
 LEARNER_KEY = "TURNWISE_LEARNER_KEY"
-# Where an orchestrator may have that of somebody else's learner.
+# Variables from which an orchestrator reads the key of a learner that it did not start.
 KEYS_OF_THE_LEARNER = frozenset({LEARNER_KEY, f"{LEARNER_KEY}_FILE"})
 SESSION_HEADER, NUMBER_HEADER = "X-Turnwise-Session", "X-Turnwise-Call"
 _MOST_BYTES = 16 << 30

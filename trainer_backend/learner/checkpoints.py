@@ -10,9 +10,9 @@
                                    where it has layers of its own; learning_rate.json of "desired_kl"
                                with several ranks a model-n-of-m.safetensors of each and an index,
                                    and training_state/optimizer/ with the share of each
-                               adapter/    with [lora], in peft's layout: a model beside it has it merged
-                               base.json    without a model beside it: the checkpoint with the model that the
-                                            adapters are over, and its digest
+                               adapter/    with [lora], in peft's layout; merged into the model, if there is one
+                               base.json    without a model: the checkpoint whose model is the adapters' base,
+                                            and its digest
     checkpoints/best           a link to the checkpoint with the best evaluation so far, else to the latest
     checkpoints/best.json      which one was marked as the best, and its mean outcome
 
@@ -114,7 +114,7 @@ def save_weights(
     part: WeightPart = "whole",
     ranks: Ranks = ALONE,
 ) -> None:
-    """Write a model folder as `save_checkpoint` does, for servers to load: adapters merged, and beside it.
+    """Write a model folder as `save_checkpoint` does, for servers to load: adapters merged, and on their own.
 
     `part` of a model with adapters is those alone, or the base that they are over. All ranks call this.
     """
@@ -157,7 +157,7 @@ def _save_model(
 
 @contextmanager
 def _whole(folder: Path, kind: str, ranks: Ranks) -> Iterator[Path]:
-    """A folder beside, to be filled; it is renamed to `folder` at the end, or removed after an error.
+    """A temporary folder to fill; it is renamed to `folder` at the end, or removed after an error.
 
     With several ranks, what fails in here has to fail on all of them.
     """

@@ -144,7 +144,7 @@ class LocalLearner:
         self._of_reference: dict[str, list[NDArray[Any]]] = {}
         self._sender: WeightSender | None = None
         self._is_on_offer = False
-        self._weights_rest = threading.Lock()  # held by an update, and by whoever sends the weights
+        self._weights_rest = threading.Lock()  # held during an update, and while weights are sent
 
     @classmethod
     def fresh(
@@ -406,7 +406,7 @@ class LocalLearner:
     def broadcast(self, expected: int, wait_s: float, tell: Callable[[int, int], None]) -> int:
         """As `protocols.Learner` has it; from another thread it waits for the end of an update.
 
-        The first rank decides when there is somebody to send to, and sends; all ranks gather each tensor.
+        The first rank decides when servers are ready, and sends; all ranks gather each tensor.
         """
         with self._weights_rest:
             served, since = 0, time.monotonic()
@@ -441,7 +441,7 @@ class LocalLearner:
         return place(self.config.model.device).hardware()
 
     def facts(self) -> PolicyFacts:
-        """What servers of the policy must know of it beside its weights."""
+        """What servers of the policy need in addition to its weights."""
         return PolicyFacts.of_model(self.config.model, self.model, self.tokenizer)
 
     def weights(self) -> dict[str, Tensor]:
@@ -474,7 +474,7 @@ class LocalLearner:
             model = load_checkpoint(self.config.model, folder)[0]
         else:
             model = gathered_copy(self.model) if self._ranks.are_several else self.model
-        held = held_scorer(scorer, model)
+        held = frozen_scorer(scorer, model)
         if self._ranks.are_several:
             # Without a backward pass nothing would ever free what was kept after a forward pass.
             table = self.config.ranks.model_copy(update={"fsdp_reshard_after_forward": True})
@@ -551,8 +551,8 @@ def build_scorer(
     return Scorer(model, placement, attention, logits_chunk or fits, ranks, operators, logits=logits)
 
 
-def held_scorer(scorer: Scorer, model: PreTrainedModel) -> Scorer:
-    """A copy of another model that nobody trains, computing where and as the scorer's own does."""
+def frozen_scorer(scorer: Scorer, model: PreTrainedModel) -> Scorer:
+    """A scorer of a frozen copy of another model, on the same device and in the same way as `scorer`."""
     copied = held_copy(model, scorer.placement.held)
     if not scorer.ranks.are_several:  # else `shard` gives each device its share
         copied.to(scorer.placement.device)  # type: ignore[arg-type]

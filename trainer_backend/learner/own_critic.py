@@ -37,7 +37,7 @@ from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.parts import CreditedEpisode
 from trainer_backend.rundir.checkpoint_paths import CRITIC_FILE, TRAINING_FOLDER
 
-# A key of its file, beside those of its weights.
+# Key of the count of iterations in its file; the other keys name weights.
 _ITERATIONS = "iterations"
 
 

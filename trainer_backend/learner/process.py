@@ -1,8 +1,8 @@
 """`python -m trainer_backend.learner.process`: the learner of one run, in a process of its own.
 
 It listens on the loopback or --host, and prints `listening on http://host:port` when it is ready. It ends
-with its parent; with --port it outlives it, and is somebody else's to end. The key is in the environment;
-logs go to stderr. `learner.calls` describes the calls.
+with its parent; with --port it outlives its parent, and must be ended by its operator. The key is in the
+environment; logs go to stderr. `learner.calls` describes the calls.
 
 It works for one orchestrator and does one call at a time. The answer of the last call stays in memory, so an
 orchestrator whose connection broke repeats the call by its number and loses nothing: the call is not done
@@ -231,7 +231,7 @@ class Calls:
                 hint="Each run has a learner of its own.",
             )
         if number != 1:
-            raise LearnerLost("this learner was started anew, and has not what came before this call")
+            raise LearnerLost("this learner has been restarted, and lacks the state from before this call")
         if self._last is not None and not self._last.is_done:
             raise LearnerBusy(
                 f"call {self._last.number}, {self._last.name!r}, of an earlier start is under way"
@@ -243,7 +243,7 @@ class Calls:
         try:
             result = self._relay.call(call.name, body, call)
             line = CALLS.write_result(call.name, result)
-        except Exception as error:  # of a library too; whoever waits must hear of it
+        except Exception as error:  # of a library too: the caller must get it
             line = CALLS.write_error(call_error(error, call.name), call.name)
         log.info("call_ended", call=call.name, number=call.number, seconds=round(time.monotonic() - began, 3))
         call.end(line)
@@ -328,4 +328,4 @@ if __name__ == "__main__":
     except ServiceError as error:
         log.error("learner_not_started", error=str(error))
         os._exit(1)
-    os._exit(0)  # a call may still run on its thread, and nobody waits for it any more
+    os._exit(0)  # do not wait for the thread of an abandoned call

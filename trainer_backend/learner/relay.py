@@ -164,7 +164,7 @@ class Relay:
 
 
 def call_error(error: Exception, name: str) -> TrainerError:
-    """The error as one that whoever waits for the call knows."""
+    """Convert an error to a class that the caller knows."""
     if isinstance(error, TrainerError):
         return error
     if isinstance(error, Halted):

@@ -277,7 +277,7 @@ def refuse_unknown(segments: Sequence[Segment], model: PreTrainedModel) -> None:
 
 
 def refuse_unknown_ids(segments: Sequence[Segment], rows: int) -> None:
-    """A model with `rows` ids has none beyond them: somebody else's server may, long after it was probed."""
+    """Refuse ids that the model has no row for: a foreign server can send some long after it was probed."""
     unknown = [
         segment for segment in segments if ((segment.token_ids < 0) | (segment.token_ids >= rows)).any()
     ]

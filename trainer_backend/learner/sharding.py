@@ -84,9 +84,9 @@ def shard(model: PreTrainedModel, ranks: Ranks, table: LearnerTable, device: tor
 
 
 def _apart(model: PreTrainedModel) -> set[nn.Parameter]:
-    """The weights that every rank has whole: adapters, and beside matrices of low precision norms and biases.
+    """The weights that every rank holds whole: adapters; with low-precision matrices, norms and biases too.
 
-    FSDP gathers weights of one type at a time. Matrices of low precision are frozen, and all beside them is.
+    FSDP gathers weights of one type at a time. With matrices of low precision, the whole base is frozen.
     """
     held = [(name, weight) for name, weight in model.named_parameters()]
     types = {weight.dtype for name, weight in held if ".lora_" not in name}

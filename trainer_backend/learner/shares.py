@@ -105,7 +105,7 @@ def save_moments(folder: Path, optimizer: torch.optim.Optimizer, ranks: Ranks) -
 
 @contextmanager
 def _as_checkpoint_error(folder: Path) -> Iterator[None]:
-    """Torch's own error is no Exception, which nobody would catch; it is raised on all ranks."""
+    """Raise torch's error, which is no Exception, as a CheckpointError on all ranks."""
     try:
         yield
     except CheckpointException as error:

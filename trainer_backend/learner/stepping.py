@@ -100,7 +100,7 @@ def memory_watched(doing: str, *, hint: str) -> Iterator[None]:
             raise
         request = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
         more = f" when it asked for {request[1]} more" if request else ""
-        # Its frames hold the activations, and whoever saves the run now needs their memory.
+        # Its frames hold the activations, and saving the run needs their memory.
         error.__traceback__ = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -111,7 +111,7 @@ def memory_watched(doing: str, *, hint: str) -> Iterator[None]:
 class Scored:
     """A segment with the scores of its N sampled tokens before the first step (stop 8).
 
-    proximal: [N] the learner's own log-probs (nats); empty while nobody has scored it.
+    proximal: [N] the learner's own log-probs (nats); empty until it is scored.
     behaviour: [N] weights towards the policy that sampled them (core.behaviour), in [0, cap]; likewise.
     policy: the policy that sampled them.
     share: [N] the share of each token in the whole iteration, where the aggregation is over that.

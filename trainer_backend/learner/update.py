@@ -49,7 +49,7 @@ class LogprobCache:
     reference: Mapping[str, Sequence[Row]] = field(default_factory=dict)
 
     def part(self, numbers: Mapping[str, Sequence[int]]) -> "LogprobCache":
-        """Of the segments of these numbers alone, by rollout id; others may have been scored beside them."""
+        """Select the segments of these numbers, by rollout id."""
 
         def of(logprobs: Mapping[str, Sequence[Row]]) -> dict[str, list[Row]]:
             known = logprobs.keys() & numbers.keys()

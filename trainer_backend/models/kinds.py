@@ -119,7 +119,7 @@ def refuse_rotations_by_length(config: PreTrainedConfig, *, longest: int) -> Non
         if longest > limit:
             raise ModelFolderError(
                 f"its positions ({kind}) are turned otherwise in sequences of more than {limit} tokens, so a "
-                "short one computed beside a longer one would not be what it is alone",
+                "short one in a batch with a longer one would not be what it is alone",
                 where="model",
                 hint=f"Set inference.max_model_len to {limit} or less.",
             )

@@ -23,7 +23,7 @@ from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.job.training_table import LoopKeys, LoraTable
 from trainer_backend.learner.adapter import Adapter
 from trainer_backend.learner.device import Placement
-from trainer_backend.learner.learner import build_scorer, held_scorer
+from trainer_backend.learner.learner import build_scorer, frozen_scorer
 from trainer_backend.learner.loading import copy_to_serve, held_copy, hold_in
 
 LOW = Placement(torch.device("cpu"), torch.bfloat16)
@@ -76,7 +76,7 @@ def test_engine_and_reference_compute_what_the_learner_does(family: str, adapted
     """Over weights in float32, and with adapters over a base that is rounded."""
     model = model_of(family, adapted=adapted)
     scorer = build_scorer(model, LOW)
-    reference, served = held_scorer(scorer, model), copy_to_serve(model, torch.bfloat16)
+    reference, served = frozen_scorer(scorer, model), copy_to_serve(model, torch.bfloat16)
     exact = replace(
         scorer, placement=Placement(LOW.device), model=held_copy(model, torch.float32), logits_chunk=64
     )

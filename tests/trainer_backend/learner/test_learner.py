@@ -24,7 +24,7 @@ from trainer_backend.errors import (
 )
 from trainer_backend.learner.checkpoints import _put_in_place
 from trainer_backend.learner.device import Placement
-from trainer_backend.learner.learner import LocalLearner, held_scorer, select_segments, uncertain_segments
+from trainer_backend.learner.learner import LocalLearner, frozen_scorer, select_segments, uncertain_segments
 from trainer_backend.learner.policy_terms import DRIFT
 from trainer_backend.learner.stepping import Scored, in_steps
 from trainer_backend.learner.warmup import warm_up
@@ -260,7 +260,7 @@ def test_what_cannot_be_put_in_place_leaves_what_was_there(tmp_path: Path):
 def test_what_the_kl_term_pulls_towards_is_held_where_and_in_what_the_learner_computes(tokenizer):
     learner = learner_of(tokenizer)
     meta = replace(learner.scorer, placement=Placement(torch.device("meta"), torch.bfloat16))
-    held = held_scorer(meta, learner.model)
+    held = frozen_scorer(meta, learner.model)
     for weight in held.model.parameters():
         dtype = torch.bfloat16 if weight.dim() > 1 else torch.float32
         assert (weight.device.type, weight.dtype, weight.requires_grad) == ("meta", dtype, False)

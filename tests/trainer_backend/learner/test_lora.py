@@ -342,11 +342,13 @@ def test_adapters_over_another_model_than_theirs_are_refused(tokenizer, tmp_path
         weight_files(folder)
     assert f"turnwise merge {folder} --to" in str(caught.value)
     shutil.rmtree(tmp_path / "one/iteration_0")
-    with pytest.raises(ModelFolderError, match="'iteration_0', is not beside it"):
+    with pytest.raises(ModelFolderError, match="'iteration_0', is not next to it"):
         load_checkpoint(learner.config.model, folder)
     shutil.copytree(tmp_path / "other/iteration_0", tmp_path / "one/iteration_0")
     for load in (load_checkpoint, lambda _, folder: LocalLearner.resumed(learner.config, folder)):
-        with pytest.raises(CheckpointError, match="trained over another iteration_0 than the one beside it"):
+        with pytest.raises(
+            CheckpointError, match="trained over another iteration_0 than the one now next to it"
+        ):
             load(learner.config.model, folder)
 
 
