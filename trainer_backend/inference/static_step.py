@@ -8,6 +8,7 @@ be captured, the log says why, and the step runs without it, as on a CPU. If mem
 tried again later.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -176,9 +177,8 @@ class StaticStep:
 
     def find_bucket(self, rows: int) -> int:
         """Return the least bucket that holds so many rows."""
-        for bucket in self._buckets:
-            if rows <= bucket:
-                return bucket
+        if rows <= self._buckets[-1]:
+            return self._buckets[bisect_left(self._buckets, rows)]
         raise ValueError(f"a step has at most {self._buckets[-1]} rows, got {rows}")
 
     def _run(self, kind: _Kind) -> None:

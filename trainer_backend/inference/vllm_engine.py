@@ -414,7 +414,8 @@ class VllmEngine(RemoteEngine):
         async with self._response(data) as response:  # leaving it early aborts the request
             if response.status != 200:
                 raise _refusal(response.status, await response.content.read(EXCERPT * 10), self._url)
-            count, most_bytes = 0, MOST_REPLY_BYTES + sampling.max_tokens * _most_chunk_bytes(extras)
+            most_per_token = 1024 * (2 + extras.likeliest)  # more than a server writes of one
+            count, most_bytes = 0, MOST_REPLY_BYTES + sampling.max_tokens * most_per_token
             async for chunk in _chunks(response.content, self._url, most_bytes):
                 self._signs += 1
                 goes_on = answer.stop_string is None
@@ -586,7 +587,7 @@ class VllmEngine(RemoteEngine):
         await self._refuse_raw_logprobs()
         return f"replica {self.url}: vLLM {release}, context {length}"
 
-    async def refuse_deaf(self) -> None:
+    async def check_receiver(self) -> None:
         """Refuse a server that cannot receive weights from the learner's process."""
         hint = (
             'Start it with --weight-transfer-config \'{"backend": "turnwise"}\' (docs/vllm.md), or use '
@@ -594,7 +595,7 @@ class VllmEngine(RemoteEngine):
         )
         await self._require(_RECEIVES, "cannot receive weights from the learner", hint)
 
-    async def refuse_sleepless(self) -> None:
+    async def check_sleeper(self) -> None:
         """Refuse a server that would keep its GPU's memory while it sleeps."""
         hint = "Start it with --enable-sleep-mode, which needs a GPU (docs/vllm.md), or leave sleep out."
         await self._require(_SLEEPS, "gives no memory back (inference.sleep)", hint)
@@ -670,11 +671,6 @@ async def _chunks(content: aiohttp.StreamReader, where: str, most_bytes: int) ->
             if data and not data.startswith(b":"):  # a comment, which keeps the connection open
                 yield read(_Sample, data, where)
     raise RemoteUnavailable(f"{where} ended a stream in the middle of an answer")
-
-
-def _most_chunk_bytes(extras: Extras) -> int:
-    """More than a server writes of one token."""
-    return 1024 * (2 + extras.likeliest)
 
 
 def _tell(answer: _Answer, count: int, extras: Extras) -> int:

@@ -119,7 +119,7 @@ class EngineWorker:
         other error ends the engine, unless it is one of ours, before the first weight was written.
         """
         try:
-            self._with_room(copy, f"loading version {version}", self._free_all)
+            self._with_room(copy, f"loading version {version}", relief=self._free_all)
         except EngineOutOfMemory:
             self.half_loaded = version
             raise

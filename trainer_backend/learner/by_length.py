@@ -93,7 +93,7 @@ class Groups:
 
 def group_by_length(bounds: SegmentBounds) -> Groups:
     """Segments by length, longest first, in groups of similar length."""
-    return _side_by_side([torch.tensor(group).T for group in alike(_longest_first(bounds))])
+    return _join_groups([torch.tensor(group).T for group in alike(_longest_first(bounds))])
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def _longest_first(bounds: SegmentBounds) -> list[tuple[int, int]]:
     return sorted(pairwise(bounds.starts_S.tolist()), key=lambda segment: segment[0] - segment[1])
 
 
-def _side_by_side(groups: Sequence[Tensor]) -> Groups:
+def _join_groups(groups: Sequence[Tensor]) -> Groups:
     """Of groups, each [2, segments]: the first token of each segment and the one after its last."""
     tokens, is_real, shapes = [], [], []
     for first_G, end_G in groups:
@@ -200,7 +200,7 @@ def plan_reads(bounds: SegmentBounds, position_N: Tensor, dtype: torch.dtype) ->
         mask_GQK = torch.zeros(hidden_GQK.shape, dtype=dtype).masked_fill_(hidden_GQK, float("-inf"))
         groups.append(torch.stack((first_G, end_G)))
         masks.append(mask_GQK[:, None])
-    return Reads(_side_by_side(groups), tuple(masks))
+    return Reads(_join_groups(groups), tuple(masks))
 
 
 def attend_by_length(groups: Groups, q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float) -> Tensor:

@@ -10,7 +10,7 @@
                                    where it has layers of its own; learning_rate.json of "desired_kl"
                                with several ranks a model-n-of-m.safetensors of each and an index,
                                    and training_state/optimizer/ with the share of each
-                               adapter/    with [lora], in peft's layout; merged into the model, if there is one
+                               adapter/    with [lora], in peft's layout; merged into any model there
                                base.json    without a model: the checkpoint whose model is the adapters' base,
                                             and its digest
     checkpoints/best           a link to the checkpoint with the best evaluation so far, else to the latest

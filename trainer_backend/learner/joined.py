@@ -137,7 +137,7 @@ class Plan:
     @classmethod
     def of_all(cls, runs: Runs) -> Plan:
         own = []
-        for first_G, end_G in _side_by_side(runs):
+        for first_G, end_G in _group_runs(runs):
             places = _Places.of(first_G, end_G)
             own.append(_Side(places, places, None))
         return cls(own, [(slice(run.start, run.end), slice(run.end, run.until)) for run in runs.shared])
@@ -146,7 +146,7 @@ class Plan:
     def of_some(cls, runs: Runs, position_N: Tensor) -> Plan | None:
         """Of the queries of some tokens, [N] int64 places in ascending order; None where all cost no more."""
         own, scores, of_all = [], 0, 0
-        for first_G, end_G in _side_by_side(runs):
+        for first_G, end_G in _group_runs(runs):
             reads_2G = torch.searchsorted(position_N, torch.stack((first_G, end_G)))
             is_read_G = reads_2G[0] < reads_2G[1]
             of_all += len(first_G) * int((end_G - first_G).max()) ** 2
@@ -421,7 +421,7 @@ def _summed(part: Tensor, times: int) -> Tensor:
     return part if times == 1 else part.reshape(groups, heads // times, times, places, size).sum(2)
 
 
-def _side_by_side(runs: Runs) -> Iterator[tuple[Tensor, Tensor]]:
+def _group_runs(runs: Runs) -> Iterator[tuple[Tensor, Tensor]]:
     """Groups of runs of similar length: their first tokens, and the ones after their last."""
     bounds = zip(runs.starts_R.tolist(), runs.starts_R.tolist()[1:], strict=False)
     for group in alike(sorted(bounds, key=lambda run: run[0] - run[1])):

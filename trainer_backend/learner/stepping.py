@@ -16,7 +16,7 @@ from trainer_backend.core.losses import RatioLevel
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import ModelFolderError, OutOfMemory
-from trainer_backend.learner.lora import adapter_dropouts
+from trainer_backend.learner.lora import lora_layers
 from trainer_backend.learner.shapes import count_checkpointed
 from trainer_backend.models.folder import is_out_of_memory
 from trainer_backend.models.routers import again
@@ -80,7 +80,8 @@ def stepping(model: PreTrainedModel) -> Iterator[None]:
     a first step would not be 1.
     """
     layers = [module for module in model.modules() if getattr(module, _SWITCH, False)]
-    switched = [*layers, *adapter_dropouts(model)]
+    dropouts = (dropout for _, layer in lora_layers(model) for dropout in layer.lora_dropout.values())
+    switched = [*layers, *dropouts]
     for module in switched:
         module.training = True  # of the module alone: train() would reach into it
     try:

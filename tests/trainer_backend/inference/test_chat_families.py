@@ -20,11 +20,10 @@ from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.actor import NO_EXTRAS, Extras, FrozenEngine, Generation
 from trainer_backend.inference.chat_check import describe_chat, refuse_without_tools
 from trainer_backend.inference.engine import LocalEngine, stop_token_ids
-from trainer_backend.inference.forced_call import find_opening
 from trainer_backend.inference.gateway_app import create_gateway
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.rendering import ChatRenderer
-from trainer_backend.inference.served_policy import ServedPolicy
+from trainer_backend.inference.served_policy import ServedPolicy, find_opening
 from trainer_backend.inference.tool_format import detect_tool_format
 from trainer_backend.job.tables import ModelTable
 from trainer_backend.learner.loading import load_named

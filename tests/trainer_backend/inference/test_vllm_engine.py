@@ -158,30 +158,28 @@ async def test_a_server_that_a_killed_trainer_left_asleep_serves_again(folders):
             assert not fake.asleep
 
 
-async def test_a_server_that_would_keep_its_memory_while_it_sleeps_is_refused(folders):
+@pytest.mark.parametrize(
+    ("method", "flag", "says", "hint"),
+    [
+        ("check_sleeper", "sleeps", "gives no memory back", "--enable-sleep-mode"),
+        ("check_receiver", "receives", "cannot receive weights from the learner", "--weight-transfer-config"),
+    ],
+)
+async def test_a_server_that_cannot_sleep_or_receive_weights_is_refused(folders, method, flag, says, hint):
     with fake_vllm(folders[0]) as (fake, url):
         async with engine_at(url) as engine:
-            await engine.refuse_sleepless()
-            fake.sleeps = False
-            with pytest.raises(RemoteRefused, match="gives no memory back") as error:
-                await engine.refuse_sleepless()
-    assert "--enable-sleep-mode" in (error.value.hint or "")
+            refuse = getattr(engine, method)
+            await refuse()
+            setattr(fake, flag, False)
+            with pytest.raises(RemoteRefused, match=says) as error:
+                await refuse()
+    assert hint in (error.value.hint or "")
 
 
 async def test_a_truncated_sample_is_refused(folders):
     async with engine_at("http://127.0.0.1:9") as engine:
         with pytest.raises(BadChatRequest, match="log-probs of the truncated distribution"):
             await engine.generate(PROMPT, Sampling(max_tokens=2, top_p=0.5), request_id="a")
-
-
-async def test_a_server_that_cannot_receive_weights_is_refused_with_its_reason(folders):
-    with fake_vllm(folders[0]) as (fake, url):
-        async with engine_at(url) as engine:
-            await engine.refuse_deaf()
-            fake.receives = False
-            with pytest.raises(RemoteRefused, match="cannot receive weights from the learner") as error:
-                await engine.refuse_deaf()
-    assert "--weight-transfer-config" in (error.value.hint or "")
 
 
 async def test_after_a_load_that_failed_a_server_answers_and_nothing_of_it_is_used_before_the_next(
@@ -226,7 +224,7 @@ async def test_weights_that_another_run_loads_are_noticed_at_the_next_sample(fol
                 await ours.generate(PROMPT, sampling, request_id="b", extras=extras)
 
 
-async def test_a_sample_may_take_long_and_a_server_that_answers_nobody_is_noticed(folders):
+async def test_a_sample_may_take_long_and_a_server_that_answers_no_one_is_noticed(folders):
     with fake_vllm(folders[0]) as (fake, url):
         async with engine_at(url) as engine:
             engine.silence_s = 0.5  # a probe is answered within it on a busy machine too
@@ -422,7 +420,7 @@ async def test_a_version_that_cannot_be_read_loses_a_replica_and_leaves_it_looke
             watch.cancel()
 
 
-async def test_a_replica_that_stays_away_is_started_anew_where_the_run_can(folders, models):
+async def test_a_replica_that_stays_away_is_restarted_where_the_run_can(folders, models):
     with two_fakes(folders[0]) as (fakes, urls):
 
         def renew(url: str) -> None:
@@ -498,7 +496,7 @@ async def test_a_request_waits_for_a_replica_and_then_says_what_each_answered(fo
                 await sample(pool, "r")
 
 
-async def test_a_streamed_request_is_not_sampled_anew_elsewhere(folders, models):
+async def test_a_streamed_request_is_not_sampled_again_elsewhere(folders, models):
     with two_fakes(folders[0]) as (fakes, urls):
         async with pool_of(urls, []) as pool:
             await pool.load(publication(0, folders, models))

@@ -135,10 +135,6 @@ def test_servers_of_a_run_take_gpus_from_the_last_one_and_their_share_of_it():
     plan = search.plan(search.config)
     assert plan.ranks == "rank 1 of 2 ranks", "it needs most"
     assert plan.needs.device["vllm"] == int(0.92 * 10 * GIB)
-    assert (
-        "vllm" not in search.plan(with_settings(search.config, {"inference.replicas": 0})).needs.device
-        or True
-    )
 
 
 @pytest.mark.parametrize(
@@ -158,7 +154,7 @@ def lines_of(card: str, **tables: Any) -> list[str]:
     return list(lines_before_a_run(tiny_job(**tables), trial=False, card=card_bytes(card)))
 
 
-def test_check_tells_each_kind_with_the_sum_beside_the_card():
+def test_check_tells_each_kind_with_the_sum_and_the_card():
     lines = lines_of("24GiB")
     start = next(number for number, line in enumerate(lines) if line.startswith("memory on cuda with 24.0"))
     kinds = [line.split()[0] for line in lines[start + 1 :] if line.startswith("  ")]
@@ -167,8 +163,8 @@ def test_check_tells_each_kind_with_the_sum_beside_the_card():
 
 
 def test_check_says_what_it_cannot_plan_where_the_model_is_not_here():
-    lines = lines_of("24GiB", model={"name": "nobody/no-such-model"})
-    assert lines[-1].startswith("memory is not planned") and "hf download nobody/no-such-model" in lines[-1]
+    lines = lines_of("24GiB", model={"name": "someone/no-such-model"})
+    assert lines[-1].startswith("memory is not planned") and "hf download someone/no-such-model" in lines[-1]
 
 
 def test_a_config_alone_is_enough_for_a_plan(tmp_path: Path):

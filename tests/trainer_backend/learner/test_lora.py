@@ -306,7 +306,7 @@ def test_transformers_with_peft_loads_a_checkpoint_of_adapters_as_it_stands(toke
     assert AutoTokenizer.from_pretrained(folder, local_files_only=True).get_vocab() == tokenizer.get_vocab()
 
 
-def test_whoever_asks_for_merged_checkpoints_gets_the_model_in_each(tokenizer, tmp_path: Path):
+def test_merged_checkpoints_hold_the_model_in_each(tokenizer, tmp_path: Path):
     learner = checkpoints_of(tokenizer, tmp_path, lora__merged_checkpoints=True)
     model, _ = load_model_folder(tmp_path / "iteration_1")
     torch.testing.assert_close(logits(model), logits(learner.copy_to_serve()), rtol=0, atol=1e-5)
@@ -360,20 +360,7 @@ def test_a_base_that_has_changed_on_disk_is_refused(tokenizer, tmp_path: Path):
         load_checkpoint(learner.config.model, tmp_path / "iteration_1")
 
 
-def test_a_checkpoint_without_an_adapter_is_not_resumed_with_lora(tokenizer, tmp_path: Path):
-    learner_of(tokenizer).save(tmp_path / "iteration_0", Progress())
-    with pytest.raises(CheckpointError, match=r"no adapter in this checkpoint, but the job has \[lora\]"):
-        LocalLearner.resumed(learner_of(tokenizer, **LORA).config, tmp_path / "iteration_0")
-
-
-def test_a_run_with_adapters_is_not_resumed_without_lora(tokenizer, tmp_path: Path):
-    checkpoints_of(tokenizer, tmp_path)
-    for iteration in ("iteration_0", "iteration_1"):
-        with pytest.raises(CheckpointError, match=r"it has adapters, but the job has no \[lora\]"):
-            LocalLearner.resumed(learner_of(tokenizer).config, tmp_path / iteration)
-
-
-def test_rl_starts_from_what_the_warm_up_taught_and_so_does_whoever_resumes(tokenizer, tmp_path: Path):
+def test_rl_starts_from_what_the_warm_up_taught_and_so_does_a_resumed_run(tokenizer, tmp_path: Path):
     kl = {"training__kl_coef": 0.1, "training__update_passes": 1}
     learner = updated(tokenizer, **kl)  # as a warm-up would leave it
     learner._reference = None
@@ -411,20 +398,28 @@ def test_what_is_merged_is_float32_even_where_the_base_is_not_and_one_where_it_i
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("before", "after", "told"),
     [
-        ({"lora__rank": 8}, r"adapters have rank 4, but lora\.rank of the job gives 8"),
-        ({"lora__alpha": 4}, r"adapters have alpha 8, but lora\.alpha of the job gives 4"),
+        ({}, LORA, r"no adapter in this checkpoint, but the job has \[lora\]"),
+        (LORA, {}, r"it has adapters, but the job has no \[lora\]"),
+        (LORA, {**LORA, "lora__rank": 8}, r"adapters have rank 4, but lora\.rank of the job gives 8"),
+        (LORA, {**LORA, "lora__alpha": 4}, r"adapters have alpha 8, but lora\.alpha of the job gives 4"),
         (
-            {"lora__target_modules": ["q_proj"]},
+            LORA,
+            {**LORA, "lora__target_modules": ["q_proj"]},
             r"adapters have target_modules .*down_proj.* and 12 more, .* gives \['q_proj'\]",
         ),
     ],
 )
-def test_a_run_is_not_resumed_with_adapters_of_other_settings(tokenizer, tmp_path: Path, changed, told: str):
-    learner_of(tokenizer, **LORA).save(tmp_path / "iteration_0", Progress())
-    with pytest.raises(CheckpointError, match=told):
-        LocalLearner.resumed(learner_of(tokenizer, **{**LORA, **changed}).config, tmp_path / "iteration_0")
+def test_a_run_is_not_resumed_with_other_adapters_than_it_has(
+    tokenizer, tmp_path: Path, before, after, told: str
+):
+    learner = learner_of(tokenizer, **before)
+    learner.save(tmp_path / "iteration_0", Progress())
+    learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))  # of adapters alone, where there are any
+    for name in ("iteration_0", "iteration_1"):
+        with pytest.raises(CheckpointError, match=told):
+            LocalLearner.resumed(learner_of(tokenizer, **after).config, tmp_path / name)
 
 
 def test_the_saved_adapter_names_the_model_that_it_was_trained_over(tokenizer, tmp_path: Path):

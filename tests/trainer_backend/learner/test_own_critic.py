@@ -8,17 +8,20 @@ import torch
 
 from tests.trainer_backend.learner.hand_made import learner_of, segment, tiny_tokenizer
 from tests.trainer_backend.learner.test_out_of_memory import Shortage
-from tests.trainer_backend.learner.test_value_head import critic_of, episodes_of, scored, states, tensors_of
+from tests.trainer_backend.learner.test_value_head import (
+    LEVELS,
+    OWN,
+    critic_of,
+    episodes_of,
+    scored,
+    states,
+    tensors_of,
+)
 from trainer_backend.core.critic import CriticTargets, explained_variance, firsts
-from trainer_backend.errors import CheckpointError, NonFiniteLoss, OutOfMemory, SegmentError
+from trainer_backend.errors import NonFiniteLoss, OutOfMemory, SegmentError
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.shapes import model_shape
 from trainer_backend.parts import CreditedEpisode, Progress
-from trainer_backend.run.beginning import told_on_resume
-from trainer_backend.rundir.checkpoint_paths import CRITIC_FILE
-
-LEVELS = ["gae", "gae_token"]
-OWN = {"training__critic": "own", "training__entropy_coef": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +31,6 @@ def tokenizer():
 
 def own_critic_of(tokenizer, advantage="gae", **overrides) -> LocalLearner:
     return critic_of(tokenizer, advantage, **{**OWN, **overrides})
-
-
-@pytest.mark.parametrize("advantage", LEVELS)
-def test_at_first_every_value_is_0(tokenizer, advantage):
-    found = scored(own_critic_of(tokenizer, advantage), states(3))
-    assert [list(firsts(values)) for values in found.values()] == [[0.0]] * 3
 
 
 @pytest.mark.parametrize("advantage", LEVELS)
@@ -95,55 +92,6 @@ def test_a_critic_that_begins_in_the_middle_of_a_run_warms_up_then(tokenizer, tm
         learner.save(tmp_path / f"iteration_{iteration}", Progress(iteration, 1, 2))
         learner, _ = LocalLearner.resumed(learner.config, tmp_path / f"iteration_{iteration}")
     assert found == [False, False, True]
-
-
-@pytest.mark.parametrize("advantage", LEVELS)
-def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(tokenizer, tmp_path: Path, advantage):
-    whole = own_critic_of(tokenizer, advantage)
-    whole.save(tmp_path / "iteration_0", Progress())
-    whole.update(episodes_of(whole, [1.0, -2.0]), iteration=1)
-    whole.save(tmp_path / "iteration_1", Progress(1, 1, 2))
-    again, _ = LocalLearner.resumed(whole.config, tmp_path / "iteration_1")
-    assert scored(again, states(2))["r0"] != [0.0]
-    for learner in (whole, again):
-        learner.update(episodes_of(learner, [0.5, -1.0], advantage=1.0), iteration=2)
-    assert scored(again, states(4)) == scored(whole, states(4))
-    ours, theirs = tensors_of(whole), tensors_of(again)
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-
-
-def test_a_run_that_goes_from_a_head_to_layers_of_its_own_says_so_and_begins_fresh(tokenizer, tmp_path: Path):
-    learner = critic_of(tokenizer)
-    learner.update(episodes_of(learner, [1.0, -2.0]), iteration=1)
-    learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
-    assert told_on_resume("gae", tmp_path / "iteration_1", critic="own") == (
-        "iteration_1 has no critic with layers of its own, which training.critic = 'own' needs: a fresh one "
-        "begins, all values 0"
-    )
-    again, _ = LocalLearner.resumed(own_critic_of(tokenizer).config, tmp_path / "iteration_1")
-    assert scored(again, states(1)) == {"r0": [0.0]}
-
-
-def test_a_run_that_goes_back_to_a_head_says_so_and_begins_fresh(tokenizer, tmp_path: Path):
-    learner = own_critic_of(tokenizer)
-    learner.update(episodes_of(learner, [1.0, -2.0]), iteration=1)
-    learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
-    assert told_on_resume("gae", tmp_path / "iteration_1", critic="own") is None
-    assert told_on_resume("gae", tmp_path / "iteration_1", critic="head") == (
-        "the critic of iteration_1 has layers of its own and is left behind: training.critic = 'head' reads "
-        "the policy's; a fresh one begins, all values 0"
-    )
-    again, _ = LocalLearner.resumed(critic_of(tokenizer).config, tmp_path / "iteration_1")
-    assert scored(again, states(1)) == {"r0": [0.0]}
-
-
-def test_a_broken_file_is_refused_with_its_path(tokenizer, tmp_path: Path):
-    learner = own_critic_of(tokenizer)
-    scored(learner, states(1))
-    learner.save(tmp_path / "iteration_1", Progress())
-    (tmp_path / "iteration_1/training_state" / CRITIC_FILE).write_bytes(b"half")
-    with pytest.raises(CheckpointError, match=r"training_state/critic\.safetensors: the critic cannot"):
-        LocalLearner.resumed(learner.config, tmp_path / "iteration_1")
 
 
 def test_a_loss_that_is_not_finite_leaves_the_critic_as_it_was(tokenizer):

@@ -25,10 +25,12 @@ from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.models import load_model_folder
 from trainer_backend.parts import CreditedEpisode, Progress
 from trainer_backend.run.beginning import told_on_resume
-from trainer_backend.rundir.checkpoint_paths import VALUE_HEAD_FILE
+from trainer_backend.rundir.checkpoint_paths import CRITIC_FILE, VALUE_HEAD_FILE
 
 LEVELS = ["gae", "gae_token"]
 TRUNK = {"training__value_trunk_gradient": True}
+OWN = {"training__critic": "own", "training__entropy_coef": 0.0}
+CRITICS = [pytest.param({}, id="head"), pytest.param(OWN, id="own layers")]
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +81,10 @@ def test_an_input_whose_spread_is_rounding_alone_is_not_blown_up(tmp_path):
     assert load_file(tmp_path / VALUE_HEAD_FILE)["std"].tolist() == pytest.approx([1.0, 1.0, 1.0])
 
 
+@pytest.mark.parametrize("critic", CRITICS)
 @pytest.mark.parametrize("advantage", LEVELS)
-def test_at_first_every_value_is_0(tokenizer, advantage):
-    found = scored(critic_of(tokenizer, advantage), states(3))
+def test_at_first_every_value_is_0(tokenizer, advantage, critic):
+    found = scored(critic_of(tokenizer, advantage, **critic), states(3))
     assert [list(firsts(values)) for values in found.values()] == [[0.0]] * 3
     assert advantage == "gae" or found["r0"].rows_T == [[0.0] * 3]
 
@@ -136,7 +139,7 @@ def test_a_batch_cut_into_pieces_of_one_row_gives_the_same_gradients_of_the_valu
     torch.testing.assert_close(trunk_of_cut, trunk, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("overrides", [{}, {"lora__rank": 4}], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("overrides", [*CRITICS, pytest.param({"lora__rank": 4}, id="adapters")])
 @pytest.mark.parametrize("advantage", LEVELS)
 def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(
     tokenizer, tmp_path: Path, overrides, advantage
@@ -166,7 +169,9 @@ def test_a_run_that_was_interrupted_before_anything_was_scored_begins_with_the_s
     assert scored(again, states(4)) == scored(whole, states(4))
 
 
-def test_the_model_folder_of_a_checkpoint_is_a_plain_one_with_the_head_beside_it(tokenizer, tmp_path: Path):
+def test_the_model_folder_of_a_checkpoint_is_a_plain_one_and_the_head_has_its_own_file(
+    tokenizer, tmp_path: Path
+):
     learner = critic_of(tokenizer)
     learner.update(episodes_of(learner, [1.0, -2.0]), iteration=1)
     learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
@@ -178,13 +183,41 @@ def test_the_model_folder_of_a_checkpoint_is_a_plain_one_with_the_head_beside_it
     }
 
 
-def test_a_run_that_takes_up_a_critic_begins_with_a_fresh_head_and_says_so(tokenizer, tmp_path: Path):
-    learner_of(tokenizer).save(tmp_path / "iteration_1", Progress(1, 1, 2))
-    assert told_on_resume("gae", tmp_path / "iteration_1") == (
-        "iteration_1 has no value head, which algorithm.advantage = 'gae' needs: a fresh one begins, "
-        "all values 0"
-    )
-    again, _ = LocalLearner.resumed(critic_of(tokenizer).config, tmp_path / "iteration_1")
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        (
+            {"algorithm__advantage": "stepwise"},
+            {},
+            "iteration_1 has no value head, which algorithm.advantage = 'gae' needs: a fresh one begins, all "
+            "values 0",
+        ),
+        (
+            {},
+            OWN,
+            "iteration_1 has no critic with layers of its own, which training.critic = 'own' needs: a fresh "
+            "one begins, all values 0",
+        ),
+        (
+            OWN,
+            {},
+            "the critic of iteration_1 has layers of its own and is left behind: training.critic = 'head' "
+            "reads the policy's; a fresh one begins, all values 0",
+        ),
+    ],
+    ids=["none to head", "head to own", "own to head"],
+)
+def test_a_run_that_changes_its_critic_begins_with_a_fresh_one_and_says_so(
+    tokenizer, tmp_path: Path, before, after, told
+):
+    learner = critic_of(tokenizer, **before)
+    if learner.config.value_level is not None:
+        learner.update(episodes_of(learner, [1.0, -2.0]), iteration=1)
+    learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
+    critic = after.get("training__critic", "head")
+    assert told_on_resume("gae", tmp_path / "iteration_1", critic=critic) == told
+    assert (told_on_resume("gae", tmp_path / "iteration_1", critic="own") is None) == (before is OWN)
+    again, _ = LocalLearner.resumed(critic_of(tokenizer, **after).config, tmp_path / "iteration_1")
     assert scored(again, states(1)) == {"r0": [0.0]}
 
 
@@ -201,13 +234,19 @@ def test_a_run_that_gives_its_critic_up_says_so_and_goes_on(tokenizer, tmp_path:
     assert not (tmp_path / "iteration_2/training_state" / VALUE_HEAD_FILE).exists()
 
 
-def test_a_broken_head_is_refused_with_its_path(tokenizer, tmp_path: Path):
-    learner = critic_of(tokenizer)
+@pytest.mark.parametrize(
+    ("critic", "file", "says"),
+    [
+        ({}, VALUE_HEAD_FILE, r"value_head\.safetensors: the value head"),
+        (OWN, CRITIC_FILE, r"critic\.safetensors: the critic"),
+    ],
+)
+def test_a_broken_file_is_refused_with_its_path(tokenizer, tmp_path: Path, critic, file: str, says: str):
+    learner = critic_of(tokenizer, **critic)
+    scored(learner, states(1))
     learner.save(tmp_path / "iteration_1", Progress())
-    (tmp_path / "iteration_1/training_state" / VALUE_HEAD_FILE).write_bytes(b"half")
-    with pytest.raises(
-        CheckpointError, match=r"training_state/value_head\.safetensors: the value head cannot"
-    ):
+    (tmp_path / "iteration_1/training_state" / file).write_bytes(b"half")
+    with pytest.raises(CheckpointError, match=f"training_state/{says} cannot"):
         LocalLearner.resumed(learner.config, tmp_path / "iteration_1")
 
 
