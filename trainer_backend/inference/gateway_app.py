@@ -84,7 +84,7 @@ def create_gateway(
 
     async def health(request: Request) -> Response:
         for name, policy in policies.items():
-            if policy.engine.breakdown.done():  # without the reason, since anybody may ask here
+            if policy.engine.breakdown.done():  # without the reason, since this route needs no key
                 raise EngineStopped(f"the engine of {name!r} has ended by itself; the log says why")
         return JSONResponse({"status": "ok"})
 

@@ -1,6 +1,6 @@
 """Tiles of running rows that begin with the same pages, which a decode step then reads once for a tile.
 
-Rows share whole pages of a known prefix (`pages`), and go on in pages of their own: so which they share is
+Rows share whole pages of a known prefix (`pages`), and continue in pages of their own: so which they share is
 told by their numbers, and changes with the running rows alone. Shared pages are cut once: where all rows
 share a system message and some of them more, the cut is the one that saves most reads.
 """

@@ -34,7 +34,7 @@ class PagePool:
         grow: allocates the next slab and returns the number of its pages, at most what it is given; 0 if the
             memory of the device does not allow one.
         evict: drops one kept prefix (`drop`), and returns False if there is none.
-        copy: copies the contents of a page to another page, before anybody writes in either.
+        copy: copies the contents of a page to another page, before either is written.
     """
 
     def __init__(

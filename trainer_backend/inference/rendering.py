@@ -313,7 +313,7 @@ class ChatRenderer:
         return found
 
     def _after(self, prompt: str, whole: str) -> str | None:
-        """What follows the prompt up to the end token; None where the text does not begin with the prompt."""
+        """The text after the prompt, up to the end token; None if the text does not begin with the prompt."""
         if not whole.startswith(prompt):
             return None
         end = self.tokenizer.eos_token

@@ -133,7 +133,7 @@ class RowAttention:
         return out_THD
 
     def _attend_own(self, queries_THD: Tensor) -> tuple[Tensor, Tensor]:
-        """What lies behind the trunks."""
+        """The part of the rows after the trunks."""
         if not self._spans:
             assert self._kernels is not None, "only they need no spans"
             return self._kernels.attend(

@@ -38,14 +38,14 @@ class PolicyFacts:
 
     @classmethod
     def of_model(cls, table: ModelTable, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Self:
-        """Of a model that is loaded."""
+        """Read the facts from a loaded model."""
         return cls(
             table, tokenizer, stop_token_ids(model.generation_config, tokenizer), embedding_rows(model)
         )
 
     @classmethod
     def of_folder(cls, table: ModelTable, folder: Path) -> Self:
-        """Of a model folder, whose weights are not read."""
+        """Read the facts from a model folder, without its weights."""
         config = folder_config(folder)
         try:  # the generation config that the folder's model would have
             if (folder / "generation_config.json").is_file():

@@ -1,4 +1,4 @@
-"""Several replicas of one policy as one engine: sticky by session, and none serves weights of before.
+"""Several replicas of one policy as one engine: sticky by session; no replica serves outdated weights.
 
     starting -> stale -> serving -> lost
                   ^        |          |
@@ -234,7 +234,7 @@ class Servers(Engine):
             await asyncio.sleep(_LOOK_S)
             if self._published is None or self._is_released:
                 continue
-            self._renew_those_away()
+            self._renew_missing()
             self._bring_all()
             if self._any_serves:
                 none_since = None
@@ -243,7 +243,7 @@ class Servers(Engine):
                 if self._waiting and time.monotonic() - none_since > self._wait_s:
                     self._break_down()
 
-    def _renew_those_away(self) -> None:
+    def _renew_missing(self) -> None:
         now = time.monotonic()
         for replica in self.replicas:
             away_s = 0.0 if replica.away_since is None else now - replica.away_since
@@ -312,7 +312,7 @@ class Servers(Engine):
                 self._tell(f"replica {replica.engine.url} is lost: {error}")
             return
         if version is not self._published:
-            return  # stale again: who published the next version waits to load it
+            return  # stale again: the next version was published meanwhile
         replica.loads += 1
         self._become(replica, "serving", version.number)
         self._wake()

@@ -254,7 +254,7 @@ class StaticStep:
         self._compute(kind)
         self._tokens_S.copy_(tokens_S)
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as a learner's, go on allocating memory.
+        # Other threads, such as a learner's, continue to allocate memory.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             self._compute(kind)
         self._pool = self._pool or graph.pool()

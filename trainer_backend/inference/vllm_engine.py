@@ -179,7 +179,7 @@ class _Models(StrictReply):
 
 @dataclass(slots=True)
 class _Answer:
-    """What a server has told of one sample so far."""
+    """The part of one sample that a server has sent so far."""
 
     request_id: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -226,7 +226,7 @@ class VllmEngine(RemoteEngine):
     Args:
         url: the server's base URL; it serves one model.
         weight_update: "wait" lets running requests end before new weights are loaded; "keep" freezes them,
-            and they go on with the new weights.
+            and they continue with the new weights.
         wait_s: how long a load may take.
         ask: is called before the server asks the learner for weights that are sent.
     """
@@ -497,7 +497,7 @@ class VllmEngine(RemoteEngine):
         )
 
     async def _wake(self, tag: Literal["weights", "kv_cache"]) -> None:
-        """Have it take back the memory of one kind; with the last kind it goes on by itself."""
+        """Have it take back the memory of one kind; after the last kind it resumes by itself."""
         began_s = asyncio.get_running_loop().time()
         await self._control(_Nothing, "POST", "/wake_up", params={"tags": tag})
         self.wake_s += asyncio.get_running_loop().time() - began_s
@@ -554,7 +554,7 @@ class VllmEngine(RemoteEngine):
         return [score.logprob for score in scores[1:] if score is not None]
 
     async def refuse_unfit(self) -> str:
-        """Check that the server can be trained with; return a line that describes it.
+        """Check that the server fits the run; return a line that describes it.
 
         Raises:
             RemoteRefused: it is no vLLM, or of another release; it serves several models, or has a shorter
@@ -563,8 +563,8 @@ class VllmEngine(RemoteEngine):
         """
         release = (await self._control(_Release, "GET", "/version", timeout_s=_FRONTEND_TIMEOUT_S)).version
         refuse_release(release, self.url)
-        # A trainer that was killed amid a publish leaves the server paused, and every request waiting; one
-        # that was killed amid an update leaves it asleep.
+        # A trainer that was killed during a publish leaves the server paused, with all requests waiting; one
+        # that was killed during an update leaves it asleep.
         await self._control(_Nothing, "POST", "/wake_up", timeout_s=self._wait_s)
         self._is_asleep = False
         await self._control(_Nothing, "POST", "/resume", timeout_s=_FRONTEND_TIMEOUT_S)

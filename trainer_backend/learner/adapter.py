@@ -105,7 +105,7 @@ class Adapter:
         return {name: weight.detach() for name, weight in self._model.named_parameters() if ".lora_" in name}
 
     def copied(self, stored: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """`stored`, or else the weights of now, in tensors like ours, for `replaced`."""
+        """`stored`, or else the current weights, in tensors like ours, for `replaced`."""
         given = stored or self.weights()
         return {name: torch.empty_like(own).copy_(given[name]) for name, own in self.weights().items()}
 
@@ -144,11 +144,11 @@ class Adapter:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """To be called where a warm-up has moved the adapters, before RL goes on from them.
+        """To be called where a warm-up has moved the adapters, before RL continues from them.
 
         A run that is resumed gets its base from iteration_0, where the adapters of that moment are merged in,
         by taking them out again (`adapter_folder.take_out`); a float32 base may differ in its last bit then.
-        So that both go on from the same one, this run's base takes that way too.
+        So that both continue from the same one, this run's base is computed that way too.
         """
         for _, layer in lora_layers(self._model):
             base: Tensor = getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))

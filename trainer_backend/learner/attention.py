@@ -306,7 +306,7 @@ def varlen_kernel(q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, bounds: SegmentBo
         q, k, v, bounds.starts_S, bounds.starts_S, bounds.longest, bounds.longest,
         scale=scale, window_size=(-1, 0), **grouped,
     )  # fmt: skip
-    assert isinstance(attended, Tensor), "a pair comes back only to who asks for more"
+    assert isinstance(attended, Tensor), "a pair is returned only on request"
     return attended
 
 

@@ -124,7 +124,7 @@ class FirstStep:
         self.proximal: dict[int, NDArray[Any]] = {}
 
     def scored(self, piece: Batch, logprobs_N: Tensor) -> Batch:
-        """A piece, on the CPU, with log-probs of its own forward pass, and weights towards who sampled it."""
+        """A micro-batch, on the CPU, with log-probs of its own forward pass, and weights."""
         own_N = logprobs_N.detach()
         rows = split_by_number(piece.packed, own_N)
         self.proximal |= rows

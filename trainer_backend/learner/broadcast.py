@@ -79,7 +79,7 @@ class WeightSender:
 
         `tensors` have their names in a Hugging Face checkpoint, and are on the device of the group's backend.
         All are taken whatever happens: another rank may take part in making each of them. One is alive at a
-        time, with its copy in the precision and memory that is sent. If a server fails amid the broadcast, no
+        time, with its copy in the precision and memory that is sent. If a server fails during this, no
         server has loaded all of it, and the remaining ones ask again.
         """
         members, self._called = self._called, []
@@ -165,15 +165,15 @@ class _Stream:
             self._tell(count=self._count)
             start, first, left = time.monotonic(), None, set(range(1, self._place.size))
             while left and not _is_late(start, first, self._place.timeout_s):
-                done |= self._those(left, "done")
-                left -= done | self._those(left, "failed")
+                done |= self._listed(left, "done")
+                left -= done | self._listed(left, "failed")
                 first = first or (time.monotonic() if done else None)
                 time.sleep(_LOOK_S if left else 0.0)
         if self._group is not None:
             leave(self._group)
         return done
 
-    def _those(self, ranks: set[int], state: str) -> set[int]:
+    def _listed(self, ranks: set[int], state: str) -> set[int]:
         """Those of the ranks that are said to be done, or to have failed."""
         return {rank for rank in ranks if self._store.check([f"{self._place.group}/{state}/{rank}"])}
 

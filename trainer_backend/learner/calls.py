@@ -63,7 +63,7 @@ def _command(table: LearnerTable, place: Place) -> tuple[str, ...]:
 
 
 class About(Body):
-    """What answers at a learner's address."""
+    """The learner at an address: version, run and current call."""
 
     version: str
     """Version of the package."""

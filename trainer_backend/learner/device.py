@@ -89,7 +89,7 @@ class Placement:
         return Hardware(str(self.held).removeprefix("torch."), tuple(names))
 
     def notes(self) -> tuple[str, ...]:
-        """What `auto` left unused, in a sentence; empty: nothing."""
+        """A sentence about a GPU that `auto` does not use; empty: none."""
         if self.unusable_gpu is None:
             return ()
         return (

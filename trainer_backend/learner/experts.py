@@ -1,4 +1,4 @@
-"""What the routers of a mixture of experts decide while a model computes, read by hooks on its modules."""
+"""Records the decisions of the routers in a mixture of experts, by hooks on the model's modules."""
 
 import sys
 from collections.abc import Iterator
@@ -63,7 +63,7 @@ class Routing:
 
     @property
     def keywords(self) -> dict[str, bool]:
-        """What the model's pass is asked for."""
+        """Keywords for the model's forward pass."""
         return {"output_router_logits": True} if self.reads_probabilities else {}
 
     @contextmanager

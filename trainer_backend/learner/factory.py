@@ -112,7 +112,7 @@ class LocalFactory:
 
 
 def _share(learner: LocalLearner, ranks: Ranks) -> Tensor:
-    """What this rank has of the gradient of all weights, as one vector in main memory; float64."""
+    """This rank's share of the gradient of all weights: one float64 vector in main memory."""
     weights = learner.model.parameters()
     gradients = (torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights)
     return torch.cat([own_part(gradient, ranks).double().cpu() for gradient in gradients])

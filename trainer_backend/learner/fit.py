@@ -453,7 +453,7 @@ def less_memory(config: LearnerConfig) -> str:
 
 
 def _name_change(config: LearnerConfig, settings: Settings) -> str:
-    """What a person does to change settings: lower or raise a number, or set another value."""
+    """Describe a change of settings: lower or raise a number, or set another value."""
     words = list[str]()
     for key, value in settings.items():
         if key in ("lora", "cluster"):

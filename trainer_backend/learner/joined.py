@@ -253,7 +253,7 @@ class Level:
     def of(
         cls, queries: Sequence[tuple[int, int]], keys: Sequence[tuple[int, int]], *, causal: bool
     ) -> Level:
-        """Of ranges of tokens, on the CPU."""
+        """Build a level from ranges of tokens, on the CPU."""
         counts = [[end - begin for begin, end in ranges] for ranges in (queries, keys)]
         tokens = [torch.cat([torch.arange(*bounds) for bounds in ranges]) for ranges in (queries, keys)]
         starts = [torch.tensor([0, *accumulate(count)], dtype=torch.int32) for count in counts]
@@ -295,7 +295,7 @@ class LevelKernel(Protocol):
     """Attention of a level by a kernel of variable length, forward and backward."""
 
     dtype: ClassVar[torch.dtype | None] = None
-    """What it takes; None: whatever comes."""
+    """The dtype of its inputs; None: any."""
 
     def forward(
         self, q_NHD: Tensor, k_MHD: Tensor, v_MHD: Tensor, level: Level, scale: float
@@ -374,7 +374,7 @@ def attend_levels(
 
 
 class _Levels(torch.autograd.Function):
-    """What several levels add to an output or to a gradient is summed in float32 at least."""
+    """Attention over several levels; outputs and gradients are summed in float32 at least."""
 
     @staticmethod
     def forward(

@@ -138,7 +138,7 @@ class LocalLearner:
         self._critic: OwnCritic | None = None  # a fresh one is a copy of the policy that RL starts from
         if level is not None and training.critic == "head":
             self._head = ValueHead(model.config.hidden_size, placement.device, training, level)
-        # Log-probs from `values` and `score`, by rollout id, until the next update: under the weights of now,
+        # Log-probs from `values` and `score`, by rollout id, until the next update: under current weights,
         # and under the policy that RL started from.
         self._proximal: dict[str, list[NDArray[Any]]] = {}
         self._of_reference: dict[str, list[NDArray[Any]]] = {}
@@ -465,11 +465,11 @@ class LocalLearner:
         if adapter is not None:
             weights = adapter.copied(None if folder is None else read_adapter(folder / FOLDER))
 
-            def with_those(packed: Packed) -> Tensor:
+            def with_weights(packed: Packed) -> Tensor:
                 with adapter.replaced(weights):
                     return scorer.logprobs(packed)
 
-            return with_those
+            return with_weights
         if folder is not None:
             model = load_checkpoint(self.config.model, folder)[0]
         else:

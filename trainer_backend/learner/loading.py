@@ -151,7 +151,7 @@ def folder_to_serve(model: PreTrainedModel, folder: Path, placement: Placement) 
 
 
 def new_weights(folder: Path, placement: Placement) -> WeightSource:
-    """What an engine of `folder_to_serve` loads of a later folder of the same run: the adapters, or all."""
+    """Weights that an engine of `folder_to_serve` loads from a later folder of the run: adapters, or all."""
     has_adapters = placement.low is not None and (folder / FOLDER).is_dir()
     return read_adapter(folder / FOLDER) if has_adapters else folder
 

@@ -147,7 +147,7 @@ def fuller_turn(device: Mapping[str, int], servers: int) -> dict[str, int]:
 
 
 def _learner_needs(shape: ModelShape, use: MemoryUse, *, is_gpu: bool) -> dict[str, int]:
-    """Of a learner's process, or of each of its ranks."""
+    """Memory of a learner's process, or of each of its ranks."""
     held, reference = _held(shape, use), _reference(shape, use)
     moments = 0 if use.offload and is_gpu else held.moments
     if use.ranks.fsdp_cpu_offload and is_gpu:
@@ -174,13 +174,13 @@ class _Held(NamedTuple):
 
 
 def _whole(shape: ModelShape) -> _Held:
-    """Of adapters and value head, which every rank has whole."""
+    """Memory of adapters and value head, which every rank has whole."""
     count = shape.adapters + (shape.width + 1 if shape.critic else 0)
     return _Held(count * FLOAT32, count * FLOAT32, count * MOMENTS)
 
 
 def _shared(shape: ModelShape, use: MemoryUse) -> _Held:
-    """Of the weights of the model and of an own critic's layers, of which a rank has a part."""
+    """Memory of the weights of the model and of an own critic's layers, of which a rank has a part."""
     layers = max(0, shape.critic - shape.width - 1)
     weights = shape.frozen_bytes(use.held if shape.adapters else FLOAT32) + layers * FLOAT32
     trained = layers + (0 if shape.adapters else shape.parameters)
@@ -192,7 +192,7 @@ def _held(shape: ModelShape, use: MemoryUse) -> _Held:
 
 
 def _reference(shape: ModelShape, use: MemoryUse) -> int:
-    """Of the policy that RL started from: its adapters, or a copy of the model, shared out like the model."""
+    """Memory of the reference policy: its adapters, or a copy of the model, shared out like the model."""
     if not use.reference:
         return 0
     return shape.adapters * FLOAT32 or -(-shape.frozen_bytes(use.held) // use.ranks.parts)
@@ -212,7 +212,7 @@ def gathered(shape: ModelShape, use: MemoryUse) -> int:
 
 
 def serving_needs(shape: ModelShape, use: EngineUse, *, is_gpu: bool) -> MemoryNeeds:
-    """What an engine holds of a frozen model. The model must fit; the cache grows with use."""
+    """Memory of an engine with a frozen model. The model must fit; the cache grows with use."""
     weights, overhead = shape.frozen_bytes(use.held), OVERHEAD if is_gpu else 0
     device = {"engine": weights, "cache": cache(shape, use), "sampling": sampling(shape, use)}
     device["overhead"] = overhead
@@ -229,7 +229,7 @@ def cache(shape: ModelShape, use: EngineUse) -> int:
     """Keys and values of an engine at its fullest, and of what rows of our decoder share outside of it."""
     row = cached_row(shape, use)
     shared = most_rows(use.keys.slots) if use.trunks and shape.own_pass else 0
-    kept = use.keys.prefix_slots * (2 if shape.states else 1)  # and as many amid prompts
+    kept = use.keys.prefix_slots * (2 if shape.states else 1)  # and as many inside prompts
     fullest = (use.keys.slots + kept + shared) * row
     if not use.paged or use.keys.cache_bytes is None:
         return fullest

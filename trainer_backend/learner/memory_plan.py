@@ -112,7 +112,7 @@ def model_configs(
 ) -> tuple[Any, list[Any]]:
     """The config of a run's model, and those of its fixed policies in the folders `fixed`.
 
-    The run goes on from the folder `checkpoint`, or else from [model].
+    The run continues from the folder `checkpoint`, or else starts from [model].
     """
     others = [folder_config(folder) for folder in fixed]
     return model_config(config.model, checkpoint, choose_vocabulary(config, others)), others

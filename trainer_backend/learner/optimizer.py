@@ -144,7 +144,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             yield _Part(here, gradient, (moments[0], moments[1]), state["step"], group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but for the moments: torch would put them on the weights' device."""
+        """Load a state, with the moments in main memory: torch would move them to the weights."""
         super().load_state_dict({**state_dict, "state": {}})
         weights = [weight for group in self.param_groups for weight in group["params"]]
         for number, values in state_dict["state"].items():

@@ -221,7 +221,7 @@ class Calls:
         return About(version=version(), run=parse_run(self._session), call=call)
 
     def _refuse_other(self, session: str, number: int) -> None:
-        """Refuse who is not the orchestrator; a later start of its run, which holds the lock, follows it."""
+        """Refuse callers other than the orchestrator and a later start of its run, which holds the lock."""
         if session == self._session:
             return
         if self._session and (number != 1 or parse_run(session) != parse_run(self._session)):

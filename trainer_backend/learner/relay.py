@@ -122,7 +122,7 @@ class Relay:
 
     @property
     def _failure(self) -> str:
-        """Where a rank says that it has failed."""
+        """The key of the store at which a rank reports that it has failed."""
         return f"failure/{self._number}"
 
     def _ends(self, name: str, limit: timedelta) -> list[TrainerError | None]:
@@ -178,7 +178,7 @@ def call_error(error: Exception, name: str) -> TrainerError:
 
 
 def _cause(errors: list[TrainerError]) -> TrainerError:
-    """The error that the others followed from: not that a rank missed another one."""
+    """The root cause: the first error that is not a lost peer."""
     error = next((error for error in errors if not isinstance(error, LearnerLost)), errors[0])
     if isinstance(error, UpdateStopped):
         # No checkpoint can be written of a group that ends: the newest one stands.

@@ -89,7 +89,7 @@ class ModelShape:
 
     @property
     def cached_numbers(self) -> int:
-        """Of the keys and values of a token."""
+        """Size of the keys and values of a token."""
         return 2 * (self.layers - self.mlps - self.states) * self.kv_heads * self.head_dim
 
     def frozen_bytes(self, matrices: int) -> int:

@@ -1,4 +1,4 @@
-"""How a model is computed, by the learner and by the engine of this process, told without its weights."""
+"""Describes how learner and local engine compute a model, without its weights."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ class Ways(NamedTuple):
 
     updates: str
     rows: str
-    """What a row of an update holds."""
+    """The contents of a row of an update."""
     engine: str
     goes_on_from: str
     """Where the engine continues a prompt that it knows in part."""

@@ -189,12 +189,12 @@ _TEXTS = ("can't allocate memory", "out of memory", "alloc_failed")
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """torch's allocator for CUDA has an error of its own; everything else is told by its text alone."""
+    """torch's CUDA allocator has its own error class; other errors are recognised by their text."""
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error).lower() for text in _TEXTS)
 
 
 def out_of_memory(doing: str, *, running: int, max_model_len: int) -> EngineOutOfMemory:
-    """The error for what did not fit; other requests go on, unless it was a version's weights."""
+    """The error for what did not fit; other requests continue, unless it was a version's weights."""
     return EngineOutOfMemory(
         f"the engine ran out of memory while {doing}, with {running} requests running and room for "
         f"{max_model_len} tokens each",
@@ -204,7 +204,7 @@ def out_of_memory(doing: str, *, running: int, max_model_len: int) -> EngineOutO
 
 
 def collect_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What a model folder holds of a model, by name; of tied weights the first alone."""
+    """Collect the tensors that a model folder stores, by name; of tied weights the first alone."""
     saved = model.state_dict().keys()
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
     return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *buffers)}

@@ -422,5 +422,5 @@ def token_logprobs_backward(
 
 
 def _warps(block: int) -> int:
-    """Of a program whose block lies in registers."""
+    """For a program whose block lies in registers."""
     return max(1, min(16, block // 256))

@@ -57,7 +57,7 @@ def logit_map(config: PreTrainedConfig) -> LogitMap:
 def why_layers_not_full(config: Any, *, longest: int) -> str | None:
     """The layers that do not attend to all of `longest` positions, in words; None where all do."""
     window = getattr(config, "sliding_window", None)
-    # The models of before `layer_types` have the window in all layers.
+    # Models older than `layer_types` have the window in all layers.
     kinds = set(layer_kinds(config) or ["sliding_attention" if window else "full_attention"])
     if window is not None and window >= longest:
         kinds.discard("sliding_attention")

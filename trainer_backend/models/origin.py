@@ -113,7 +113,7 @@ class Origin:
 
 
 def read_origin(model: PreTrainedModel) -> Origin:
-    """What the folder of a model holds beyond it; nothing for one that was made here."""
+    """The other contents of a model's folder; empty for a model that was made here."""
     return getattr(model, _ATTRIBUTE, None) or Origin()
 
 

@@ -83,7 +83,7 @@ class Place:
             return ProcessGroupNCCL(own, self.rank, self.size, options)
 
     def device(self, own: torch.device) -> torch.device:
-        """Where a tensor is that the group moves; `own` is that of the model."""
+        """The device of the tensors that the group moves; `own` is that of the model."""
         return torch.device("cpu") if self.backend == "gloo" else own
 
 
