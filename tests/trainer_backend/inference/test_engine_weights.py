@@ -17,7 +17,7 @@ from trainer_backend.core.critic import make_targets
 from trainer_backend.errors import EngineOutOfMemory, EngineStopped, InferenceError, WeightsRefused
 from trainer_backend.inference.actor import Generation
 from trainer_backend.inference.engine import LocalEngine
-from trainer_backend.models import build_preset, load_model_folder, save_model_folder
+from trainer_backend.models import build_preset, load_model_folder
 from trainer_backend.parts import CreditedEpisode, Progress
 
 StartEngine = Callable[..., LocalEngine]
@@ -93,15 +93,6 @@ async def test_between_pause_and_resume_a_swap_is_immediate_and_the_versions_tel
     await engine.abort("a")
     (zero, old), (switch, new) = (await task).versions
     assert (zero, old, new) == (0, 0, 5) and 0 < switch < len((await task).token_ids)
-
-
-async def test_weights_come_from_a_folder_too(
-    start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-):
-    engine, new = start_engine(), other_model(tokenizer, 9)
-    save_model_folder(tmp_path, new)
-    await engine.load_weights(9, tmp_path)
-    await sampled_by(engine, new, 9)
 
 
 def files_that_vllm_loads(folder: Path) -> list[Path]:

@@ -118,8 +118,9 @@ def test_an_infinite_gradient_is_not_stepped(tokenizer):
     learner = learner_of(tokenizer)
     episodes = episodes_of(learner, [1e38, -1e38])
     before = {name: tensor.clone() for name, tensor in learner.weights().items()}
-    with pytest.raises(NonFiniteLoss):
+    with pytest.raises(NonFiniteLoss) as caught:
         learner.update(episodes, iteration=1)
+    assert caught.value.steps_taken == 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in learner.weights().items())
 
 
