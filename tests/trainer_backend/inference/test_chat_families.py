@@ -59,7 +59,7 @@ class WrittenEngine:
 
 
 @contextmanager
-def client_of(engine: FrozenEngine, tokenizer: PreTrainedTokenizerFast) -> Iterator[openai.OpenAI]:
+def open_client(engine: FrozenEngine, tokenizer: PreTrainedTokenizerFast) -> Iterator[openai.OpenAI]:
     app = create_gateway({"job/actor": ServedPolicy(engine, tokenizer)}, key="key")
     with (
         ServerThread(app, Listener("127.0.0.1", 0)) as base,
@@ -109,7 +109,7 @@ def test_the_openai_client_gets_the_call_and_goes_on_with_its_result(
 ):
     tokenizer = load_tokenizer(model_folders[family.name])
     engine = WrittenEngine(tokenizer, [family.written, "tree"], family.stop)
-    with client_of(engine, tokenizer) as client:
+    with open_client(engine, tokenizer) as client:
         ask = {"model": "job/actor", "tools": tools, "extra_headers": {ROLLOUT_HEADER: "r"}}
         first = client.chat.completions.create(messages=[SYSTEM, USER], **ask)
         message = first.choices[0].message
@@ -145,7 +145,7 @@ def test_a_forced_call_begins_in_the_prompt_and_the_conversation_continues_its_e
     rest = family.written.removeprefix(opening)
     engine = WrittenEngine(tokenizer, [rest, "tree"], family.stop)
     ask = {"model": "job/actor", "tools": [*tools, other], "extra_headers": {ROLLOUT_HEADER: "r"}}
-    with client_of(engine, tokenizer) as client:
+    with open_client(engine, tokenizer) as client:
         first = client.chat.completions.create(
             messages=[SYSTEM, USER], tool_choice="required" if several else named, **ask
         )
@@ -186,7 +186,7 @@ def test_a_forced_call_is_streamed_as_a_call_alone(
     rest = family.written.partition("interact_many")[2]
     rest = rest[rest.index("{") - 1 :]
     engine = WrittenEngine(tokenizer, [rest], family.stop)
-    with client_of(engine, tokenizer) as client:
+    with open_client(engine, tokenizer) as client:
         chunks = list(
             client.chat.completions.create(
                 model="job/actor", messages=[USER], tools=tools, tool_choice="required", stream=True
@@ -216,7 +216,7 @@ def test_a_reply_of_the_local_engine_is_sampled_decoded_and_ended(
     engine = LocalEngine(model, stop_ids=stops, keys=EngineKeys(max_model_len=512))
     engine.start()
     try:
-        with client_of(engine, tokenizer) as client:
+        with open_client(engine, tokenizer) as client:
             reply = client.chat.completions.create(
                 model="job/actor", messages=[SYSTEM, USER], tools=tools, max_tokens=12, seed=3, logprobs=True,
                 extra_body={"return_token_ids": True},
@@ -256,7 +256,7 @@ def test_qwen3_thinks_before_its_call_and_keeps_that_in_the_content(
     thought = "<think>\nmaybe <tool_call> later\n</think>"
     family = FAMILIES[0]
     engine = WrittenEngine(tokenizer, [f"{thought}\n\n{family.written}", "tree"], family.stop)
-    with client_of(engine, tokenizer) as client:
+    with open_client(engine, tokenizer) as client:
         ask = {"model": "job/actor", "tools": tools, "extra_headers": {ROLLOUT_HEADER: "r"}}
         first = client.chat.completions.create(messages=[USER], **ask)
         message = first.choices[0].message
@@ -374,7 +374,7 @@ def test_reasoning_in_a_channel_is_apart_from_content_and_streamed_at_the_end(
     thought = "<|channel|>analysis<|message|>a tree?<|end|><|start|>assistant<|channel|>"
     call = f"{thought}commentary to=functions.interact_many <|constrain|>json<|message|>{ARGUMENTS}"
     engine = WrittenEngine(tokenizer, [call, f"{thought}final<|message|>tree"], "<|im_end|>")
-    with client_of(engine, tokenizer) as client:
+    with open_client(engine, tokenizer) as client:
         ask = {"model": "job/actor", "tools": tools, "messages": [USER]}
         message = client.chat.completions.create(**ask).choices[0].message
         assert [part.function.arguments for part in message.tool_calls] == [ARGUMENTS]

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from shared_schemas.trajectory import Sampling
-from tests.trainer_backend.learner.hand_made import learner_of, segment
+from tests.trainer_backend.learner.hand_made import make_learner, segment
 from trainer_backend.core.critic import make_targets
 from trainer_backend.errors import EngineOutOfMemory, EngineStopped, InferenceError, WeightsRefused
 from trainer_backend.inference.actor import Generation
@@ -111,7 +111,7 @@ async def test_a_checkpoint_with_all_that_a_run_keeps_in_it_serves_in_the_engine
     start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ):
     settings = {"algorithm__advantage": "gae", "lora__rank": 2}
-    learner = learner_of(tokenizer, **settings)
+    learner = make_learner(tokenizer, **settings)
     episode = CreditedEpisode(
         "r", [segment("r", [5, 6], [7, 8], [-6.0, -6.0])], [1.0], make_targets([0.0], [1.0])
     )

@@ -271,7 +271,7 @@ async def test_a_server_that_is_slow_at_its_start_is_not_said_to_lack_our_worker
 
 
 @asynccontextmanager
-async def pool_of(
+async def open_pool(
     fakes: list[str],
     lines: list[str],
     *,
@@ -309,7 +309,7 @@ async def sample(pool: Servers, session: str, turn: int = 0) -> Any:
 
 async def test_replicas_sleep_from_a_release_to_the_next_load_and_wake_with_its_weights(folders, models):
     with two_fakes(folders[0]) as (fakes, urls):
-        async with pool_of(urls, [], sleeps=True) as pool:
+        async with open_pool(urls, [], sleeps=True) as pool:
             await pool.load(publication(0, folders, models))
             await sample(pool, "a")
             await pool.release()
@@ -333,7 +333,7 @@ async def test_a_replica_that_does_not_fall_asleep_is_lost_and_the_runs_own_is_k
     killed: list[str] = []
     with two_fakes(folders[0]) as (fakes, urls):
         fakes[1].may_sleep = False
-        async with pool_of(urls, lines := [], sleeps=True, renew=killed.append) as pool:
+        async with open_pool(urls, lines := [], sleeps=True, renew=killed.append) as pool:
             await pool.load(publication(0, folders, models))
             await pool.release()
             assert [replica.state for replica in pool.replicas] == ["asleep", "lost"]
@@ -361,7 +361,7 @@ async def test_a_replica_whose_load_fails_while_it_wakes_does_not_go_on_without_
 
 async def test_a_rollout_stays_with_its_replica_and_rollouts_are_shared_out(folders, models):
     with two_fakes(folders[0]) as (fakes, urls):
-        async with pool_of(urls, []) as pool:
+        async with open_pool(urls, []) as pool:
             await pool.load(publication(0, folders, models))
             for turn in range(3):
                 await asyncio.gather(*(sample(pool, f"r{name}", turn) for name in range(6)))
@@ -376,7 +376,7 @@ async def test_what_a_lost_replica_had_is_sampled_elsewhere_and_it_serves_again_
     lines: list[str] = []
     states: list[tuple[str, int | None]] = []
     with two_fakes(folders[0]) as (fakes, urls):
-        async with pool_of(urls, lines) as pool:
+        async with open_pool(urls, lines) as pool:
             second = pool.replicas[1]
 
             def report(name: str, *, state: str, version: int | None, **facts: Any) -> None:
@@ -410,7 +410,7 @@ async def test_a_version_that_cannot_be_read_loses_a_replica_and_leaves_it_looke
     folders, models, tmp_path
 ):
     with fake_vllm(folders[0]) as (_, url):
-        async with pool_of([url], [], wait_s=0.0) as pool:
+        async with open_pool([url], [], wait_s=0.0) as pool:
             unreadable = publication(0, folders, models).model_copy(update={"folder": tmp_path / ("x" * 300)})
             with pytest.raises(WeightsRefused, match=r"no replica serves version 0: .*File name too long"):
                 await pool.load(unreadable)
@@ -428,7 +428,7 @@ async def test_a_replica_that_stays_away_is_restarted_where_the_run_can(folders,
             fakes[urls.index(url)].down = False
 
         renewed: list[str] = []
-        async with pool_of(urls, [], wait_s=2.0, renew=renew) as pool:
+        async with open_pool(urls, [], wait_s=2.0, renew=renew) as pool:
             await pool.load(publication(0, folders, models))
             fakes[0].down = True
             await asyncio.gather(*(sample(pool, f"r{name}") for name in range(2)))
@@ -441,7 +441,7 @@ async def test_a_replica_that_stays_away_is_restarted_where_the_run_can(folders,
 
 async def test_a_server_that_was_placed_elsewhere_is_asked_there_once_it_has_the_weights(folders, models):
     with two_fakes(folders[0]) as (fakes, urls):
-        async with pool_of(urls[:1], []) as pool:
+        async with open_pool(urls[:1], []) as pool:
             await pool.load(publication(0, folders, models))
             states: list[tuple[str, str]] = []
             pool.watch(lambda name, *, state, **facts: states.append((name, state)))
@@ -456,7 +456,7 @@ async def test_a_server_that_was_placed_elsewhere_is_asked_there_once_it_has_the
 
 async def test_a_replica_that_is_brought_back_amid_a_publish_never_serves_the_version_before(folders, models):
     with fake_vllm(folders[0]) as (fake, url):
-        async with pool_of([url], []) as pool:
+        async with open_pool([url], []) as pool:
             await pool.load(publication(0, folders, models))
             (replica,) = pool.replicas
             replica.state = "lost"
@@ -476,7 +476,7 @@ async def test_a_replica_that_is_brought_back_amid_a_publish_never_serves_the_ve
 
 async def test_a_load_that_leaves_the_head_as_it_was_is_refused_by_the_canary(folders, models):
     with fake_vllm(folders[0]) as (fake, url):
-        async with pool_of([url], [], wait_s=0.0) as pool:
+        async with open_pool([url], [], wait_s=0.0) as pool:
             await pool.load(publication(0, folders, models))
             fake.forgets_head = True
             with pytest.raises(WeightsRefused, match="log-probs of the canary differ by"):
@@ -487,7 +487,7 @@ async def test_a_load_that_leaves_the_head_as_it_was_is_refused_by_the_canary(fo
 
 async def test_a_request_waits_for_a_replica_and_then_says_what_each_answered(folders, models):
     with fake_vllm(folders[0]) as (fake, url):
-        async with pool_of([url], [], wait_s=0.2) as pool:
+        async with open_pool([url], [], wait_s=0.2) as pool:
             await pool.load(publication(0, folders, models))
             fake.down = True
             with pytest.raises(
@@ -498,7 +498,7 @@ async def test_a_request_waits_for_a_replica_and_then_says_what_each_answered(fo
 
 async def test_a_streamed_request_is_not_sampled_again_elsewhere(folders, models):
     with two_fakes(folders[0]) as (fakes, urls):
-        async with pool_of(urls, []) as pool:
+        async with open_pool(urls, []) as pool:
             await pool.load(publication(0, folders, models))
             for fake in fakes:
                 fake.down = True
@@ -510,7 +510,7 @@ async def test_a_streamed_request_is_not_sampled_again_elsewhere(folders, models
 
 async def test_a_wedged_replica_delays_no_publish_and_is_lost_by_its_own_deadline(folders, models):
     with two_fakes(folders[0]) as (fakes, urls):
-        async with pool_of(urls, [], loads_s=(30.0, 1.0)) as pool:
+        async with open_pool(urls, [], loads_s=(30.0, 1.0)) as pool:
             watch = asyncio.ensure_future(pool.look_after())
             await pool.load(publication(0, folders, models))
             while pool.replicas[1].state != "serving":  # on a busy machine not at its first attempt
@@ -530,7 +530,7 @@ async def test_a_wedged_replica_delays_no_publish_and_is_lost_by_its_own_deadlin
 
 async def test_a_busy_replica_is_asked_again_and_not_lost(folders, models):
     with fake_vllm(folders[0]) as (fake, url):
-        async with pool_of([url], []) as pool:
+        async with open_pool([url], []) as pool:
             await pool.load(publication(0, folders, models))
             fake.busy = 1
             assert (await sample(pool, "r")).versions == ((0, 0),)
@@ -540,7 +540,7 @@ async def test_a_busy_replica_is_asked_again_and_not_lost(folders, models):
 
 async def test_a_failure_of_before_a_load_says_nothing_of_the_replica_since(folders, models):
     with fake_vllm(folders[0]) as (fake, url):
-        async with pool_of([url], []) as pool:
+        async with open_pool([url], []) as pool:
             await pool.load(publication(0, folders, models))
             fake.holds.clear()
             answer = asyncio.ensure_future(sample(pool, "r"))
@@ -555,7 +555,7 @@ async def test_a_failure_of_before_a_load_says_nothing_of_the_replica_since(fold
 
 async def test_weights_that_change_under_a_stop_string_lose_no_replica(folders, models, tokenizer):
     with fake_vllm(folders[0]) as (fake, url):
-        async with pool_of([url], [], weight_update="keep") as pool:
+        async with open_pool([url], [], weight_update="keep") as pool:
             await pool.load(publication(0, folders, models))
             fake.holds.clear()
             sampling = Sampling(max_tokens=8, temperature=0.0)

@@ -72,10 +72,10 @@ def alone(model, part: Segment) -> torch.Tensor:
 def gradient(model, loss: torch.Tensor) -> torch.Tensor:
     model.zero_grad()
     loss.backward()
-    return gradients_of(model)
+    return get_gradients(model)
 
 
-def gradients_of(model) -> torch.Tensor:
+def get_gradients(model) -> torch.Tensor:
     weights = model.parameters()
     return torch.cat([torch.zeros(w.numel()) if w.grad is None else w.grad.flatten() for w in weights])
 
@@ -143,7 +143,7 @@ def routed_episodes() -> list[CreditedEpisode]:
     return [CreditedEpisode(part.rollout_id, [part], [0.0]) for part in made]
 
 
-def step_of(learner: LocalLearner) -> tuple[torch.Tensor, dict[str, float]]:
+def take_step(learner: LocalLearner) -> tuple[torch.Tensor, dict[str, float]]:
     """The gradient and metrics of one step over all these episodes."""
     episodes, update = routed_episodes(), learner.policy_update()
     metrics = update.gradient(update.weighed(episodes).scored, {item.rollout_id: item for item in episodes})
@@ -156,9 +156,9 @@ def step_of(learner: LocalLearner) -> tuple[torch.Tensor, dict[str, float]]:
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name in BALANCED])
 def test_the_loss_of_the_routers_is_the_familys_own_however_the_step_is_cut(tokenizer, family: str):
     cut = {"training__row_tokens": 64, "training__micro_batch_tokens": 64}
-    by_pieces, metrics = step_of(learner_of_family(tokenizer, family, training__router_aux_coef=0.5, **cut))
+    by_pieces, metrics = take_step(learner_of_family(tokenizer, family, training__router_aux_coef=0.5, **cut))
     learner = learner_of_family(tokenizer, family, training__router_aux_coef=0.5)
-    whole, of_whole = step_of(learner)
+    whole, of_whole = take_step(learner)
     torch.testing.assert_close(by_pieces, whole, rtol=1e-4, atol=1e-7)
     rows = [torch.tensor(part.token_ids.tolist()) for item in routed_episodes() for part in item.segments]
     ids_BL = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)

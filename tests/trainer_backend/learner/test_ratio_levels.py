@@ -2,13 +2,13 @@
 
 import pytest
 
-from tests.trainer_backend.learner.hand_made import SIZE, learner_of, segment, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import SIZE, make_learner, segment, tiny_tokenizer
 from trainer_backend.parts import CreditedEpisode
 
 
 def ratios(tokenizer, level: str) -> dict[str, float]:
     """Of two steps of one episode, whose decisions have two tokens and three: a good one and a bad one."""
-    learner = learner_of(
+    learner = make_learner(
         tokenizer,
         algorithm__ratio_level=level,
         training__update_passes=2,

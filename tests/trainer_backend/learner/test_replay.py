@@ -78,7 +78,7 @@ def prompts() -> list[list[int]]:
     return [*first, [*shared, *rests[2]], rests[2], rests[1]]
 
 
-def segment_of(ids: list[int], found: Generation) -> Segment:
+def segment_from(ids: list[int], found: Generation) -> Segment:
     experts = np.full((len(ids) + len(found.token_ids), found.experts.shape[1]), UNKNOWN, np.uint16)
     experts[:-1] = found.experts
     span = (len(ids), len(ids) + len(found.token_ids), 0, 0, 1.0)
@@ -99,7 +99,7 @@ def scorer_for(family: str, placement: Placement):
 
 
 def named_segments(asked: list[list[int]], found: list[Generation]) -> list[Segment]:
-    return [segment_of(ids, one) for ids, one in zip(asked, found, strict=True)]
+    return [segment_from(ids, one) for ids, one in zip(asked, found, strict=True)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -238,10 +238,10 @@ def test_experts_that_the_model_has_not_are_refused():
     count, routers = count_experts(model), len(Routers(model))
     known = np.full((5, routers * 2), count - 1, np.uint16)
     refuse_unknown(
-        [segment_of(ids, Generation((8, 9), (0.0, 0.0), "length", ((0, 0),), experts=known))], model
+        [segment_from(ids, Generation((8, 9), (0.0, 0.0), "length", ((0, 0),), experts=known))], model
     )
     known[1, 0] = count
-    part = segment_of(ids, Generation((8, 9), (0.0, 0.0), "length", ((0, 0),), experts=known))
+    part = segment_from(ids, Generation((8, 9), (0.0, 0.0), "length", ((0, 0),), experts=known))
     with pytest.raises(SegmentError, match=f"experts up to {count}, and a layer of the actor has {count}"):
         refuse_unknown([part], model)
     one_each = torch.zeros((1, 4, routers), dtype=torch.int64)

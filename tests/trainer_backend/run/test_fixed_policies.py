@@ -16,7 +16,7 @@ from shared_schemas.trajectory import Sampling
 from tests.conftest import policy_server, tiny_job
 from tests.model_folders import edit_json
 from tests.trainer_backend.inference.test_gateway_edges import BrokenRule
-from tests.trainer_backend.learner.hand_made import learner_of, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import make_learner, tiny_tokenizer
 from trainer_backend import job_parts
 from trainer_backend.collect.plan import Inference
 from trainer_backend.errors import EngineStopped, JobError, ModelFolderError, TrainerError
@@ -43,7 +43,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def folder(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of the same tokens as `learner_of(tokenizer)`, with other weights."""
+    """A model of the same tokens as `make_learner(tokenizer)`, with other weights."""
     path = tmp_path_factory.mktemp("fixed") / "model"
     save_model_folder(path, build_preset("tiny-0.3m", tokenizer, seed=8), tokenizer)
     return path
@@ -140,7 +140,7 @@ def test_a_model_that_ends_its_answers_otherwise_is_refused(
     shutil.copytree(folder, tmp_path / "copy")
     end = tokenizer.eos_token_id
     edit_json(tmp_path / "copy" / "generation_config.json", eos_token_id=[end, tokenizer.pad_token_id])
-    learner = learner_of(tokenizer)
+    learner = make_learner(tokenizer)
     with pytest.raises(
         JobError, match=rf"ends its answers with the ids \[0, {end}\], the actor with \[{end}\]"
     ):
@@ -152,7 +152,7 @@ def test_one_with_fewer_positions_than_the_job_needs_is_refused_by_its_name(
 ):
     shutil.copytree(folder, tmp_path / "copy")
     edit_json(tmp_path / "copy" / "config.json", max_position_embeddings=64)
-    learner = learner_of(tokenizer)
+    learner = make_learner(tokenizer)
     with pytest.raises(ModelFolderError, match=r"^\[rollout_only\] 'fixed': .*made for 64 positions"):
         FixedPolicies.of((), {"fixed": tmp_path / "copy"}, learner.facts(), server.table)
 
@@ -163,7 +163,7 @@ def test_ids_that_the_actor_does_not_embed_are_never_sampled(
     model = build_preset("tiny-0.3m", tokenizer, seed=8)
     model.resize_token_embeddings(len(tokenizer) + 28, mean_resizing=False)
     save_model_folder(tmp_path, model, tokenizer)
-    learner = learner_of(tokenizer)
+    learner = make_learner(tokenizer)
     found = FixedPolicies.of((), {"large": tmp_path}, learner.facts(), server.table)
     assert found._local[0].line.endswith(
         "; it never samples the 28 ids that no tokenizer has and the actor does not embed"
@@ -175,7 +175,7 @@ def test_ids_that_the_actor_does_not_embed_are_never_sampled(
 async def test_weights_that_changed_while_they_served_are_told_and_published_ones_change_none(
     tokenizer: PreTrainedTokenizerFast, folder: Path, server: PolicyServer
 ):
-    learner = learner_of(tokenizer)
+    learner = make_learner(tokenizer)
     found = FixedPolicies.of(
         mixed(local(folder)).fixed_policies, {"fixed": folder}, learner.facts(), server.table
     )
@@ -197,7 +197,7 @@ async def test_weights_that_changed_while_they_served_are_told_and_published_one
 async def test_an_update_has_the_memory_of_their_caches_too(
     tokenizer: PreTrainedTokenizerFast, folder: Path, server: PolicyServer
 ):
-    learner = learner_of(tokenizer)
+    learner = make_learner(tokenizer)
     found = FixedPolicies.of(
         mixed(local(folder)).fixed_policies,
         {"fixed": folder},
@@ -219,7 +219,7 @@ async def test_what_waits_for_an_engine_that_ends_by_itself_ends_with_its_reason
     tokenizer: PreTrainedTokenizerFast, folder: Path, server: PolicyServer
 ):
     """Also that of a fixed policy: a rollout would only ask again until its patience is over."""
-    learner = learner_of(tokenizer)
+    learner = make_learner(tokenizer)
     found = FixedPolicies.of(
         mixed(local(folder)).fixed_policies, {"fixed": folder}, learner.facts(), server.table
     )
@@ -287,6 +287,6 @@ def test_weights_that_cannot_be_read_are_told_by_the_name_of_the_policy(
 ):
     shutil.copytree(folder, tmp_path / "copy")
     (tmp_path / "copy" / "model.safetensors").write_bytes(b"broken")
-    learner = learner_of(tokenizer)
+    learner = make_learner(tokenizer)
     with pytest.raises(ModelFolderError, match=r"^\[rollout_only\] 'fixed': .*the model cannot be loaded"):
         FixedPolicies.of((), {"fixed": tmp_path / "copy"}, learner.facts(), server.table)
