@@ -28,7 +28,7 @@ from shared_schemas.messages import FunctionCall, Message, ToolCall
 from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling, StepData
 from task_app.episode.history import Change, History
 from trainer_backend.core.segments import build_segments
-from trainer_backend.inference.answers import Answer, hash_of
+from trainer_backend.inference.answers import Answer, hash_message
 from trainer_backend.inference.conversations import Conversations, Prompt, Turn
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.models import train_tokenizer
@@ -101,7 +101,7 @@ class Episode:
         inside, started = self.renderer.spent_s, time.thread_time()
         prompt = self.memory.prompt("r", messages, [], self.renderer)
         message = {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]}
-        answer = Answer(len(messages), hash_of(message), raw, "<|end|>")
+        answer = Answer(len(messages), hash_message(message), raw, "<|end|>")
         self.memory.remember("r", Turn.of(prompt, answer, sampled, self.renderer))
         self.gateway_s.append(time.thread_time() - started - (self.renderer.spent_s - inside))
         self.whole_ids += len(prompt.ids)

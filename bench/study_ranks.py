@@ -52,13 +52,13 @@ from trainer_backend.learner.calls import LEARNER_KEY
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.factory import LocalFactory
-from trainer_backend.learner.learner import LocalLearner, scorer_of
+from trainer_backend.learner.learner import LocalLearner, build_scorer
 from trainer_backend.learner.loading import held_copy
 from trainer_backend.learner.ranks import ALONE, Ranks, join_ranks
 from trainer_backend.learner.sharding import shard, whole
 from trainer_backend.learner.shares import write_weights
 from trainer_backend.models import build_preset, train_tokenizer
-from trainer_backend.models.folder import load_model_folder, save_model_folder, weights_of
+from trainer_backend.models.folder import collect_weights, load_model_folder, save_model_folder
 from trainer_backend.models.routers import Routers, count_experts
 from trainer_backend.parts import CreditedEpisode, Learner, Progress
 from trainer_backend.processes.learner_process import LearnerConnection, remote_learner
@@ -209,7 +209,7 @@ def judge_cosines(ranks: Ranks) -> dict[str, float]:
 
 
 def weights(learner: LocalLearner) -> Tensor:
-    return torch.cat([whole(weight).flatten().double() for weight in weights_of(learner.model).values()])
+    return torch.cat([whole(weight).flatten().double() for weight in collect_weights(learner.model).values()])
 
 
 def judge_update(ranks: Ranks) -> dict[str, float]:
@@ -275,7 +275,7 @@ def judge_publish(ranks: Ranks) -> dict[str, float]:
     for weight in model.parameters():
         whole(weight)  # what the ranks need to talk at all they have had since their first update
     before = kit.peak_mib(reset=True)
-    write_weights(folder, weights_of(model), ranks)
+    write_weights(folder, collect_weights(model), ranks)
     most = max(ranks.of_every_rank(kit.peak_mib() - before))
     files = [path.stat().st_size / 2**20 for path in folder.glob("*.safetensors")]
     ranks.of_every_rank(0)
@@ -292,8 +292,8 @@ def judge_low_precision(ranks: Ranks) -> dict[str, float]:
     shard(held, ranks, LearnerTable(), placement.device)
     segments = [segment for episode in episodes() for segment in episode.segments]
     keys = LoopKeys(row_tokens=160, micro_batch_tokens=320)
-    scored = scorer_of(held, placement, ranks=ranks).score(segments, keys)
-    expected = scorer_of(alone, placement).score(segments, keys)
+    scored = build_scorer(held, placement, ranks=ranks).score(segments, keys)
+    expected = build_scorer(alone, placement).score(segments, keys)
     return {"low": _apart(scored, expected)}
 
 
@@ -397,8 +397,8 @@ class Group:
         self.connection.ask("open", dump_job(job))
         self.learner = remote_learner(self.connection.ask)
 
-    def fresh(self, prompts: Any, tokenizer_of: Path | None) -> Learner:
-        self.connection.ask("fresh", prompts, tokenizer_of)
+    def fresh(self, prompts: Any, tokenizer_folder: Path | None) -> Learner:
+        self.connection.ask("fresh", prompts, tokenizer_folder)
         return self.learner
 
     def resumed(self, checkpoint: Path) -> tuple[Learner, Progress]:

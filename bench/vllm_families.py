@@ -27,7 +27,7 @@ from tests.tiny_families import WRAPPERS, tiny_model, tiny_wrapper
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.core.segments import Segment
 from trainer_backend.learner.device import place
-from trainer_backend.learner.learner import scorer_of
+from trainer_backend.learner.learner import build_scorer
 from trainer_backend.learner.support import refuse_unsupported
 from trainer_backend.models import train_tokenizer
 from trainer_backend.models.folder import load_model_folder, save_model_folder
@@ -102,7 +102,7 @@ def compare(folder: Path) -> dict[str, Any]:
     if "refused" in answer:
         return {"refused": answer["refused"]}
     model, _ = load_model_folder(folder)
-    scorer = scorer_of(model, place("cpu"), why_apart=refuse_unsupported(model, longest=LONGEST))
+    scorer = build_scorer(model, place("cpu"), why_apart=refuse_unsupported(model, longest=LONGEST))
     asked = json.loads((folder / "prompts.json").read_text(encoding="utf-8"))["prompts"]
     worst, tokens = 0.0, 0
     for prompt, (ids, logprobs) in zip(asked, answer["answers"], strict=True):

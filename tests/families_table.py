@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from tests.tiny_families import tiny_model
-from trainer_backend.learner.ways import ways_of
+from trainer_backend.learner.ways import describe_ways
 
 # By model_type: the models that have it, and the format of their tool calls.
 NAMES = {
@@ -56,7 +56,7 @@ def table() -> str:
     ]
     by_vllm = json.loads(BY_VLLM.read_text(encoding="utf-8"))
     for kind, (name, tool_format) in NAMES.items():
-        ways = ways_of(tiny_model(kind), longest=LONGEST)
+        ways = describe_ways(tiny_model(kind), longest=LONGEST)
         lines.append(
             f"| {name} | `{kind}` | {ways.updates} | {ways.rows} | yes | {ways.engine} | {ways.goes_on_from} "
             f"| {vllm_column(by_vllm.get(kind, by_vllm.get(kind.removesuffix('_text'))))} | {tool_format} |"

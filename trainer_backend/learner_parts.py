@@ -2,7 +2,7 @@
 
 from trainer_backend.job.addresses import http_parts
 from trainer_backend.job.schema import JobConfig
-from trainer_backend.learner.behaviour import objectives_of
+from trainer_backend.learner.behaviour import build_objectives
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.factory import LocalFactory
 from trainer_backend.learner.ranks import ALONE, Ranks
@@ -25,7 +25,7 @@ def learner_config(job: JobConfig) -> LearnerConfig:
         engines=engines,
         processes=1 if job.cluster is None else 1 + others,
         training=job.training,
-        objectives=objectives_of(job.training, job.algorithm, samplings),
+        objectives=build_objectives(job.training, job.algorithm, samplings),
         value_level=estimator(job.algorithm.advantage).needs_values,
         planned_tokens=job.planned_tokens,
         seed=job.job.seed,

@@ -160,13 +160,13 @@ class LearnerFactory(Protocol):
             JobError: the job cannot fit.
         """
 
-    def fresh(self, prompts: Sequence[Trajectory], tokenizer_of: Path | None) -> Learner:
+    def fresh(self, prompts: Sequence[Trajectory], tokenizer_folder: Path | None) -> Learner:
         """Make a learner of the job's model.
 
         Args:
             prompts: a preset's tokenizer is trained on their texts.
-            tokenizer_of: the model folder of a fixed policy, whose tokenizer a preset shares; None: it has
-                its own.
+            tokenizer_folder: the model folder of a fixed policy, whose tokenizer a preset shares; None: a
+                new tokenizer.
         """
 
     def resumed(self, checkpoint: Path) -> tuple[Learner, Progress]:

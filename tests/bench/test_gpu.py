@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench import gpu, model_flops
 from bench.gpu_setup import Report, Task
-from tests.trainer_backend.learner.hand_made import learner_of, segment, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import make_learner, segment, tiny_tokenizer
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.learner.shapes import ModelShape, model_shape
 
@@ -106,7 +106,7 @@ def test_adapters_save_the_gradient_of_the_base_and_of_nothing_else():
 
 
 def test_the_products_are_as_many_as_torch_counts():
-    learner = learner_of(tiny_tokenizer())
+    learner = make_learner(tiny_tokenizer())
     parts = [segment("a", [5] * 40, [6] * 10, [-1.0] * 10), segment("b", [7] * 20, [8] * 5, [-1.0] * 5)]
     counter = FlopCounterMode(display=False)
     with counter:

@@ -111,10 +111,9 @@ def test_every_checkpoint_holds_its_head(run):
     assert not torch.equal(heads[1]["weight"], heads[2]["weight"])
 
 
+@pytest.mark.parametrize("run", ["gae_token"], indirect=True)  # the same for every estimator
 def test_a_run_with_a_critic_is_resumed_with_it(run, trained):
     name, directory = run
-    if name == "gae":
-        pytest.skip("a head is resumed the same whatever the estimator")
     more = job_of(trained, name, training__iterations=3)
     _, reporter, progress = train_job(more, directory.path, resume=directory)
     assert progress.iteration == 3

@@ -7,7 +7,7 @@ import torch
 
 from shared_schemas.trajectory import Sampling
 from tests.conftest import policy_server, tiny_job
-from tests.trainer_backend.learner.hand_made import learner_of, segment, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import make_learner, segment, tiny_tokenizer
 from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.models import build_preset, save_model_folder
 from trainer_backend.models.folder import fingerprint
@@ -20,7 +20,7 @@ async def test_it_is_rounded_once_served_beside_the_actor_and_never_touched(tmp_
     tokenizer = tiny_tokenizer()
     model = build_preset("tiny-0.3m", tokenizer, seed=8)
     save_model_folder(tmp_path, model, tokenizer)
-    learner = learner_of(tokenizer, model__device="cuda")
+    learner = make_learner(tokenizer, model__device="cuda")
     with policy_server(tiny_job()) as gateway:
         fixed = FixedPolicies.of((), {"fixed": tmp_path}, learner.facts(), gateway.table)
         assert fixed.weights["fixed"].sha256 == fingerprint(model), "known again on any device"
@@ -33,7 +33,7 @@ async def test_it_is_rounded_once_served_beside_the_actor_and_never_touched(tmp_
             after = await engine.generate(prompt, sampling, request_id="b")
         assert (before.token_ids, before.versions) == (after.token_ids, ((0, 0),))
         assert len(fixed.verify()) == 1
-    owner = learner_of(tokenizer, model__device="cuda")
+    owner = make_learner(tokenizer, model__device="cuda")
     owner.model.load_state_dict({name: tensor.cuda() for name, tensor in model.state_dict().items()})
     sampled = segment("r", prompt, before.token_ids, before.logprobs)
     (found,) = owner.scorer.score([sampled], LoopKeys(row_tokens=64, micro_batch_tokens=64))

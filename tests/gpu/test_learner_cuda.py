@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from shared_schemas.trajectory import Sampling
-from tests.trainer_backend.learner.hand_made import SIZE, learner_of, segment, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import SIZE, make_learner, segment, tiny_tokenizer
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import OutOfMemory
@@ -22,7 +22,7 @@ from trainer_backend.learner.device import place
 from trainer_backend.learner.joined import Flash
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.operators import by_kernels
-from trainer_backend.learner.optimizer import OffloadedAdamW, adamw_of
+from trainer_backend.learner.optimizer import OffloadedAdamW, make_adamw
 from trainer_backend.learner.scoring import Scorer, cut_pieces
 from trainer_backend.parts import CreditedEpisode, Progress
 
@@ -41,7 +41,7 @@ def tokenizer():
 
 
 def on_gpu(tokenizer, **overrides) -> LocalLearner:
-    return learner_of(tokenizer, model__device=DEVICE, **overrides)
+    return make_learner(tokenizer, model__device=DEVICE, **overrides)
 
 
 def segments(count: int = 12) -> list[Segment]:
@@ -90,7 +90,7 @@ def test_products_are_bfloat16_and_weights_gradients_and_moments_float32(tokeniz
 
 
 def test_an_update_is_that_of_a_cpu(tokenizer):
-    gpu, cpu = on_gpu(tokenizer), learner_of(tokenizer)
+    gpu, cpu = on_gpu(tokenizer), make_learner(tokenizer)
     torch.testing.assert_close(
         flat_scores(gpu, segments()), flat_scores(cpu, segments()), rtol=0, atol=ROUNDED
     )
@@ -141,8 +141,8 @@ def test_real_memory_that_runs_out_names_the_knobs_and_the_learner_goes_on(token
 def test_moments_in_main_memory_take_the_same_steps(tokenizer, part_numbers: int):
     kept, moved = on_gpu(tokenizer), on_gpu(tokenizer)
     settings = {"learning_rate": 0.01, "weight_decay": 0.1}
-    here = adamw_of(kept.model, **settings)
-    there = adamw_of(moved.model, **settings, offload=True)
+    here = make_adamw(kept.model, **settings)
+    there = make_adamw(moved.model, **settings, offload=True)
     there.part_numbers = part_numbers
     draw = torch.Generator().manual_seed(0)
     for _ in range(3):
@@ -158,7 +158,7 @@ def test_moments_in_main_memory_take_the_same_steps(tokenizer, part_numbers: int
 
 def test_adapters_are_trained_over_a_base_of_bfloat16_that_stays_as_it_is(tokenizer):
     lora = {"lora__rank": 4, "lora__alpha": 8}
-    learner, cpu = on_gpu(tokenizer, **lora), learner_of(tokenizer, **lora)
+    learner, cpu = on_gpu(tokenizer, **lora), make_learner(tokenizer, **lora)
     before = {name: weight.clone() for name, weight in learner.model.named_parameters()}
     for one in (learner, cpu):
         one.update(episodes(), iteration=1)
@@ -176,7 +176,7 @@ def test_far_positions_are_where_they_are_on_a_cpu(tokenizer, overrides):
     assert all(buffer.dtype == torch.float32 for buffer in on_gpu(tokenizer, **overrides).model.buffers())
     far = [segment("far", [5 + i % 200 for i in range(1500)], [7, 8, 9], [0.0] * 3)]
     job = {"inference__max_model_len": 2048, **overrides}
-    found, expected = (flat_scores(one(tokenizer, **job), far) for one in (on_gpu, learner_of))
+    found, expected = (flat_scores(one(tokenizer, **job), far) for one in (on_gpu, make_learner))
     torch.testing.assert_close(found, expected, rtol=0, atol=ROUNDED)
 
 

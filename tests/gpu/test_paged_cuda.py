@@ -19,8 +19,8 @@ from tests.trainer_backend.inference.test_paged_attention import (
     Case,
     by,
     by_definition,
+    make_tiles,
     sharing,
-    tiles_of,
 )
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.keys import EngineKeys
@@ -67,7 +67,7 @@ def test_compiled_attention_of_shared_pages_is_that_of_each_row(name: str, dtype
     case, groups = sharing(name, dtype=dtype, device=CUDA)
     store, attend = by("triton")
     case.store(store, 1)
-    tiles = tiles_of(case, groups, tile_rows=4)
+    tiles = make_tiles(case, groups, tile_rows=4)
     shared, plain = case.attend(partial(attend, tiles=tiles), 1), case.attend(attend, 1)
     torch.testing.assert_close(shared.double(), case.expected(), rtol=0, atol=ATOL[dtype])
     torch.testing.assert_close(shared, plain, rtol=0, atol=ATOL[dtype])

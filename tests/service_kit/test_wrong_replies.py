@@ -33,7 +33,7 @@ GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/
 
 async def become_fit(engine: VllmEngine) -> str:
     line = await engine.refuse_unfit()
-    await engine.refuse_deaf()
+    await engine.check_receiver()
     return line
 
 

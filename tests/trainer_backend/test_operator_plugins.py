@@ -26,7 +26,7 @@ from trainer_backend.job.training_table import AlgorithmTable
 from trainer_backend.jobs.data_dir import open_data_dir
 from trainer_backend.jobs.posted import validate_job
 from trainer_backend.jobs.settings import Bounds
-from trainer_backend.learner.behaviour import objectives_of
+from trainer_backend.learner.behaviour import build_objectives
 from trainer_backend.operator_plugins import _load_packages_once, load_packages, load_plugins
 from trainer_backend.pages.compare import read_sides
 from trainer_backend.pages.report import write_report
@@ -327,7 +327,7 @@ def test_a_loss_and_an_aggregation_read_a_table_of_their_own_too(tmp_path):
     )
     chosen = ("algorithm.loss=mine", "training.aggregation=mine", "training.mine.power=3.0")
     job = job_with(tmp_path, code, *chosen, "training.clip_low=0.5")
-    objective = objectives_of(job.training, job.algorithm)[ACTOR]
+    objective = build_objectives(job.training, job.algorithm)[ACTOR]
     logprobs = torch.ones(2, requires_grad=True)
     found = objective.loss(logprobs, *[torch.ones(2)] * 3, objective.clip)
     assert found.item() == 2 * 3.0 * 0.5

@@ -11,7 +11,7 @@ from trainer_backend.core.experts import ExpertColumns
 from trainer_backend.inference.stop_strings import StopStrings
 from trainer_backend.inference.versions import PolicyVersion
 
-if TYPE_CHECKING:  # torch, which whoever only checks a server does without
+if TYPE_CHECKING:  # not at run time: checking a server needs no torch
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]

@@ -20,7 +20,7 @@ class Answer:
     """An answer of the model, and its place among the messages."""
 
     index: int
-    message_hash: int  # `hash_of` the message that was returned to the caller
+    message_hash: int  # `hash_message` the message that was returned to the caller
     raw_text: str  # the response as sampled
     stop_text: str  # its stop token; "" if there is none
     opening: str = ""  # the beginning of the answer that stood in the prompt, where a call was forced
@@ -55,7 +55,7 @@ class Answer:
         yield replace(self, content=None)
 
 
-def hash_of(message: JsonObject) -> int:
+def hash_message(message: JsonObject) -> int:
     """Return a 64-bit hash of a message's content, without empty fields, which clients add and drop.
 
     Every message of every request is compared, so the hash is stored instead of the message.

@@ -16,7 +16,7 @@ from trainer_backend.inference.pages import victim
 from trainer_backend.inference.prefixes import NOTHING, Prefix, Prefixes, PrefixIndex, mark_at
 from trainer_backend.inference.request import Request
 from trainer_backend.inference.row_columns import Columns
-from trainer_backend.inference.runner import DecoderRunner, TransformersRunner, runner_of
+from trainer_backend.inference.runner import DecoderRunner, TransformersRunner, choose_runner
 from trainer_backend.inference.sampler import RowSettings, likeliest, sample, uniforms
 from trainer_backend.models.kinds import refuse_rotations_by_length
 from trainer_backend.models.routers import Routers
@@ -45,7 +45,7 @@ class RunningBatch:
         self.rows: list[Request] = []
         self._columns = Columns()
         self._settings: RowSettings | None = None  # made when the rows have changed
-        self._runner = runner_of(
+        self._runner = choose_runner(
             model, slots=slots, max_len=max_len, kept=kept_prefixes, pages=pages, routers=routers
         )
         self.cache: RowCache = self._runner.cache

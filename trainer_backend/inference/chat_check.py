@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from trainer_backend.errors import BadChatRequest, ModelFolderError
 from trainer_backend.inference.rendering import ChatRenderer
-from trainer_backend.inference.tool_format import tool_format_of
+from trainer_backend.inference.tool_format import detect_tool_format
 from trainer_backend.models.tokenizer import CHAT_TEMPLATE_KWARGS_KEY
 from trainer_backend.plugins import TOOL_FORMATS
 from trainer_backend.tool_formats.calls import ParsedCall
@@ -36,7 +36,7 @@ def refuse_without_tools(tokenizer: PreTrainedTokenizerFast) -> None:
     warm-up teaches calls as the template writes them, and the gateway parses them in that format.
     """
     where = f"the chat template of {tokenizer.name_or_path or 'the tokenizer'}"
-    renderer, name = ChatRenderer(tokenizer), tool_format_of(tokenizer)
+    renderer, name = ChatRenderer(tokenizer), detect_tool_format(tokenizer)
     try:
         # The presets never see tools: they learn their calls in the warm-up.
         if name != "turnwise" and NAME not in renderer.prompt_text(QUESTION, TOOLS):
@@ -80,7 +80,7 @@ _NEXT = [{"role": "assistant", "content": "Done."}, {"role": "user", "content": 
 
 def describe_chat(tokenizer: PreTrainedTokenizerFast) -> str:
     """Return a sentence: the model's tool-call format, and what its template does with earlier reasoning."""
-    name, renderer = tool_format_of(tokenizer), ChatRenderer(tokenizer)
+    name, renderer = detect_tool_format(tokenizer), ChatRenderer(tokenizer)
     answer = renderer.with_thought(ANSWER, _THOUGHT)
     try:
         shown = [
@@ -165,8 +165,9 @@ def _chat(own: Tokenizer, other: Tokenizer) -> Iterator[str]:
     settings = [tokenizer.init_kwargs.get(CHAT_TEMPLATE_KWARGS_KEY) or {} for tokenizer in (own, other)]
     if settings[0] != settings[1]:
         yield f"its chat template is told {settings[1]}, the actor's {settings[0]}"
-    if tool_format_of(own) != tool_format_of(other):
-        yield f"its tool-call format is {tool_format_of(other)!r}, the actor's {tool_format_of(own)!r}"
+    formats = detect_tool_format(own), detect_tool_format(other)
+    if formats[0] != formats[1]:
+        yield f"its tool-call format is {formats[1]!r}, the actor's {formats[0]!r}"
 
 
 def _template(tokenizer: Tokenizer) -> str:

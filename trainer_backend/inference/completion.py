@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer_backend.inference.actor import NO_EXTRAS, Extras, Generation, SampledToken
-from trainer_backend.inference.answers import Answer, hash_of
+from trainer_backend.inference.answers import Answer, hash_message
 from trainer_backend.inference.chat_request import ChatRequest
 from trainer_backend.inference.conversations import Prompt, Turn
 from trainer_backend.inference.reply import (
@@ -72,7 +72,7 @@ class Completion:
         """Return the state from which the rollout's next prompt continues."""
         answer = Answer(
             index=len(self.request.messages),
-            message_hash=hash_of(choice.message),
+            message_hash=hash_message(choice.message),
             raw_text=choice.raw_text,
             stop_text=choice.stop_token,
             opening=self.prompt.opening,
@@ -107,7 +107,7 @@ class Completion:
         }
 
     def exact_fields(self, choice: Choice) -> dict[str, Any]:
-        """Return the fields of a choice beside its message; see `shared_schemas.chat`."""
+        """Return the fields of a choice other than its message; see `shared_schemas.chat`."""
         body = choice_body(choice)
         return {**body, **rollout_body(choice, reused=self._reused)} if self.rollout_id else body
 

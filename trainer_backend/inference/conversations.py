@@ -12,7 +12,7 @@ from functools import cached_property
 
 from cachetools import LRUCache
 
-from trainer_backend.inference.answers import Answer, View, hash_of, text_with
+from trainer_backend.inference.answers import Answer, View, hash_message, text_with
 from trainer_backend.inference.drift import (
     EDITED,
     FRESH,
@@ -23,7 +23,7 @@ from trainer_backend.inference.drift import (
     TOOLS,
     UNKNOWN,
     Drift,
-    drift_of,
+    measure_drift,
 )
 from trainer_backend.inference.rendering import ChatRenderer, JsonObject
 
@@ -40,7 +40,7 @@ class RequestHashes:
 
     @classmethod
     def of(cls, messages: Sequence[JsonObject], tools: Sequence[JsonObject]) -> "RequestHashes":
-        return cls(tuple(map(hash_of, messages)), hash(repr(tools)))
+        return cls(tuple(map(hash_message, messages)), hash(repr(tools)))
 
 
 @dataclass(frozen=True)  # without slots: `ids` is made once
@@ -174,7 +174,7 @@ def next_prompt(
     if newest.stands_in(hashes.messages):
         start, first = turn.cuts[-2]
         before, sampled = turn.text[max(0, start - TAIL) : start], turn.ids[first:]
-        drift = drift_of(newest, sampled, before, messages[newest.index :], turn.renderer)
+        drift = measure_drift(newest, sampled, before, messages[newest.index :], turn.renderer)
     is_repeat = ids_end == len(ids)  # a repeated prompt continues nothing: it is a new request
     return Prompt(
         text,

@@ -40,7 +40,7 @@ ROTATIONS = ("default", "linear", "llama3", "yarn")
 class TokenAttention(Protocol):
     """What the tokens of one pass attend to: the seam between the decoder and a cache.
 
-    The T tokens of a pass have a row and a position each; whoever makes the object knows both.
+    Each of the T tokens of a pass has a row and a position, which the object is created with.
     """
 
     def write(self, layer: int, keys_TKD: Tensor, values_TKD: Tensor) -> None:

@@ -22,7 +22,7 @@ class Drift:
     """Whether the template writes the parsed message differently; None if it cannot write it alone."""
 
 
-def drift_of(
+def measure_drift(
     answer: Answer,
     sampled: Sequence[int],
     before: str,
@@ -70,11 +70,11 @@ class ConversationFigures:
     drift_checked: int = 0
     """Answers that were sent back unedited, each checked once."""
     drift_tokens: int = 0
-    """Of the checked answers, those whose text gives other ids when tokenised again."""
+    """Checked answers whose text gives other ids when tokenised again."""
     drift_text: int = 0
-    """Of the checked answers, those whose parsed message the template writes differently."""
+    """Checked answers whose parsed message the template writes differently."""
     drift_text_untold: int = 0
-    """Of the checked answers, those that the template cannot write alone."""
+    """Checked answers that the template cannot write alone."""
 
     def add(self, *, extends: bool, break_cause: str | None, drift: Drift | None) -> None:
         """Count a prompt that was answered."""

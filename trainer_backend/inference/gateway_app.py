@@ -84,7 +84,7 @@ def create_gateway(
 
     async def health(request: Request) -> Response:
         for name, policy in policies.items():
-            if policy.engine.breakdown.done():  # without the reason, since anybody may ask here
+            if policy.engine.breakdown.done():  # without the reason, since this route needs no key
                 raise EngineStopped(f"the engine of {name!r} has ended by itself; the log says why")
         return JSONResponse({"status": "ok"})
 
@@ -135,7 +135,7 @@ class _Posts:
         await (endpoint or self._app)(scope, receive, send)
 
 
-# What hints call the key. A run draws its own gateway's, which nobody else needs.
+# What hints call the key. A run generates its own gateway's key; no user needs it.
 _KEY = "gateway's key (of `turnwise serve`: TURNWISE_API_KEY, or the variable that --api-key-env names)"
 
 

@@ -157,7 +157,7 @@ class Inbox:
         return newcomers
 
     def holds_begun(self) -> bool:
-        """Whether a request waits that has sampled tokens: it was put back, and goes on before a swap."""
+        """Whether a waiting request has sampled tokens: it was put back, and continues before a swap."""
         with self._change:
             return any(request.token_ids for request in self._queue)
 

@@ -13,12 +13,12 @@ from trainer_backend.job.addresses import checked_url
 
 # `top_logprobs` of a request at the gateway.
 _MOST_TOPS = 20
-# Arguments that every vLLM server needs, whoever starts it; docs/vllm.md says what is lost without each.
+# Arguments that every vLLM server needs; docs/vllm.md says what is lost without each.
 CONTRACT = {
     "served_model_name": ACTOR,
     "enable_scale_out": True,
     "logprobs_mode": "processed_logprobs",
-    "max_logprobs": _MOST_TOPS + 1,  # the sampled one is beside them
+    "max_logprobs": _MOST_TOPS + 1,  # plus the sampled one
     "generation_config": "vllm",
     "enable_prompt_tokens_details": True,
     "worker_extension_cls": "turnwise_vllm.TurnwiseWorker",
@@ -40,7 +40,7 @@ _VLLM_OWN = {
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 _VLLM_SHARE = 0.92  # the default of 0.32
 _VLLM_NAME = re.compile(r"[a-zA-Z][\w-]*", re.ASCII)
-# For a sample, and to find a wedged server beside it; the most that a task app waits for an answer.
+# Time for a sample and for detecting a wedged server; the longest that a task app waits for an answer.
 _SAMPLE_S, _LONGEST_REQUEST_S = 180.0, 3_600.0
 
 

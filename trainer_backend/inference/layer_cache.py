@@ -193,7 +193,8 @@ class States:
             if like is None:
                 continue
             if held is None or row >= len(held):
-                room = like.new_zeros((self._rows_for(row), *like.shape))
+                rows = min(max(row + 1, 2 * row), self._bounds.slots)
+                room = like.new_zeros((rows, *like.shape))
                 if held is not None:
                     room[: len(held)] = held
                 held = self._held[number] = room
@@ -211,9 +212,6 @@ class States:
         for held in self._held:
             if held is not None:
                 held[row : row + 1] = 0
-
-    def _rows_for(self, row: int) -> int:
-        return min(max(row + 1, 2 * row), self._bounds.slots)
 
 
 class Nothing:

@@ -44,7 +44,7 @@ class LayerRunner:
 
     @property
     def cost(self) -> str:
-        """What this way costs, for the log."""
+        """The cost of this runner, for the log."""
         prompts = "prompts of different lengths are computed one by one"
         if not self.goes_on:
             return f"{prompts}, each whole: the layers cannot go on with several tokens from a state"

@@ -8,7 +8,7 @@ from torch import Tensor
 from trainer_backend.inference.pages import PAGE
 from trainer_backend.models.folder import is_out_of_memory
 
-# A slab should be large for the allocator, and small beside the memory of a device.
+# A slab should be large for the allocator, and small compared with a device's memory.
 SLAB_BYTES = 256 * 2**20
 # A small cache is cut into so many, since a slab is allocated whole.
 LEAST_SLABS = 8
@@ -62,7 +62,7 @@ class PageMemory:
         return len(self.slabs) * self.slab_pages < self._least or free >= needed
 
     def release(self) -> None:
-        """Give all memory back to the device. The next `grow` begins anew."""
+        """Give all memory back to the device. The next `grow` allocates the first slab."""
         self.slabs.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -88,7 +88,7 @@ class PageMemory:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes of a CUDA device that are free, or that torch's allocator keeps for nobody."""
+    """Bytes of a CUDA device that are free, or that torch's allocator holds unused."""
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + kept
 

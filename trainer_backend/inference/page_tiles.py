@@ -1,6 +1,6 @@
 """Tiles of running rows that begin with the same pages, which a decode step then reads once for a tile.
 
-Rows share whole pages of a known prefix (`pages`), and go on in pages of their own: so which they share is
+Rows share whole pages of a known prefix (`pages`), and continue in pages of their own: so which they share is
 told by their numbers, and changes with the running rows alone. Shared pages are cut once: where all rows
 share a system message and some of them more, the cut is the one that saves most reads.
 """
@@ -40,7 +40,7 @@ def most_tiles(rows: int) -> int:
     return max(1, rows // 2)
 
 
-def groups_of(pages_B: Sequence[list[int]], *, tile_rows: int) -> list[Group]:
+def group_rows(pages_B: Sequence[list[int]], *, tile_rows: int) -> list[Group]:
     """Return groups of rows, each row in one at most, that save most reads in tiles of so many rows.
 
     `pages_B` are the pages of each row that are full. Tiles of fewer than LEAST_ROWS rows make no group.

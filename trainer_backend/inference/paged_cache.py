@@ -84,7 +84,7 @@ class PagedCache:
         self.pool.clear()
         self.memory.release()
 
-    def slots_of(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def find_slots(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return where tokens at positions of rows are stored."""
         pages: NDArray[np.int64] = self.tables[rows, positions // PAGE].astype(np.int64)
         return pages * PAGE + positions % PAGE

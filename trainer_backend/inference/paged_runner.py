@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from trainer_backend.inference.decoder import Decoder
 from trainer_backend.inference.page_memory import PageMemory, page_bytes, whole_slabs
-from trainer_backend.inference.page_tiles import Group, groups_of
+from trainer_backend.inference.page_tiles import Group, group_rows
 from trainer_backend.inference.paged_attention import kernels_are_here, tile_rows
 from trainer_backend.inference.paged_cache import PagedCache
 from trainer_backend.inference.paged_pass import PrefillAttention
@@ -123,7 +123,7 @@ class PagedRunner:
         positions = columns.cached[rows]
         self.cache.extend(rows, positions + 1)
         truncated_B, options_BN = columns.truncated[rows], columns.options[rows]
-        slots_B = self.cache.slots_of(rows, positions)
+        slots_B = self.cache.find_slots(rows, positions)
         ints_B4 = np.stack((columns.ids[rows], columns.sources[rows], positions, slots_B), axis=1)
         uniforms_B = uniforms(columns.keys[rows], columns.counters[rows])
         floats = (uniforms_B[:, None], columns.processed[rows][:, None], options_BN)
@@ -131,20 +131,20 @@ class PagedRunner:
         tables_BP = self.cache.tables[rows]
         launched = self._static.launch(
             ints_B4, floats_BN, tables_BP, truncates=bool(truncated_B.any()),
-            groups=self._groups_of(rows, positions),
+            groups=self._find_groups(rows, positions),
         )  # fmt: skip
         columns.sources[rows] = np.arange(len(rows))
         columns.advance(rows)
         of_rows = [requests[row] for row in rows]
         return Step(of_rows, launched, truncated_B, self._likeliest(of_rows, options_BN))
 
-    def _groups_of(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Group]:
+    def _find_groups(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> list[Group]:
         """Those of the step's rows that share pages; found when the running rows change."""
         key = self.cache.version, rows.tobytes()
         if key != self._grouped:
             pairs = zip(rows.tolist(), positions.tolist(), strict=True)
             pages_B = [self.cache.full_pages(row, position) for row, position in pairs]
-            self.last_groups, self._grouped = groups_of(pages_B, tile_rows=self.tile_rows), key
+            self.last_groups, self._grouped = group_rows(pages_B, tile_rows=self.tile_rows), key
         return self.last_groups
 
     def _likeliest(self, requests: Sequence[Request], options_BN: NDArray[np.float64]) -> Likeliest | None:

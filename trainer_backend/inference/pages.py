@@ -1,8 +1,8 @@
 """Which pages of the cache are free, and who refers to each: book-keeping without tensors.
 
 Keys and values of PAGE tokens lie in a page. A row, or a kept prefix, is the list of its pages in order.
-Whole pages of a shared prefix belong to all who share it, and nobody writes in them again. The last page of a
-shared prefix, if it is filled in part, is copied for whoever goes on in it.
+Full pages of a shared prefix belong to all rows that share it, and are never written again. A partly filled
+last page is copied for each row that continues it.
 
 Pages come in slabs, which are allocated when no page is free, and never more than the limit. When none can be
 allocated, kept prefixes are evicted, the least recently used first, and after that rows wait: `PagePool` then
@@ -34,7 +34,7 @@ class PagePool:
         grow: allocates the next slab and returns the number of its pages, at most what it is given; 0 if the
             memory of the device does not allow one.
         evict: drops one kept prefix (`drop`), and returns False if there is none.
-        copy: copies the contents of a page to another page, before anybody writes in either.
+        copy: copies the contents of a page to another page, before either is written.
     """
 
     def __init__(

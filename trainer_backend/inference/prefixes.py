@@ -5,8 +5,8 @@ siblings share their prompt, and all prompts of a job share the system message. 
 is dropped first. A search costs O(prompt): blocks of ids are hashed in a chain, and the ids behind equal
 hashes are always compared.
 
-A cache with states cannot be cut: a prompt goes on only from the whole of what a row or a copy has. So where
-a prompt parts from a known one, a state is kept on its way, a mark, from which the next such prompt goes on.
+A cache with states cannot be cut: a prompt continues only from all that a row or a copy holds. So where a
+prompt parts from a known one, a state is kept there, a mark, from which the next such prompt continues.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -139,7 +139,7 @@ class Prefixes:
         self._most = most
         self._index = PrefixIndex()
         self.copies: dict[Prefix, None] = {}  # least recently used first
-        self._marks: set[Prefix] = set()  # of them, those kept amid a prompt
+        self._marks: set[Prefix] = set()  # of them, those kept inside a prompt
 
     @property
     def enabled(self) -> bool:
@@ -151,7 +151,7 @@ class Prefixes:
         return self._cache.cuts
 
     def find(self, target: Prefix) -> Match:
-        """Find the cached prefix that has the most first tokens to go on from."""
+        """Find the cached prefix that shares the most first tokens."""
         known = self._index.longest(target)
         if self.cuts or known.prefix is None:
             return known

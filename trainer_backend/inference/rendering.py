@@ -60,7 +60,7 @@ _PROBE: Sequence[JsonObject] = (
 )
 
 
-# Variables of a chat template that the library or jinja sets, beside the special tokens.
+# Variables of a chat template that the library or jinja sets, in addition to the special tokens.
 _SET_FOR_TEMPLATES = {
     "messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now",
     "cycler", "dict", "joiner", "lipsum", "namespace", "range",
@@ -313,7 +313,7 @@ class ChatRenderer:
         return found
 
     def _after(self, prompt: str, whole: str) -> str | None:
-        """What follows the prompt up to the end token; None where the text does not begin with the prompt."""
+        """The text after the prompt, up to the end token; None if the text does not begin with the prompt."""
         if not whole.startswith(prompt):
             return None
         end = self.tokenizer.eos_token

@@ -122,7 +122,7 @@ def deliver(outcomes: Iterable[tuple[Request, Outcome]]) -> None:
     for request, outcome in outcomes:
         by_loop.setdefault(request.loop, []).append((request, outcome))
     for loop, pairs in by_loop.items():
-        # Nobody waits in a closed loop, and it must not end the engine thread.
+        # A closed loop has no waiter, and must not end the engine thread.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(_resolve, pairs)
 

@@ -133,7 +133,7 @@ class RowAttention:
         return out_THD
 
     def _attend_own(self, queries_THD: Tensor) -> tuple[Tensor, Tensor]:
-        """What lies behind the trunks."""
+        """The part of the rows after the trunks."""
         if not self._spans:
             assert self._kernels is not None, "only they need no spans"
             return self._kernels.attend(
@@ -148,8 +148,8 @@ class RowAttention:
 class RowAttentions:
     """Makes the attention of passes over a cache, which reserves the room for them.
 
-    That may run out of memory, which leaves the cache as it was. `most_waste`: see `spans_of`. `cpu`: kernels
-    for single tokens and short rows, which need no spans.
+    Reserving may run out of memory, which leaves the cache as it was. `most_waste`: see `cut_spans`. `cpu`:
+    kernels for single tokens and short rows, which need no spans.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class RowAttentions:
         waste = count * (longest - 1) - int(own_B.sum())
         cuts = [(0, count)]
         if waste > self._most_waste:
-            cuts = spans_of(own_B, np.ones_like(own_B), most_waste=self._most_waste)
+            cuts = cut_spans(own_B, np.ones_like(own_B), most_waste=self._most_waste)
         spans = [self._single(slice(*cut), own_B, tokens.columns_T) for cut in cuts]
         return RowAttention(self._cache, tokens, spans, groups)
 
@@ -195,7 +195,7 @@ class RowAttentions:
         tokens = self._tokens(rows, positions, positions - np.repeat(trunks_B, counts_B))
         spans = []
         if self._cpu is None or longest > SHORT_ROW:
-            cuts = spans_of(own_B, counts_B, most_waste=self._most_waste)
+            cuts = cut_spans(own_B, counts_B, most_waste=self._most_waste)
             spans = [self._padded(slice(*cut), first_row, own_B, counts_B) for cut in cuts]
         return RowAttention(self._cache, tokens, spans, self._groups(first_row, counts_B), self._cpu)
 
@@ -244,7 +244,7 @@ class RowAttentions:
         return (self._columns_L[:visible] > positions).to(self._cache.dtype).mul_(self._hidden)
 
 
-def spans_of(starts_B: Counts, counts_B: Counts, *, most_waste: int) -> list[tuple[int, int]]:
+def cut_spans(starts_B: Counts, counts_B: Counts, *, most_waste: int) -> list[tuple[int, int]]:
     """Cut rows into spans [first, last): whole prompts apart from others, and like lengths together.
 
     `starts_B` are first positions, `counts_B` tokens in the pass; a span may have `most_waste` (query, key)

@@ -1,4 +1,4 @@
-"""What a step reads of the running requests, by rows, so that no step builds it from the requests anew."""
+"""Columns with what a step reads of the running requests, so that no step rebuilds them."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -16,7 +16,7 @@ from trainer_backend.inference.paged_runner import BY_DEVICE, PagedRunner, PageL
 from trainer_backend.inference.request import Request, read_rests
 from trainer_backend.inference.row_attention import RowAttentions
 from trainer_backend.models.cpu_kernels import kernels_for
-from trainer_backend.models.kinds import head_dim_of, why_not_by_position
+from trainer_backend.models.kinds import read_head_dim, why_not_by_position
 from trainer_backend.models.part_attention import why_no_parts
 from trainer_backend.models.routers import Routers
 
@@ -29,7 +29,7 @@ CHUNK_TOKENS = 512
 CALL_NUMBERS = 2**18
 
 
-def runner_of(
+def choose_runner(
     model: PreTrainedModel,
     *,
     slots: int,
@@ -68,7 +68,7 @@ class DecoderRunner:
 
     def __init__(self, model: PreTrainedModel, *, slots: int, max_len: int) -> None:
         cpu = kernels_for(
-            model.device, in_float32=model.dtype == torch.float32, head_dim=head_dim_of(model.config)
+            model.device, in_float32=model.dtype == torch.float32, head_dim=read_head_dim(model.config)
         )
         self._decoder = Decoder(model, max_len=max_len, cpu=cpu)
         self._device = model.device

@@ -118,7 +118,7 @@ def sample(logits_BV: Tensor, settings: RowSettings, uniforms_B: Tensor) -> Draw
     tokens_B = inverse_cdf(kept_BV, uniforms_B)
     if settings.greedy_B is not None:
         tokens_B = torch.where(settings.greedy_B, tempered_BV.argmax(dim=-1), tokens_B)
-    logprobs_B = _logprobs_of(tokens_B[:, None], tempered_BV, probs_BV)[:, 0]
+    logprobs_B = _gather_logprobs(tokens_B[:, None], tempered_BV, probs_BV)[:, 0]
     if settings.processed_B is not None and mass_B is not None:
         logprobs_B = torch.where(settings.processed_B, logprobs_B - mass_B.log().float(), logprobs_B)
     return Draw(tokens_B, logprobs_B, mass_B)
@@ -130,7 +130,7 @@ def likeliest(
     """Return each row's `counts` most likely tokens as (id, log-prob), with the log-probs of `sample`."""
     tempered_BV = tempered(logits_BV, settings.temperatures_B)
     ids_BK = tempered_BV.topk(min(max(counts), logits_BV.shape[1]), dim=-1).indices
-    logprobs_BK = _logprobs_of(ids_BK, tempered_BV, tempered_BV.softmax(dim=-1))
+    logprobs_BK = _gather_logprobs(ids_BK, tempered_BV, tempered_BV.softmax(dim=-1))
     rows = zip(counts, ids_BK.tolist(), logprobs_BK.tolist(), strict=True)
     return [tuple(zip(ids[:k], logprobs[:k], strict=True)) for k, ids, logprobs in rows]
 
@@ -141,7 +141,7 @@ def tempered(logits_BV: Tensor, temperatures_B: Tensor | None) -> Tensor:
     return logits_BV if temperatures_B is None else logits_BV / temperatures_B[:, None]
 
 
-def _logprobs_of(tokens_BK: Tensor, tempered_BV: Tensor, probs_BV: Tensor) -> Tensor:
+def _gather_logprobs(tokens_BK: Tensor, tempered_BV: Tensor, probs_BV: Tensor) -> Tensor:
     """[B, K] log-probs of some tokens, as distances to the likeliest; no other logarithm is needed.
 
     The logarithm of a token's own probability would be -inf where that is below what fp32 holds.

@@ -1,5 +1,6 @@
 """One policy behind the gateway: its engine, and how messages become its tokens and back."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,21 +10,23 @@ from typing import Any, Self
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from shared_schemas.base import did_you_mean
-from trainer_backend.errors import ModelFolderError, UnknownModel
+from trainer_backend.errors import BadChatRequest, ModelFolderError, UnknownModel
 from trainer_backend.inference.actor import FrozenEngine
+from trainer_backend.inference.chat_check import ANSWER, NAME, QUESTION, TOOLS
 from trainer_backend.inference.drift import ConversationFigures
 from trainer_backend.inference.engine import stop_token_ids
-from trainer_backend.inference.forced_call import find_opening
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.tool_format import tool_format_in_use
 from trainer_backend.job.tables import ModelTable
 from trainer_backend.models.folder import embedding_rows, folder_config, load_tokenizer
 from trainer_backend.models.sources import remember_chat_settings
+from trainer_backend.tool_formats.calls import ToolFormat
+from trainer_backend.tool_formats.tags import THINK_START
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyFacts:
-    """What servers of a policy must know of it besides its weights."""
+    """What servers of a policy need in addition to its weights."""
 
     table: ModelTable
     """[model] of the job: how the model is spoken to, and where it computes."""
@@ -35,14 +38,14 @@ class PolicyFacts:
 
     @classmethod
     def of_model(cls, table: ModelTable, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Self:
-        """Of a model that is loaded."""
+        """Read the facts from a loaded model."""
         return cls(
             table, tokenizer, stop_token_ids(model.generation_config, tokenizer), embedding_rows(model)
         )
 
     @classmethod
     def of_folder(cls, table: ModelTable, folder: Path) -> Self:
-        """Of a model folder, whose weights are not read."""
+        """Read the facts from a model folder, without its weights."""
         config = folder_config(folder)
         try:  # the generation config that the folder's model would have
             if (folder / "generation_config.json").is_file():
@@ -55,6 +58,53 @@ class PolicyFacts:
         tokenizer = load_tokenizer(folder, known_ids=vocabulary)
         remember_chat_settings(tokenizer, table)
         return cls(table, tokenizer, stop_token_ids(generation, tokenizer), vocabulary)
+
+
+@dataclass(frozen=True, slots=True)
+class CallOpening:
+    """The beginning of a tool call up to its arguments, as the model's own chat template writes it.
+
+    A request that forces a call gets it as the end of its prompt. The rest is sampled freely: a grammar would
+    change the distribution that is trained (DESIGN.md 4.9). So the model may fail to write a whole call.
+    """
+
+    lead: str
+    """What the template writes before the call: the end of reasoning that the prompt has begun. An empty
+    block of reasoning is left out, since templates drop it from earlier answers."""
+    before_name: str
+    after_name: str
+    rest: str
+    """The arguments of `chat_check.CALL`, and the end of the call."""
+
+    def carries(self, name: str, tool_format: ToolFormat) -> bool:
+        """Whether a whole call of this tool would be read: a quotation mark ends the name in JSON."""
+        written = self.before_name + name + self.after_name + self.rest
+        return [call.name for call in tool_format.parse(written, TOOLS).tool_calls] == [name]
+
+    def text(self, name: str | None) -> str:
+        """The opening but for `lead`, up to what tokenizers join with what follows; None: without a name."""
+        if name is None:
+            return self.before_name.removesuffix('"').rstrip(" ")
+        return self.before_name + name + self.after_name.rstrip(" ")
+
+
+def find_opening(renderer: ChatRenderer, tool_format: ToolFormat) -> CallOpening | None:
+    """Read the opening from a call of the template; None: it does not tell, or the format cannot read it."""
+    try:
+        written = renderer.answer_text(QUESTION, ANSWER, TOOLS)
+    except BadChatRequest:
+        return None
+    end = renderer.tokenizer.eos_token or ""
+    before, name, after = (written or "").removesuffix(end).partition(NAME)
+    arguments = re.search(tool_format.arguments_start, after)
+    if not name or arguments is None:
+        return None
+    length = arguments.end()
+    starts = [before.find(opener) for opener in tool_format.openers if opener and opener in before]
+    start = min(starts, default=0)
+    lead = "" if THINK_START in before[:start] else before[:start]
+    opening = CallOpening(lead, before[start:], after[:length], after[length:])
+    return opening if opening.carries(NAME, tool_format) else None
 
 
 class ServedPolicy:

@@ -1,4 +1,4 @@
-"""Several replicas of one policy as one engine: sticky by session, and none serves weights of before.
+"""Several replicas of one policy as one engine: sticky by session; no replica serves outdated weights.
 
     starting -> stale -> serving -> lost
                   ^        |          |
@@ -7,7 +7,7 @@
                   +--------+----------+     only by a load of the current version that passes its canary
 
 Failures of real requests say that a replica is lost, not `/health`, which stays 200 on a wedged server.
-What a lost replica was sampling is sampled anew elsewhere, from the same ids.
+Requests of a lost replica are sampled again by another one, from the same ids.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from trainer_backend.inference.vllm_engine import VllmEngine
 from trainer_backend.rundir.state import GONE
 
 State = Literal["starting", "stale", "serving", "asleep", "lost"]
-# Sessions that are remembered; the oldest is forgotten first, and costs a prefix that is computed anew.
+# Sessions that are remembered. The oldest is forgotten first; its prefix is then computed again.
 _MOST_SESSIONS = 20_000
 # A session leaves its replica where another has this many fewer running requests.
 _IMBALANCE = 16
@@ -71,7 +71,7 @@ class Servers(Engine):
             version has such a prompt, its canary; without it a wrong reload would be silent: vLLM answers 200
             to loads that leave parts of the model as they were.
         tell: is given a line for each replica that is lost or serves again.
-        renew: starts the server of an address anew; called when a replica was away for half of `wait_s`.
+        renew: restarts the server of an address; called when a replica was away for half of `wait_s`.
         sleeps: whether replicas sleep from a release to the next load.
     """
 
@@ -109,7 +109,7 @@ class Servers(Engine):
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, *, request_id: str, extras: Extras = NO_EXTRAS
     ) -> Generation:
-        """As `FrozenEngine` has it; a request whose replica is lost is sampled anew by another.
+        """As `FrozenEngine` has it; a request whose replica is lost is sampled again by another.
 
         EngineStopped: no replica has served for `wait_s`. EngineBusy: none has had time for it for as long.
         """
@@ -159,8 +159,8 @@ class Servers(Engine):
     async def load(self, version: PolicyVersion) -> None:
         """Have all replicas serve this version; those that cannot are lost, and tried again until they do.
 
-        It waits for the first one, and then for the others as long again: one that is wedged delays nobody
-        but its own sessions. Those wait as long, since the first one that serves could not take them all.
+        It waits for the first one, and then for the others as long again, so a wedged replica delays only its
+        own sessions. Those wait as long, since the first one that serves could not take them all.
 
         WeightsRefused: no replica serves it, for `wait_s`.
         """
@@ -234,7 +234,7 @@ class Servers(Engine):
             await asyncio.sleep(_LOOK_S)
             if self._published is None or self._is_released:
                 continue
-            self._renew_those_away()
+            self._renew_missing()
             self._bring_all()
             if self._any_serves:
                 none_since = None
@@ -243,7 +243,7 @@ class Servers(Engine):
                 if self._waiting and time.monotonic() - none_since > self._wait_s:
                     self._break_down()
 
-    def _renew_those_away(self) -> None:
+    def _renew_missing(self) -> None:
         now = time.monotonic()
         for replica in self.replicas:
             away_s = 0.0 if replica.away_since is None else now - replica.away_since
@@ -312,7 +312,7 @@ class Servers(Engine):
                 self._tell(f"replica {replica.engine.url} is lost: {error}")
             return
         if version is not self._published:
-            return  # stale again: who published the next version waits to load it
+            return  # stale again: the next version was published meanwhile
         replica.loads += 1
         self._become(replica, "serving", version.number)
         self._wake()
@@ -351,10 +351,10 @@ class Servers(Engine):
             except TimeoutError as error:
                 if self._is_released:
                     raise EngineBusy("the policy's servers sleep while the learner works") from error
-                # Not left to `_look_after`, which may find nobody waiting any more.
+                # Not left to `_look_after`: by then no request may be waiting.
                 if not self._any_serves:
                     self._break_down()
-                raise EngineStopped(self._nobody()) from error
+                raise EngineStopped(self._describe_absence()) from error
 
     def _choose(self, session: str, failed: set[Replica]) -> Replica | None:
         able = [replica for replica in self.replicas if replica.state == "serving" and replica not in failed]
@@ -420,9 +420,9 @@ class Servers(Engine):
         """End the run: no request can be sampled. Both threads may find that."""
         with self._lock:
             if not self.breakdown.done():
-                self.breakdown.set_result(self._nobody())
+                self.breakdown.set_result(self._describe_absence())
 
-    def _nobody(self) -> str:
+    def _describe_absence(self) -> str:
         key = "inference.replica_wait_s" if self._renew is None else "twice inference.replica_wait_s"
         return f"no replica has served for {self._wait_s:g} s ({key}): {self._answers()}"
 

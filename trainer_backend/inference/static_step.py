@@ -1,13 +1,14 @@
 """One decode step and its sampling over buffers that stay where they are, so that a CUDA graph can hold both.
 
 A step is launched, and read later: the next one may be launched before, since a row's token goes from step
-to step on the device. So the device does not wait for the host. Rows are filled up to a bucket; rows that
-fill up store nothing, see no key, and sample what nobody reads. A graph for each bucket and each kind of
-sampling, with and without shared pages (`page_tiles`), is captured when it is first needed. Where one cannot
-be captured the log says why, and the same step runs without it, as on a CPU; for want of memory, until it is
-tried again.
+to step on the device. So the device does not wait for the host. Batches are padded to a bucket size. Padding
+rows write no cache, attend to nothing, and their samples are discarded. A graph for each bucket and each kind
+of sampling, with and without shared pages (`page_tiles`), is captured when it is first needed. If one cannot
+be captured, the log says why, and the step runs without it, as on a CPU. If memory was short, the capture is
+tried again later.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -66,7 +67,7 @@ class Launched:
 
 
 class _Buffers:
-    """One set of host buffers: pinned for a GPU, so that copies run beside the host's work."""
+    """One set of host buffers: pinned for a GPU, so that copies overlap with the host's work."""
 
     def __init__(self, slots: int, pages: int, tile_rows: int, *, pinned: bool) -> None:
         self.ints = torch.zeros((slots, 4), dtype=torch.int64, pin_memory=pinned)
@@ -149,7 +150,7 @@ class StaticStep:
             truncates: whether any row does.
             groups: of rows whose shared pages are to be read once.
         """
-        bucket = self.bucket_of(len(ints_B4))
+        bucket = self.find_bucket(len(ints_B4))
         host, event = self._hosts[self._turn], self._events[self._turn]
         host.fill(ints_B4, floats_BN, tables_BP, bucket)
         for device, source in (
@@ -174,11 +175,10 @@ class StaticStep:
         assert self._logits_SV is not None, "no step was launched"
         return self._logits_SV[:rows]
 
-    def bucket_of(self, rows: int) -> int:
+    def find_bucket(self, rows: int) -> int:
         """Return the least bucket that holds so many rows."""
-        for bucket in self._buckets:
-            if rows <= bucket:
-                return bucket
+        if rows <= self._buckets[-1]:
+            return self._buckets[bisect_left(self._buckets, rows)]
         raise ValueError(f"a step has at most {self._buckets[-1]} rows, got {rows}")
 
     def _run(self, kind: _Kind) -> None:
@@ -254,7 +254,7 @@ class StaticStep:
         self._compute(kind)
         self._tokens_S.copy_(tokens_S)
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as a learner's, go on allocating memory.
+        # Other threads, such as a learner's, continue to allocate memory.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             self._compute(kind)
         self._pool = self._pool or graph.pool()

@@ -1,8 +1,8 @@
 """A chat completion as server-sent events: role, content as it comes, tool calls, the end, usage, [DONE].
 
 Content is sent as soon as it is certain: whole characters only, and nothing that may begin a stop string or a
-tool call. Calls are parsed from the whole text and sent at the end. The last chunk of a choice has, beside
-`finish_reason`, the fields of a whole reply: its exact tokens, and the prompt's ids if requested.
+tool call. Calls are parsed from the whole text and sent at the end. The last chunk of a choice has
+`finish_reason` and the fields of a whole reply: its exact tokens, and the prompt's ids if requested.
 """
 
 import asyncio

@@ -13,7 +13,7 @@ from trainer_backend.tool_formats.calls import ParsedReply, ToolFormat, Tools
 
 def tool_format_in_use(tokenizer: PreTrainedTokenizerFast) -> ToolFormat:
     """Return the model's tool-call format, or plain text if unknown."""
-    name = tool_format_of(tokenizer)
+    name = detect_tool_format(tokenizer)
     return TEXT if name is None else TOOL_FORMATS[name]
 
 
@@ -25,7 +25,7 @@ def parse_text(text: str, tools: Tools) -> ParsedReply:
 TEXT = ToolFormat(parse_text, markers=(), openers=())
 
 
-def tool_format_of(tokenizer: PreTrainedTokenizerFast) -> str | None:
+def detect_tool_format(tokenizer: PreTrainedTokenizerFast) -> str | None:
     """Return the format in tokenizer_config.json, else the first whose marker is in the chat template."""
     setting = tokenizer.init_kwargs.get(TOOL_CALL_FORMAT_KEY)
     if setting is not None and setting not in TOOL_FORMATS:

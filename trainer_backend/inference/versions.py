@@ -13,7 +13,7 @@ class ScoredPrompt(Body):
 
 
 class WeightAddress(Body):
-    """Where the learner's process hands a version out to servers, as long as it has it."""
+    """The address at which the learner's process sends a version to servers, as long as it has it."""
 
     host: str
     port: int

@@ -179,7 +179,7 @@ class _Models(StrictReply):
 
 @dataclass(slots=True)
 class _Answer:
-    """What a server has told of one sample so far."""
+    """The part of one sample that a server has sent so far."""
 
     request_id: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -226,7 +226,7 @@ class VllmEngine(RemoteEngine):
     Args:
         url: the server's base URL; it serves one model.
         weight_update: "wait" lets running requests end before new weights are loaded; "keep" freezes them,
-            and they go on with the new weights.
+            and they continue with the new weights.
         wait_s: how long a load may take.
         ask: is called before the server asks the learner for weights that are sent.
     """
@@ -292,11 +292,11 @@ class VllmEngine(RemoteEngine):
             length, finish_reason, _ = self._end(answer.token_ids, answer.finish_reason, NO_EXTRAS)
         return Generation(
             tuple(answer.token_ids[:length]), tuple(answer.logprobs[:length]), finish_reason,
-            self._versions_of(answer, length), answer.stop_string, answer.cached_tokens,
+            self._list_versions(answer, length), answer.stop_string, answer.cached_tokens,
             tuple(answer.likeliest[:length]),
         )  # fmt: skip
 
-    def _versions_of(self, answer: _Answer, length: int) -> tuple[tuple[int, int], ...]:
+    def _list_versions(self, answer: _Answer, length: int) -> tuple[tuple[int, int], ...]:
         """((first_token, policy_version), ...) of the server's spans over the first `length` tokens.
 
         A server that samples on after a stop string may tell spans beyond the tokens of the answer.
@@ -392,7 +392,7 @@ class VllmEngine(RemoteEngine):
             "token_ids": list(ids),
             "sampling_params": {
                 **options,
-                "logprobs": likeliest + 1 if likeliest else 0,  # the sampled one comes beside them
+                "logprobs": likeliest + 1 if likeliest else 0,  # plus the sampled one
                 "stop_token_ids": sorted(self._stop_ids),
                 "detokenize": False,
             },
@@ -414,7 +414,8 @@ class VllmEngine(RemoteEngine):
         async with self._response(data) as response:  # leaving it early aborts the request
             if response.status != 200:
                 raise _refusal(response.status, await response.content.read(EXCERPT * 10), self._url)
-            count, most_bytes = 0, MOST_REPLY_BYTES + sampling.max_tokens * _most_chunk_bytes(extras)
+            most_per_token = 1024 * (2 + extras.likeliest)  # more than a server writes of one
+            count, most_bytes = 0, MOST_REPLY_BYTES + sampling.max_tokens * most_per_token
             async for chunk in _chunks(response.content, self._url, most_bytes):
                 self._signs += 1
                 goes_on = answer.stop_string is None
@@ -445,7 +446,7 @@ class VllmEngine(RemoteEngine):
                 unknown until a later load succeeds.
         """
         name = f"{version}-{secrets.token_hex(6)}"
-        update = self._update_of(source, base, name)
+        update = self._plan_update(source, base, name)
         self._loads = True
         try:
             try:
@@ -496,12 +497,12 @@ class VllmEngine(RemoteEngine):
         )
 
     async def _wake(self, tag: Literal["weights", "kv_cache"]) -> None:
-        """Have it take back the memory of one kind; with the last kind it goes on by itself."""
+        """Have it take back the memory of one kind; after the last kind it resumes by itself."""
         began_s = asyncio.get_running_loop().time()
         await self._control(_Nothing, "POST", "/wake_up", params={"tags": tag})
         self.wake_s += asyncio.get_running_loop().time() - began_s
 
-    def _update_of(
+    def _plan_update(
         self, source: "WeightSource | WeightAddress", base: Path | None, name: str
     ) -> list[tuple[str, Mapping[str, Any]]]:
         """The requests that replace the weights, in their order."""
@@ -553,7 +554,7 @@ class VllmEngine(RemoteEngine):
         return [score.logprob for score in scores[1:] if score is not None]
 
     async def refuse_unfit(self) -> str:
-        """Check that the server can be trained with; return a line that describes it.
+        """Check that the server fits the run; return a line that describes it.
 
         Raises:
             RemoteRefused: it is no vLLM, or of another release; it serves several models, or has a shorter
@@ -562,8 +563,8 @@ class VllmEngine(RemoteEngine):
         """
         release = (await self._control(_Release, "GET", "/version", timeout_s=_FRONTEND_TIMEOUT_S)).version
         refuse_release(release, self.url)
-        # A trainer that was killed amid a publish leaves the server paused, and every request waiting; one
-        # that was killed amid an update leaves it asleep.
+        # A trainer that was killed during a publish leaves the server paused, with all requests waiting; one
+        # that was killed during an update leaves it asleep.
         await self._control(_Nothing, "POST", "/wake_up", timeout_s=self._wait_s)
         self._is_asleep = False
         await self._control(_Nothing, "POST", "/resume", timeout_s=_FRONTEND_TIMEOUT_S)
@@ -586,7 +587,7 @@ class VllmEngine(RemoteEngine):
         await self._refuse_raw_logprobs()
         return f"replica {self.url}: vLLM {release}, context {length}"
 
-    async def refuse_deaf(self) -> None:
+    async def check_receiver(self) -> None:
         """Refuse a server that cannot receive weights from the learner's process."""
         hint = (
             'Start it with --weight-transfer-config \'{"backend": "turnwise"}\' (docs/vllm.md), or use '
@@ -594,7 +595,7 @@ class VllmEngine(RemoteEngine):
         )
         await self._require(_RECEIVES, "cannot receive weights from the learner", hint)
 
-    async def refuse_sleepless(self) -> None:
+    async def check_sleeper(self) -> None:
         """Refuse a server that would keep its GPU's memory while it sleeps."""
         hint = "Start it with --enable-sleep-mode, which needs a GPU (docs/vllm.md), or leave sleep out."
         await self._require(_SLEEPS, "gives no memory back (inference.sleep)", hint)
@@ -670,11 +671,6 @@ async def _chunks(content: aiohttp.StreamReader, where: str, most_bytes: int) ->
             if data and not data.startswith(b":"):  # a comment, which keeps the connection open
                 yield read(_Sample, data, where)
     raise RemoteUnavailable(f"{where} ended a stream in the middle of an answer")
-
-
-def _most_chunk_bytes(extras: Extras) -> int:
-    """More than a server writes of one token."""
-    return 1024 * (2 + extras.likeliest)
 
 
 def _tell(answer: _Answer, count: int, extras: Extras) -> int:

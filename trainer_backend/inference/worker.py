@@ -65,7 +65,7 @@ class EngineWorker:
         self._prefill_tokens = prefill_tokens
 
     def run(self, torch_threads: int) -> None:
-        """Run until closed; any error that ends the thread reaches everyone who waits."""
+        """Run until closed; any error that ends the thread reaches all waiting callers."""
         reason = "it was stopped"
         try:
             torch.set_num_threads(torch_threads)
@@ -119,7 +119,7 @@ class EngineWorker:
         other error ends the engine, unless it is one of ours, before the first weight was written.
         """
         try:
-            self._with_room(copy, f"loading version {version}", self._free_all)
+            self._with_room(copy, f"loading version {version}", relief=self._free_all)
         except EngineOutOfMemory:
             self.half_loaded = version
             raise
@@ -193,8 +193,8 @@ class EngineWorker:
                 ended.append((request, end))
             elif request.extras.on_token is not None:
                 outcomes.append((request, sampled.token(index)))
-        # Only now: dropping a row moves another one, whose token must have been taken. Backwards, so that the
-        # one that moves goes on: an ended row would leave what is not finite where it was.
+        # Only now: dropping a row moves another one, whose token must have been taken. Backwards, so that
+        # only running rows are moved: an ended row would leave non-finite numbers in its old place.
         for request, end in reversed(ended):
             row = self.batch.rows.index(request)
             (self.batch.drop_invalid if isinstance(end, InferenceError) else self.batch.drop)(row)
@@ -222,7 +222,7 @@ class EngineWorker:
                 self.batch.prefixes.unshare(longest.prefix)
                 self.batch.drop(self.batch.rows.index(longest))
                 self._give_up([longest], error)
-        # The step under way is of rows that are gone. One that joins again samples its token of it anew.
+        # The step under way belongs to rows that are gone. A row that joins again samples that token again.
         self.batch.settle()
         return None
 

@@ -31,8 +31,8 @@ from trainer_backend.learner.adapter_folder import (
 )
 from trainer_backend.learner.lora import adapted_experts, adapted_layers, lora_layers, names_experts
 from trainer_backend.learner.sharding import replace_whole, whole
-from trainer_backend.models.folder import weights_of
-from trainer_backend.models.origin import origin_of, plain_name
+from trainer_backend.models.folder import collect_weights
+from trainer_backend.models.origin import plain_name, read_origin
 
 
 class Adapter:
@@ -98,14 +98,14 @@ class Adapter:
         """adapter_model.safetensors and adapter_config.json, as peft lays them out."""
         # "auto" would ask the hub whether the base's embedding was changed.
         self._wrapped.save_pretrained(str(folder), save_embedding_layers=False)
-        rename_for_wrapper(folder, origin_of(self._model).decoder)
+        rename_for_wrapper(folder, read_origin(self._model).decoder)
 
     def weights(self) -> dict[str, Tensor]:
         """A and B of every adapted layer, under their names in the model; not copied."""
         return {name: weight.detach() for name, weight in self._model.named_parameters() if ".lora_" in name}
 
     def copied(self, stored: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """`stored`, or else the weights of now, in tensors like ours, for `replaced`."""
+        """`stored`, or else the current weights, in tensors like ours, for `replaced`."""
         given = stored or self.weights()
         return {name: torch.empty_like(own).copy_(given[name]) for name, own in self.weights().items()}
 
@@ -138,17 +138,17 @@ class Adapter:
         """The weights under the adapters, by their names in the plain model; of tied ones the first alone."""
         return {
             plain_name(name): tensor
-            for name, tensor in weights_of(self._model).items()
+            for name, tensor in collect_weights(self._model).items()
             if ".lora_" not in name
         }
 
     @torch.no_grad()
     def begin(self) -> None:
-        """To be called where a warm-up has moved the adapters, before RL goes on from them.
+        """To be called where a warm-up has moved the adapters, before RL continues from them.
 
         A run that is resumed gets its base from iteration_0, where the adapters of that moment are merged in,
         by taking them out again (`adapter_folder.take_out`); a float32 base may differ in its last bit then.
-        So that both go on from the same one, this run's base takes that way too.
+        So that both continue from the same one, this run's base is computed that way too.
         """
         for _, layer in lora_layers(self._model):
             base: Tensor = getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
@@ -156,7 +156,7 @@ class Adapter:
             replace_whole(base, (whole(base).to(device="cpu", dtype=torch.float32) + learned) - learned)
 
 
-def set_beside(model: PreTrainedModel, folder: Path) -> None:
+def unmerge(model: PreTrainedModel, folder: Path) -> None:
     """Take merged adapters out of a float32 model's weights and put them next to its base, as in training."""
     take_out(model, folder)
     with torch.random.fork_rng(devices=[]):

@@ -41,7 +41,10 @@ def add_adapters(model: PreTrainedModel, folder: Path, *, sign: float = 1.0) -> 
             weight = model.get_parameter(own)
             scaling = settings.lora_alpha / settings.r
             if weight.dim() == 3:
-                learned = expert_delta(down, up, settings.r, scaling, _is_by_input(model, own))
+                experts = model.get_submodule(own.rpartition(".")[0])
+                # [E, in, out], and not [E, out, in]; as peft asks
+                is_by_input = bool(getattr(experts, "is_transposed", False))
+                learned = expert_delta(down, up, settings.r, scaling, is_by_input)
             else:
                 learned = delta(down, up, scaling)
             weight.add_(learned, alpha=sign)
@@ -58,11 +61,6 @@ def _adapted_weight(model: PreTrainedModel, layer: str, settings: "LoraConfig") 
     own = (f"{name}.{part}" for part, _ in model.get_submodule(name).named_parameters(recurse=False))
     adapted = [part for part in own if part in (settings.target_parameters or ())]
     return adapted[-1 - layer.count(BELOW)] if adapted else f"{name}.weight"
-
-
-def _is_by_input(model: PreTrainedModel, weight: str) -> bool:
-    """Whether experts are [E, in, out], and not [E, out, in]; as peft asks."""
-    return bool(getattr(model.get_submodule(weight.rpartition(".")[0]), "is_transposed", False))
 
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:

@@ -27,10 +27,10 @@ from trainer_backend.learner.by_length import (
     attend_by_length,
     attend_reads,
     causal_attention,
-    groups_of,
+    group_by_length,
     one_row,
     padded_groups,
-    reads_of,
+    plan_reads,
 )
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.joined import (
@@ -41,7 +41,7 @@ from trainer_backend.learner.joined import (
     attend,
     attend_levels,
     flash_is_here,
-    levels_of,
+    list_levels,
 )
 from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.models.cpu_kernels import CpuKernels, Depths, kernels_for
@@ -118,7 +118,7 @@ class OneRow:
         row, bounds = one_row(packed)
         runs = Runs.of(row.position_ids_BL[0].numpy())
         if self.joined is not None and runs.shared:
-            levels = [level.to(device) for level in levels_of(runs)]
+            levels = [level.to(device) for level in list_levels(runs)]
             return row.to(device), {
                 "attention_mask": None,
                 "turnwise_attend": partial(attend_levels, levels, self.joined),
@@ -198,8 +198,8 @@ class ByLength:
                 "turnwise_attend_read": of_reads and partial(attend, of_reads),
                 "turnwise_reads": reads,
             }
-        groups = groups_of(bounds).to(device)
-        some = reads_of(bounds, row.predict_position_N, dtype)
+        groups = group_by_length(bounds).to(device)
+        some = plan_reads(bounds, row.predict_position_N, dtype)
         return row.to(device), {
             "attention_mask": None,
             "turnwise_attend": partial(attend_by_length, groups),
@@ -247,7 +247,7 @@ class PaddedRows:
     @staticmethod
     def places(packed: Packed) -> int:
         """How many tokens the passes compute, those of the padding too."""
-        return len(groups_of(one_row(packed)[1]).token_P)
+        return len(group_by_length(one_row(packed)[1]).token_P)
 
 
 def attention_for(placement: Placement, *, head_dim: int) -> PackedAttention:
@@ -306,7 +306,7 @@ def varlen_kernel(q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, bounds: SegmentBo
         q, k, v, bounds.starts_S, bounds.starts_S, bounds.longest, bounds.longest,
         scale=scale, window_size=(-1, 0), **grouped,
     )  # fmt: skip
-    assert isinstance(attended, Tensor), "a pair comes back only to who asks for more"
+    assert isinstance(attended, Tensor), "a pair is returned only on request"
     return attended
 
 

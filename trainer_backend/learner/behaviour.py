@@ -44,7 +44,7 @@ class Weighed:
     token_means: dict[str, float]
 
 
-def objectives_of(
+def build_objectives(
     training: TrainingTable,
     algorithm: AlgorithmTable,
     fixed: Sequence[tuple[RolloutOnlyTable, Sampling]] = (),
@@ -124,7 +124,7 @@ class FirstStep:
         self.proximal: dict[int, NDArray[Any]] = {}
 
     def scored(self, piece: Batch, logprobs_N: Tensor) -> Batch:
-        """A piece, on the CPU, with log-probs of its own forward pass, and weights towards who sampled it."""
+        """A micro-batch, on the CPU, with log-probs of its own forward pass, and weights."""
         own_N = logprobs_N.detach()
         rows = split_by_number(piece.packed, own_N)
         self.proximal |= rows
@@ -172,7 +172,7 @@ def _column(rows: Sequence[Row]) -> Tensor:
     return torch.from_numpy(np.concatenate(rows)).float()
 
 
-# The actor's are logged as `loss/…` too; here they are under its name, beside the fixed policies'.
+# The actor's are logged as `loss/…` too; here each policy has them under its name.
 _OF_THE_LOSS = ("clip_low_share", "clip_high_share", "ratio_mean", "entropy")
 
 
@@ -226,7 +226,7 @@ def mixture_metrics(
 
         actor/importance_sampling           1 where a fixed policy's samples were trained on
         actor/importance_weight_mean        of those: proximal/behaviour before truncation, one for each token
-                                            or decision or episode, by its level; std, min, max beside it
+                                            or decision or episode, by its level; likewise std, min, max
         mixture/ess, …/counted_share        of those, truncated: `effective_share`, `counted_share`
         mixture/{policy}/ess, …/counted_share, …/weight_mean
                                             the same of each policy, the actor too; its mean truncated weight

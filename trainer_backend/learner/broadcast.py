@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from trainer_backend.inference.vllm_worker.turnwise_transfer import Place, Worker, broadcast, leave
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.sharding import whole
-from trainer_backend.models.folder import weights_of
+from trainer_backend.models.folder import collect_weights
 from trainer_backend.models.origin import as_stored, refuse_joined
 
 _LOOK_S, _TURN_S = 0.02, 0.1
@@ -79,8 +79,8 @@ class WeightSender:
 
         `tensors` have their names in a Hugging Face checkpoint, and are on the device of the group's backend.
         All are taken whatever happens: another rank may take part in making each of them. One is alive at a
-        time, beside its copy in the precision and memory that is sent. Where a server fails amid it, none has
-        loaded all of it, and those that are left ask again.
+        time, with its copy in the precision and memory that is sent. If a server fails during this, no
+        server has loaded all of it, and the remaining ones ask again.
         """
         members, self._called = self._called, []
         name, size = next(self._names), len(members) + 1
@@ -96,7 +96,7 @@ class WeightSender:
         return len({worker.server for _, worker in members} - short)
 
     def close(self) -> None:
-        """Refuse whoever asks from now on; those that wait hear of it."""
+        """Refuse new servers, and end the wait of those that have asked."""
         del self._store
 
     def _whole_servers(self) -> list[str]:
@@ -165,15 +165,15 @@ class _Stream:
             self._tell(count=self._count)
             start, first, left = time.monotonic(), None, set(range(1, self._place.size))
             while left and not _is_late(start, first, self._place.timeout_s):
-                done |= self._those(left, "done")
-                left -= done | self._those(left, "failed")
+                done |= self._listed(left, "done")
+                left -= done | self._listed(left, "failed")
                 first = first or (time.monotonic() if done else None)
                 time.sleep(_LOOK_S if left else 0.0)
         if self._group is not None:
             leave(self._group)
         return done
 
-    def _those(self, ranks: set[int], state: str) -> set[int]:
+    def _listed(self, ranks: set[int], state: str) -> set[int]:
         """Those of the ranks that are said to be done, or to have failed."""
         return {rank for rank in ranks if self._store.check([f"{self._place.group}/{state}/{rank}"])}
 
@@ -183,7 +183,7 @@ class _Stream:
 
 
 def _is_late(start: float, first: float | None, limit_s: float = inf) -> bool:
-    """Whether others have had as long as the first one, and a grace; or nobody came within the limit."""
+    """Whether the wait is over: twice the time of the first one, at least a grace; without one, the limit."""
     now = time.monotonic()
     return now - start > limit_s if first is None else now - first > max(_GRACE_S, first - start)
 
@@ -195,7 +195,7 @@ def checkpoint_tensors(model: PreTrainedModel, placement: Placement) -> Iterator
     `placement` says where they are sent from, and what matrices are served in.
     """
     refuse_joined(model)
-    for name, tensor in weights_of(model).items():
+    for name, tensor in collect_weights(model).items():
         dtype = placement.held if tensor.is_floating_point() else tensor.dtype
         full = whole(tensor).to(device=placement.device, dtype=dtype)  # shares may be in main memory
         yield from as_stored(model, {name: full}).items()

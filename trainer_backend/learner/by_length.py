@@ -91,9 +91,9 @@ class Groups:
         return Groups(token_P, place_L, self.shapes)
 
 
-def groups_of(bounds: SegmentBounds) -> Groups:
+def group_by_length(bounds: SegmentBounds) -> Groups:
     """Segments by length, longest first, in groups of similar length."""
-    return _side_by_side([torch.tensor(group).T for group in alike(_longest_first(bounds))])
+    return _join_groups([torch.tensor(group).T for group in alike(_longest_first(bounds))])
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def padded_groups(row: Packed, bounds: SegmentBounds) -> tuple[list[PaddedGroup]
 
     `torch.cat` of what the groups read, taken in that order, is in the order of the flat columns.
     """
-    groups = groups_of(bounds)
+    groups = group_by_length(bounds)
     read_N, order_N = groups.place_L[row.predict_position_N].sort()
     ids_P = row.token_ids_BL[0][groups.token_P]
     is_real_P = torch.zeros(len(ids_P), dtype=torch.bool)
@@ -145,7 +145,7 @@ def _longest_first(bounds: SegmentBounds) -> list[tuple[int, int]]:
     return sorted(pairwise(bounds.starts_S.tolist()), key=lambda segment: segment[0] - segment[1])
 
 
-def _side_by_side(groups: Sequence[Tensor]) -> Groups:
+def _join_groups(groups: Sequence[Tensor]) -> Groups:
     """Of groups, each [2, segments]: the first token of each segment and the one after its last."""
     tokens, is_real, shapes = [], [], []
     for first_G, end_G in groups:
@@ -181,7 +181,7 @@ class Reads:
         return Reads(self.queries.to(device), masks)
 
 
-def reads_of(bounds: SegmentBounds, position_N: Tensor, dtype: torch.dtype) -> Reads | None:
+def plan_reads(bounds: SegmentBounds, position_N: Tensor, dtype: torch.dtype) -> Reads | None:
     """The reads of one row; None where they are no cheaper than the queries of all tokens.
 
     `position_N` are int64, the tokens in ascending order, at least one of each segment; `dtype` is the
@@ -200,7 +200,7 @@ def reads_of(bounds: SegmentBounds, position_N: Tensor, dtype: torch.dtype) -> R
         mask_GQK = torch.zeros(hidden_GQK.shape, dtype=dtype).masked_fill_(hidden_GQK, float("-inf"))
         groups.append(torch.stack((first_G, end_G)))
         masks.append(mask_GQK[:, None])
-    return Reads(_side_by_side(groups), tuple(masks))
+    return Reads(_join_groups(groups), tuple(masks))
 
 
 def attend_by_length(groups: Groups, q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float) -> Tensor:

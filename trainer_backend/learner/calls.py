@@ -29,7 +29,7 @@ from trainer_backend.processes.launching import LEARNER, Place, Resources, Role
 
 # The environment variable with the key of a learner's process.
 LEARNER_KEY = "TURNWISE_LEARNER_KEY"
-# Where an orchestrator may have that of somebody else's learner.
+# Variables from which an orchestrator reads the key of a learner that it did not start.
 KEYS_OF_THE_LEARNER = frozenset({LEARNER_KEY, f"{LEARNER_KEY}_FILE"})
 SESSION_HEADER, NUMBER_HEADER = "X-Turnwise-Session", "X-Turnwise-Call"
 _MOST_BYTES = 16 << 30
@@ -63,7 +63,7 @@ def _command(table: LearnerTable, place: Place) -> tuple[str, ...]:
 
 
 class About(Body):
-    """What answers at a learner's address."""
+    """The learner at an address: version, run and current call."""
 
     version: str
     """Version of the package."""
@@ -112,6 +112,6 @@ CALLS = Table(
 )
 
 
-def run_of(session: str) -> str:
+def parse_run(session: str) -> str:
     """The run of a session, RUN/START: it is the orchestrator of one of the run's starts."""
     return session.rpartition("/")[0]

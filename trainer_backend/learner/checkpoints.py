@@ -10,9 +10,9 @@
                                    where it has layers of its own; learning_rate.json of "desired_kl"
                                with several ranks a model-n-of-m.safetensors of each and an index,
                                    and training_state/optimizer/ with the share of each
-                               adapter/    with [lora], in peft's layout: a model beside it has it merged
-                               base.json    without a model beside it: the checkpoint with the model that the
-                                            adapters are over, and its digest
+                               adapter/    with [lora], in peft's layout; merged into any model there
+                               base.json    without a model: the checkpoint whose model is the adapters' base,
+                                            and its digest
     checkpoints/best           a link to the checkpoint with the best evaluation so far, else to the latest
     checkpoints/best.json      which one was marked as the best, and its mean outcome
 
@@ -41,9 +41,9 @@ from trainer_backend.learner.shares import restore_moments, save_moments, write_
 from trainer_backend.learner.step_size import StepSize
 from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.models import save_model_folder
-from trainer_backend.models.folder import save_settings, weights_of
+from trainer_backend.models.folder import collect_weights, save_settings
 from trainer_backend.models.layout import BASE, CONFIG
-from trainer_backend.models.origin import as_stored, origin_of, refuse_joined
+from trainer_backend.models.origin import as_stored, read_origin, refuse_joined
 from trainer_backend.parts import Progress, WeightPart
 from trainer_backend.rundir.checkpoint_paths import STATE_FILE, TRAINING_FOLDER
 from trainer_backend.rundir.digests import collect_digests, read_digest
@@ -114,7 +114,7 @@ def save_weights(
     part: WeightPart = "whole",
     ranks: Ranks = ALONE,
 ) -> None:
-    """Write a model folder as `save_checkpoint` does, for servers to load: adapters merged, and beside it.
+    """Write a model folder as `save_checkpoint` does, for servers to load: adapters merged, and on their own.
 
     `part` of a model with adapters is those alone, or the base that they are over. All ranks call this.
     """
@@ -150,14 +150,14 @@ def _save_model(
             weight = adapter.merged_in(name, weight)
         return as_stored(model, {name: weight})
 
-    weights = weights_of(model) if adapter is None else adapter.under()
+    weights = collect_weights(model) if adapter is None else adapter.under()
     write_weights(folder, weights, ranks, finished=finished)
-    ranks.first_alone(partial(origin_of(model).write_kept, folder))
+    ranks.first_alone(partial(read_origin(model).write_kept, folder))
 
 
 @contextmanager
 def _whole(folder: Path, kind: str, ranks: Ranks) -> Iterator[Path]:
-    """A folder beside, to be filled; it is renamed to `folder` at the end, or removed after an error.
+    """A temporary folder to fill; it is renamed to `folder` at the end, or removed after an error.
 
     With several ranks, what fails in here has to fail on all of them.
     """

@@ -12,7 +12,7 @@ from trainer_backend.job.training_table import LoraTable, TrainingTable
 
 @dataclass(frozen=True, slots=True)
 class LearnerConfig:
-    """What a learner trains, on which device, and how an iteration updates the policy."""
+    """Settings of a learner: model, device and updates."""
 
     model: ModelTable
     lora: LoraTable | None

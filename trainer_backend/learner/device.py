@@ -77,7 +77,7 @@ class Placement:
 
     @property
     def held(self) -> torch.dtype:
-        """The dtype of matrices that nobody trains: the engine's, a reference's, those under an adapter."""
+        """The dtype of frozen matrices: the engine's, a reference's, those under an adapter."""
         return self.low or torch.float32
 
     def hardware(self) -> Hardware:
@@ -89,7 +89,7 @@ class Placement:
         return Hardware(str(self.held).removeprefix("torch."), tuple(names))
 
     def notes(self) -> tuple[str, ...]:
-        """What `auto` left unused, in a sentence; empty: nothing."""
+        """A sentence about a GPU that `auto` does not use; empty: none."""
         if self.unusable_gpu is None:
             return ()
         return (
@@ -104,7 +104,7 @@ class Placement:
         return torch.cuda.get_device_properties(self.device).total_memory
 
     def logits_bytes(self) -> int:
-        """Bytes that a chunk of logits may take: a share of a GPU's memory, or little beside a model."""
+        """Bytes that a chunk of logits may take: on a GPU, a share of its memory."""
         return self.card_bytes() // _GPU_SHARE_OF_LOGITS if self.device.type == "cuda" else _LOGITS_BYTES
 
     def autocast(self) -> AbstractContextManager[object]:

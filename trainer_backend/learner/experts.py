@@ -1,4 +1,4 @@
-"""What the routers of a mixture of experts decide while a model computes, read by hooks on its modules."""
+"""Records the decisions of the routers in a mixture of experts, by hooks on the model's modules."""
 
 import sys
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class Experts:
     coefficient: float = 0.0
 
 
-def experts_of(model: PreTrainedModel, keys: RouterKeys) -> Experts | None:
+def find_experts(model: PreTrainedModel, keys: RouterKeys) -> Experts | None:
     """The experts of a model, None where it has none; JobError: the job weighs a loss that it has not."""
     config, coefficient = model.config.get_text_config(), keys.router_aux_coef
     count = count_experts(model)
@@ -63,7 +63,7 @@ class Routing:
 
     @property
     def keywords(self) -> dict[str, bool]:
-        """What the model's pass is asked for."""
+        """Keywords for the model's forward pass."""
         return {"output_router_logits": True} if self.reads_probabilities else {}
 
     @contextmanager

@@ -25,7 +25,7 @@ from trainer_backend.learner.memory_plan import (
     set_micro_batches,
 )
 from trainer_backend.learner.ranks import ALONE, Ranks
-from trainer_backend.learner.sharding import mesh_of, own_part
+from trainer_backend.learner.sharding import make_mesh, own_part
 from trainer_backend.models.sources import tokenizer_in
 from trainer_backend.parts import CreditedEpisode, Progress
 from trainer_backend.run.preflight import checked_folders
@@ -39,7 +39,7 @@ class LocalFactory:
     ) -> None:
         placement = place(config.model.device)
         if ranks.are_several:  # here, where all ranks are; a model is loaded by one after the other
-            mesh_of(ranks, config.ranks.data_parallel_replicate_degree, placement.device.type)
+            make_mesh(ranks, config.ranks.data_parallel_replicate_degree, placement.device.type)
         self._config, self._fixed, self._ranks = config, fixed, ranks
 
     def fixed_folders(self, checkpoint: Path | None) -> Mapping[str, Path]:
@@ -68,8 +68,8 @@ class LocalFactory:
             plan = note_choice(memory_plan(self._config, checkpoint, fixed=fixed, ranks=self._ranks))
         return plan.report()
 
-    def fresh(self, prompts: Sequence[Trajectory], tokenizer_of: Path | None) -> LocalLearner:
-        tokenizer = None if tokenizer_of is None else tokenizer_in(tokenizer_of, self._config.model)
+    def fresh(self, prompts: Sequence[Trajectory], tokenizer_folder: Path | None) -> LocalLearner:
+        tokenizer = None if tokenizer_folder is None else tokenizer_in(tokenizer_folder, self._config.model)
         return LocalLearner.fresh(self._config, prompts, tokenizer, self._ranks)
 
     def resumed(self, checkpoint: Path) -> tuple[LocalLearner, Progress]:
@@ -112,7 +112,7 @@ class LocalFactory:
 
 
 def _share(learner: LocalLearner, ranks: Ranks) -> Tensor:
-    """What this rank has of the gradient of all weights, as one vector in main memory; float64."""
+    """This rank's share of the gradient of all weights: one float64 vector in main memory."""
     weights = learner.model.parameters()
     gradients = (torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights)
     return torch.cat([own_part(gradient, ranks).double().cpu() for gradient in gradients])

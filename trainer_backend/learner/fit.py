@@ -22,10 +22,10 @@ from trainer_backend.learner.memory import OVERHEAD, cached_row
 from trainer_backend.learner.memory_plan import (
     MemoryPlan,
     Models,
+    choose_vocabulary,
     memory_use,
     model_shapes,
     plan_on,
-    vocabulary_beside,
 )
 from trainer_backend.learner.ranks import Ranks
 from trainer_backend.learner.shapes import cached_config
@@ -180,7 +180,7 @@ def report_for_card(
         JobError: it cannot fit, even while sequences are shorter than allowed.
     """
     others = [folder_config(folder) for folder in fixed]
-    own = cached_config(config.model, vocabulary_beside(config, others))
+    own = cached_config(config.model, choose_vocabulary(config, others))
     search = Search(config, place_on_card(card), own, others, shortest)
     plan = search.plan(config)
     yield from _table(plan)
@@ -453,7 +453,7 @@ def less_memory(config: LearnerConfig) -> str:
 
 
 def _name_change(config: LearnerConfig, settings: Settings) -> str:
-    """What a person does to change settings: lower or raise a number, or set another value."""
+    """Describe a change of settings: lower or raise a number, or set another value."""
     words = list[str]()
     for key, value in settings.items():
         if key in ("lora", "cluster"):

@@ -1,7 +1,7 @@
 """`python -m trainer_backend.learner.group [torchrun's options] [-- options of learner.process]`.
 
-The ranks of a learner on this node, under torchrun, which ends all of them as soon as one has ended. Whoever
-asked for the learner starts a new group then: it has the rollouts, and a group has nothing without them.
+The ranks of a learner on this node, under torchrun, which ends all of them as soon as one has ended. The
+orchestrator, which has the rollouts, then starts a new group.
 """
 
 from service_kit.own_process import end_with_parent
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> None:
         torchrun(["--max-restarts", "0", *arguments[:cut], "-m", _PROCESS, *arguments[cut + 1 :]])
     except ChildFailedError as error:
         _, first = error.get_first_failure()
-        if first.exitcode < 0:  # whoever started the group sees the signal that ended a rank
+        if first.exitcode < 0:  # the parent sees the signal that ended a rank
             signal.signal(-first.exitcode, signal.SIG_DFL)
             os.kill(os.getpid(), -first.exitcode)
         raise SystemExit(first.exitcode) from error

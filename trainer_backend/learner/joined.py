@@ -137,7 +137,7 @@ class Plan:
     @classmethod
     def of_all(cls, runs: Runs) -> Plan:
         own = []
-        for first_G, end_G in _side_by_side(runs):
+        for first_G, end_G in _group_runs(runs):
             places = _Places.of(first_G, end_G)
             own.append(_Side(places, places, None))
         return cls(own, [(slice(run.start, run.end), slice(run.end, run.until)) for run in runs.shared])
@@ -146,7 +146,7 @@ class Plan:
     def of_some(cls, runs: Runs, position_N: Tensor) -> Plan | None:
         """Of the queries of some tokens, [N] int64 places in ascending order; None where all cost no more."""
         own, scores, of_all = [], 0, 0
-        for first_G, end_G in _side_by_side(runs):
+        for first_G, end_G in _group_runs(runs):
             reads_2G = torch.searchsorted(position_N, torch.stack((first_G, end_G)))
             is_read_G = reads_2G[0] < reads_2G[1]
             of_all += len(first_G) * int((end_G - first_G).max()) ** 2
@@ -253,7 +253,7 @@ class Level:
     def of(
         cls, queries: Sequence[tuple[int, int]], keys: Sequence[tuple[int, int]], *, causal: bool
     ) -> Level:
-        """Of ranges of tokens, on the CPU."""
+        """Build a level from ranges of tokens, on the CPU."""
         counts = [[end - begin for begin, end in ranges] for ranges in (queries, keys)]
         tokens = [torch.cat([torch.arange(*bounds) for bounds in ranges]) for ranges in (queries, keys)]
         starts = [torch.tensor([0, *accumulate(count)], dtype=torch.int32) for count in counts]
@@ -268,7 +268,7 @@ class Level:
         return Level(query_N, key_N, queries_S, keys_S, self.longest, self.causal)
 
 
-def levels_of(runs: Runs) -> list[Level]:
+def list_levels(runs: Runs) -> list[Level]:
     """All runs by themselves, then those with tokens below them, by their depth: there no token is twice."""
     own = list(pairwise(runs.starts_R.tolist()))
     depths: list[list[Shared]] = []
@@ -295,7 +295,7 @@ class LevelKernel(Protocol):
     """Attention of a level by a kernel of variable length, forward and backward."""
 
     dtype: ClassVar[torch.dtype | None] = None
-    """What it takes; None: whatever comes."""
+    """The dtype of its inputs; None: any."""
 
     def forward(
         self, q_NHD: Tensor, k_MHD: Tensor, v_MHD: Tensor, level: Level, scale: float
@@ -374,7 +374,7 @@ def attend_levels(
 
 
 class _Levels(torch.autograd.Function):
-    """What several levels add to an output or to a gradient is summed in float32 at least."""
+    """Attention over several levels; outputs and gradients are summed in float32 at least."""
 
     @staticmethod
     def forward(
@@ -421,7 +421,7 @@ def _summed(part: Tensor, times: int) -> Tensor:
     return part if times == 1 else part.reshape(groups, heads // times, times, places, size).sum(2)
 
 
-def _side_by_side(runs: Runs) -> Iterator[tuple[Tensor, Tensor]]:
+def _group_runs(runs: Runs) -> Iterator[tuple[Tensor, Tensor]]:
     """Groups of runs of similar length: their first tokens, and the ones after their last."""
     bounds = zip(runs.starts_R.tolist(), runs.starts_R.tolist()[1:], strict=False)
     for group in alike(sorted(bounds, key=lambda run: run[0] - run[1])):

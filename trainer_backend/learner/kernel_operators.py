@@ -158,7 +158,7 @@ def _plain_weights(linears: Sequence[Any]) -> list[Tensor] | None:
     return weights if is_plain else None
 
 
-def _side_by_side(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def _concatenate(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """[sum of O, I] weights [O, I] with the same input, rounded once."""
     joined_OI = weights[0].new_empty((sum(map(len, weights)), weights[0].shape[1]), dtype=dtype)
     for weight, part in zip(
@@ -192,7 +192,7 @@ class _KernelHeads(torch.autograd.Function):
         cos_LD: Tensor,
         sin_LD: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        weight_OD = _side_by_side([q_OD, k_OD, v_OD], normed_LD.dtype)
+        weight_OD = _concatenate([q_OD, k_OD, v_OD], normed_LD.dtype)
         size = cos_LD.shape[-1]
         ctx.counts = [len(weight) // size for weight in (q_OD, k_OD, v_OD)]
         all_LHD = (normed_LD @ weight_OD.T).view(len(normed_LD), -1, size)
@@ -236,7 +236,7 @@ class _KernelGateUp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, kernels: Any, normed_LD: Tensor, gate_MD: Tensor, up_MD: Tensor) -> Tensor:
-        weight_OD = _side_by_side([gate_MD, up_MD], normed_LD.dtype)
+        weight_OD = _concatenate([gate_MD, up_MD], normed_LD.dtype)
         both_LO = normed_LD @ weight_OD.T
         ctx.kernels = kernels
         ctx.save_for_backward(normed_LD, weight_OD, both_LO)

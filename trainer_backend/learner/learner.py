@@ -41,7 +41,7 @@ from trainer_backend.learner.broadcast import WeightSender, checkpoint_tensors, 
 from trainer_backend.learner.checkpoints import restore_progress, save_checkpoint, save_weights
 from trainer_backend.learner.config import LearnerConfig
 from trainer_backend.learner.device import Placement, place
-from trainer_backend.learner.experts import experts_of
+from trainer_backend.learner.experts import find_experts
 from trainer_backend.learner.fit import less_memory
 from trainer_backend.learner.loading import (
     checked_base,
@@ -53,12 +53,12 @@ from trainer_backend.learner.loading import (
 )
 from trainer_backend.learner.lora import refuse_experts
 from trainer_backend.learner.operators import operators_for
-from trainer_backend.learner.optimizer import adamw_of
+from trainer_backend.learner.optimizer import make_adamw
 from trainer_backend.learner.own_critic import OwnCritic
 from trainer_backend.learner.ranks import ALONE, Ranks
 from trainer_backend.learner.scoring import Scorer, read_pieces, refuse_unknown, score_by
 from trainer_backend.learner.sharding import gathered_copy, shard
-from trainer_backend.learner.shares import sample_of
+from trainer_backend.learner.shares import checksum_model
 from trainer_backend.learner.step_size import StepSize
 from trainer_backend.learner.stepping import checkpoint_layers, memory_watched
 from trainer_backend.learner.support import refuse_unsupported
@@ -67,7 +67,7 @@ from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.learner.warmup import demonstrations, prompt_texts, tool_words, warm_up
 from trainer_backend.models import build_preset, train_tokenizer
 from trainer_backend.models.folder import embedding_rows
-from trainer_backend.models.kinds import head_dim_of, logit_map, own_attention
+from trainer_backend.models.kinds import logit_map, own_attention, read_head_dim
 from trainer_backend.models.part_attention import why_no_parts
 from trainer_backend.parts import CreditedEpisode, Hardware, Progress, WeightPart
 from trainer_backend.rundir.checkpoint_paths import CRITIC_FILE, STARTED_FROM, TRAINING_FOLDER
@@ -100,7 +100,7 @@ class LocalLearner:
         why_apart = refuse_unsupported(model, longest=config.inference.max_model_len)
         self.config, self.model, self.tokenizer, self._ranks = config, model, tokenizer, ranks
         training, placement = config.training, place(config.model.device)
-        experts = experts_of(model, training)  # before a shard changes the model's class
+        experts = find_experts(model, training)  # before a shard changes the model's class
         # Under adapters the model's own weights are held, not trained.
         hold_in(model, torch.float32 if config.lora is None else placement.held)
         if not ranks.are_several:
@@ -116,10 +116,10 @@ class LocalLearner:
         if self._adapter is not None and adapter_folder is not None:
             self._adapter.restore(adapter_folder)
         checkpoint_layers(model, training.gradient_checkpointing)
-        self._sample = sample_of(model, tokenizer) if ranks.are_several else 0
+        self._checksum = checksum_model(model, tokenizer) if ranks.are_several else 0
         if ranks.are_several:
             shard(model, ranks, config.ranks, placement.device)
-        scorer = scorer_of(model, placement, training.logits_chunk_tokens, ranks, why_apart)
+        scorer = build_scorer(model, placement, training.logits_chunk_tokens, ranks, why_apart)
         # What segments share would share the adapters' dropout, too, and count once for the routers' loss.
         drops = config.lora is not None and config.lora.dropout > 0
         is_apart = not training.share_prefixes or drops or (experts is not None and experts.coefficient > 0)
@@ -129,7 +129,7 @@ class LocalLearner:
         self.scorer = replace(scorer, experts=experts, share_from=SHARE_FROM if shares else None)
         log.info("learner_computes_by", **self.scorer.told())
         self._reference = None if started_from is None else self._started(started_from)
-        self._optimizer = adamw_of(
+        self._optimizer = make_adamw(
             model, training.learning_rate, training.weight_decay, offload=training.optimizer_offload
         )
         self._step_size = StepSize(training, config.seed, ranks)
@@ -138,13 +138,13 @@ class LocalLearner:
         self._critic: OwnCritic | None = None  # a fresh one is a copy of the policy that RL starts from
         if level is not None and training.critic == "head":
             self._head = ValueHead(model.config.hidden_size, placement.device, training, level)
-        # Log-probs from `values` and `score`, by rollout id, until the next update: under the weights of now,
+        # Log-probs from `values` and `score`, by rollout id, until the next update: under current weights,
         # and under the policy that RL started from.
         self._proximal: dict[str, list[NDArray[Any]]] = {}
         self._of_reference: dict[str, list[NDArray[Any]]] = {}
         self._sender: WeightSender | None = None
         self._is_on_offer = False
-        self._weights_rest = threading.Lock()  # held by an update, and by whoever sends the weights
+        self._weights_rest = threading.Lock()  # held during an update, and while weights are sent
 
     @classmethod
     def fresh(
@@ -223,7 +223,7 @@ class LocalLearner:
 
     def _refuse_other_models(self) -> None:
         """Each rank has taken its share of the model that it found: they must have found the same."""
-        samples = self._ranks.of_every_rank(self._sample)
+        samples = self._ranks.of_every_rank(self._checksum)
         if other := next((rank for rank, sample in enumerate(samples) if sample != samples[0]), 0):
             raise JobError(
                 f"rank {other} of the learner has loaded another model, or another vocabulary, than rank 0",
@@ -340,7 +340,7 @@ class LocalLearner:
         training, share, metrics = self.config.training, 1.0, dict[str, float]()
         if training.skip_certain_above is not None:
             numbers = uncertain_segments(episodes, training.skip_certain_above)
-            rest, cache = part_of(episodes, numbers), cache.part(numbers)
+            rest, cache = select_segments(episodes, numbers), cache.part(numbers)
             share = _tokens(rest) / _tokens(episodes)
             episodes, metrics = rest, {"optim/certain_frac": 1.0 - share}
         warms_up = self.config.has_own_critic and self._own_critic().iterations < training.critic_warmup
@@ -406,7 +406,7 @@ class LocalLearner:
     def broadcast(self, expected: int, wait_s: float, tell: Callable[[int, int], None]) -> int:
         """As `protocols.Learner` has it; from another thread it waits for the end of an update.
 
-        The first rank decides when there is somebody to send to, and sends; all ranks gather each tensor.
+        The first rank decides when servers are ready, and sends; all ranks gather each tensor.
         """
         with self._weights_rest:
             served, since = 0, time.monotonic()
@@ -441,7 +441,7 @@ class LocalLearner:
         return place(self.config.model.device).hardware()
 
     def facts(self) -> PolicyFacts:
-        """What servers of the policy must know of it beside its weights."""
+        """What servers of the policy need in addition to its weights."""
         return PolicyFacts.of_model(self.config.model, self.model, self.tokenizer)
 
     def weights(self) -> dict[str, Tensor]:
@@ -465,16 +465,16 @@ class LocalLearner:
         if adapter is not None:
             weights = adapter.copied(None if folder is None else read_adapter(folder / FOLDER))
 
-            def with_those(packed: Packed) -> Tensor:
+            def with_weights(packed: Packed) -> Tensor:
                 with adapter.replaced(weights):
                     return scorer.logprobs(packed)
 
-            return with_those
+            return with_weights
         if folder is not None:
             model = load_checkpoint(self.config.model, folder)[0]
         else:
             model = gathered_copy(self.model) if self._ranks.are_several else self.model
-        held = held_scorer(scorer, model)
+        held = frozen_scorer(scorer, model)
         if self._ranks.are_several:
             # Without a backward pass nothing would ever free what was kept after a forward pass.
             table = self.config.ranks.model_copy(update={"fsdp_reshard_after_forward": True})
@@ -503,7 +503,7 @@ def uncertain_segments(episodes: Sequence[CreditedEpisode], probability: float) 
     }
 
 
-def part_of(
+def select_segments(
     episodes: Sequence[CreditedEpisode], numbers: Mapping[str, Sequence[int]]
 ) -> list[CreditedEpisode]:
     """The episodes with the segments of these numbers alone; none is left without a segment."""
@@ -526,7 +526,7 @@ def _tokens(episodes: Sequence[CreditedEpisode]) -> int:
     return sum(len(segment.logprobs) for item in episodes for segment in item.segments)
 
 
-def scorer_of(
+def build_scorer(
     model: PreTrainedModel,
     placement: Placement,
     logits_chunk: int | None = None,
@@ -539,7 +539,7 @@ def scorer_of(
     """
     attention: PackedAttention
     if why_apart is None:  # never eager: it would add a mask of booleans to its scores
-        attention = attention_for(placement, head_dim=head_dim_of(model.config.get_text_config()))
+        attention = attention_for(placement, head_dim=read_head_dim(model.config.get_text_config()))
     else:
         attention = PaddedRows(own_attention(model), why_apart, ranks)
     model.set_attn_implementation(attention.implementation)
@@ -551,8 +551,8 @@ def scorer_of(
     return Scorer(model, placement, attention, logits_chunk or fits, ranks, operators, logits=logits)
 
 
-def held_scorer(scorer: Scorer, model: PreTrainedModel) -> Scorer:
-    """A copy of another model that nobody trains, computing where and as the scorer's own does."""
+def frozen_scorer(scorer: Scorer, model: PreTrainedModel) -> Scorer:
+    """A scorer of a frozen copy of another model, on the same device and in the same way as `scorer`."""
     copied = held_copy(model, scorer.placement.held)
     if not scorer.ranks.are_several:  # else `shard` gives each device its share
         copied.to(scorer.placement.device)  # type: ignore[arg-type]

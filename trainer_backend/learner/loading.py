@@ -1,4 +1,4 @@
-"""Loads a job's model folder or a checkpoint of its run, and weights that nobody trains, and checks them."""
+"""Loads and checks a job's model folder, a checkpoint of its run, or frozen weights."""
 
 import copy
 from pathlib import Path
@@ -85,7 +85,7 @@ def checked_base(folder: Path) -> Path | None:
     base = base_folder(folder)
     if base is not None and read_digest(base) != read_object(folder / BASE).get("digest"):
         raise CheckpointError(
-            f"{folder}: its adapters were trained over another {base.name} than the one beside it now",
+            f"{folder}: its adapters were trained over another {base.name} than the one now next to it",
             hint="Put back the one that the run began with; over other weights they mean nothing.",
         )
     return base
@@ -115,7 +115,7 @@ def hold_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
 def held_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """A copy without gradients: matrices of `dtype`, norms and biases of float32, buffers as they are.
 
-    Converted one by one: a copy in float32 beside the model need not fit.
+    Weights are converted one by one, so that a float32 copy of the whole model need not fit.
     """
     converted = {}
     for weight in model.parameters():
@@ -138,20 +138,20 @@ def copy_to_serve(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel
 def folder_to_serve(model: PreTrainedModel, folder: Path, placement: Placement) -> PreTrainedModel:
     """The float32 model of a folder for an engine on the placement; it is used up.
 
-    Where a checkpoint's adapters are merged into weights that are to be rounded, they are set beside their
-    base again: rounded, the sum may be the base alone, and not what was trained.
+    Adapters of a checkpoint that are merged into weights to be rounded are separated from the base again:
+    after rounding, the sum may equal the base, and the training would be lost.
     """
     if placement.low is not None and (folder / FOLDER).is_dir():
-        from trainer_backend.learner.adapter import set_beside  # peft: half a second of a start
+        from trainer_backend.learner.adapter import unmerge  # peft: half a second of a start
 
-        set_beside(model, folder / FOLDER)
+        unmerge(model, folder / FOLDER)
     served = copy_to_serve(model, placement.held)
     served.to(placement.device)  # type: ignore[arg-type]
     return served
 
 
 def new_weights(folder: Path, placement: Placement) -> WeightSource:
-    """What an engine of `folder_to_serve` loads of a later folder of the same run: the adapters, or all."""
+    """Weights that an engine of `folder_to_serve` loads from a later folder of the run: adapters, or all."""
     has_adapters = placement.low is not None and (folder / FOLDER).is_dir()
     return read_adapter(folder / FOLDER) if has_adapters else folder
 

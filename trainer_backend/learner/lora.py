@@ -25,11 +25,6 @@ from trainer_backend.errors import JobError
 from trainer_backend.job.training_table import ALL_LINEAR, LoraTable
 
 
-def adapter_dropouts(model: PreTrainedModel) -> list[nn.Module]:
-    """The dropout modules of the adapters; none where there are no adapters."""
-    return [dropout for _, layer in lora_layers(model) for dropout in layer.lora_dropout.values()]
-
-
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The layers that have adapters, by names; each has its own dropout."""
     return ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_dropout"))

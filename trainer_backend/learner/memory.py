@@ -23,8 +23,8 @@ from trainer_backend.learner.shapes import BFLOAT16, FLOAT32, ModelShape
 
 # AdamW: two moments in float32.
 MOMENTS = 8
-# Of a number of a step's logits: a copy that stays, and what sampling holds beside it at a time, which all
-# CUDA graphs share. Truncation needs most of it, for sorted probabilities, their order and sums.
+# Bytes per logit of a step: a copy that stays, and scratch memory of sampling, which all CUDA graphs share.
+# Truncation needs most of it, for sorted probabilities, their order and sums.
 SAMPLING = FLOAT32 + 48
 # CUDA's context, the libraries' workspaces, and what the allocator cannot reuse.
 OVERHEAD = 2**30
@@ -37,7 +37,7 @@ class EngineUse:
     """What an engine does with a model.
 
     keys: its bounds. In pages `cache_gib` is the most of its cache, but for one row.
-    low: whether products, and copies that nobody trains, are bfloat16; otherwise float32.
+    low: whether products and frozen copies are bfloat16; otherwise float32.
     paged: whether caches are in pages (where there are kernels): requests wait where not all of them fit.
     trunks: whether our decoder keeps what several rows begin with outside of them (`inference.trunks`).
     """
@@ -49,7 +49,7 @@ class EngineUse:
 
     @property
     def held(self) -> int:
-        """Bytes of a number in the cache, and in a matrix that nobody trains."""
+        """Bytes of a number in the cache, and in a frozen matrix."""
         return BFLOAT16 if self.low else FLOAT32
 
 
@@ -95,8 +95,8 @@ class MemoryNeeds:
     """Bytes by kind.
 
     device: on the device that computes, each kind at its fullest; of a rank, on its own device.
-    host: in main memory beside a GPU, of all ranks of a node; on a CPU, whose main memory is the device, what
-        its ranks need at the start alone.
+    host: with a GPU, the main memory of all ranks of a node; on a CPU, whose main memory is the device, what
+        its ranks need only at the start.
     least: the least that the device must hold: no kept prefixes, and activations at the lower end of the
         estimate; of a cache in pages, one request as long as allowed.
     """
@@ -147,7 +147,7 @@ def fuller_turn(device: Mapping[str, int], servers: int) -> dict[str, int]:
 
 
 def _learner_needs(shape: ModelShape, use: MemoryUse, *, is_gpu: bool) -> dict[str, int]:
-    """Of a learner's process, or of each of its ranks."""
+    """Memory of a learner's process, or of each of its ranks."""
     held, reference = _held(shape, use), _reference(shape, use)
     moments = 0 if use.offload and is_gpu else held.moments
     if use.ranks.fsdp_cpu_offload and is_gpu:
@@ -174,13 +174,13 @@ class _Held(NamedTuple):
 
 
 def _whole(shape: ModelShape) -> _Held:
-    """Of adapters and value head, which every rank has whole."""
+    """Memory of adapters and value head, which every rank has whole."""
     count = shape.adapters + (shape.width + 1 if shape.critic else 0)
     return _Held(count * FLOAT32, count * FLOAT32, count * MOMENTS)
 
 
 def _shared(shape: ModelShape, use: MemoryUse) -> _Held:
-    """Of the weights of the model and of an own critic's layers, of which a rank has a part."""
+    """Memory of the weights of the model and of an own critic's layers, of which a rank has a part."""
     layers = max(0, shape.critic - shape.width - 1)
     weights = shape.frozen_bytes(use.held if shape.adapters else FLOAT32) + layers * FLOAT32
     trained = layers + (0 if shape.adapters else shape.parameters)
@@ -192,7 +192,7 @@ def _held(shape: ModelShape, use: MemoryUse) -> _Held:
 
 
 def _reference(shape: ModelShape, use: MemoryUse) -> int:
-    """Of the policy that RL started from: its adapters, or a copy of the model, shared out like the model."""
+    """Memory of the reference policy: its adapters, or a copy of the model, shared out like the model."""
     if not use.reference:
         return 0
     return shape.adapters * FLOAT32 or -(-shape.frozen_bytes(use.held) // use.ranks.parts)
@@ -212,7 +212,7 @@ def gathered(shape: ModelShape, use: MemoryUse) -> int:
 
 
 def serving_needs(shape: ModelShape, use: EngineUse, *, is_gpu: bool) -> MemoryNeeds:
-    """What an engine holds of a model that nobody trains. The model must fit; the cache grows with use."""
+    """Memory of an engine with a frozen model. The model must fit; the cache grows with use."""
     weights, overhead = shape.frozen_bytes(use.held), OVERHEAD if is_gpu else 0
     device = {"engine": weights, "cache": cache(shape, use), "sampling": sampling(shape, use)}
     device["overhead"] = overhead
@@ -229,7 +229,7 @@ def cache(shape: ModelShape, use: EngineUse) -> int:
     """Keys and values of an engine at its fullest, and of what rows of our decoder share outside of it."""
     row = cached_row(shape, use)
     shared = most_rows(use.keys.slots) if use.trunks and shape.own_pass else 0
-    kept = use.keys.prefix_slots * (2 if shape.states else 1)  # and as many amid prompts
+    kept = use.keys.prefix_slots * (2 if shape.states else 1)  # and as many inside prompts
     fullest = (use.keys.slots + kept + shared) * row
     if not use.paged or use.keys.cache_bytes is None:
         return fullest
@@ -243,14 +243,14 @@ def engine(shape: ModelShape, use: EngineUse) -> int:
 
 
 def sampling(shape: ModelShape, use: EngineUse) -> int:
-    """What the steps of an engine in pages keep for themselves, beside the cache."""
+    """Buffers that the steps of a paged engine keep, without the cache."""
     return use.keys.slots * shape.vocabulary * SAMPLING if use.paged else 0
 
 
 def _main_memory_needs(
     shape: ModelShape, use: MemoryUse, fixed: Sequence[ModelShape], *, is_gpu: bool
 ) -> dict[str, int]:
-    """Bytes of main memory that a run needs beside its device.
+    """Bytes of main memory that a run needs in addition to its device.
 
     Offloaded moments and shares stay there. Weights in float32, then moments, pass through it to a
     checkpoint, of each rank its own. At the start each fixed policy passes through it, in float32 and once
@@ -280,7 +280,7 @@ def _main_memory_needs(
 
 
 def _passing(shape: ModelShape, use: EngineUse) -> int:
-    """A model in float32, and its copy in what is held of a model that nobody trains."""
+    """A model in float32, and its frozen copy in the served precision."""
     return shape.parameters * FLOAT32 + shape.frozen_bytes(use.held)
 
 

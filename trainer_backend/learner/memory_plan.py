@@ -16,7 +16,7 @@ from trainer_backend.core.logprobs import adds_wide, chunk_within, multiplies_wi
 from trainer_backend.errors import JobError
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.paged_attention import kernels_are_here, why_no_kernels
-from trainer_backend.job.tables import InferenceTable, ModelTable
+from trainer_backend.job.tables import ModelTable
 from trainer_backend.job.training_table import MICRO_BATCH_TOKENS
 from trainer_backend.learner.attention import BlockMask, attention_for, why_masked
 from trainer_backend.learner.by_length import SHORTEST_SHARE
@@ -112,14 +112,14 @@ def model_configs(
 ) -> tuple[Any, list[Any]]:
     """The config of a run's model, and those of its fixed policies in the folders `fixed`.
 
-    The run goes on from the folder `checkpoint`, or else from [model].
+    The run continues from the folder `checkpoint`, or else starts from [model].
     """
     others = [folder_config(folder) for folder in fixed]
-    return model_config(config.model, checkpoint, vocabulary_beside(config, others)), others
+    return model_config(config.model, checkpoint, choose_vocabulary(config, others)), others
 
 
-def vocabulary_beside(config: LearnerConfig, others: Sequence[Any]) -> int:
-    """Of a preset: with a fixed policy it has the tokenizer of the first of them."""
+def choose_vocabulary(config: LearnerConfig, others: Sequence[Any]) -> int:
+    """The vocabulary of a preset: with fixed policies, that of the first of them."""
     return int(others[0].get_text_config().vocab_size) if others else config.model.vocab_size
 
 
@@ -193,16 +193,17 @@ def note_choice(plan: MemoryPlan) -> MemoryPlan:
 def _plan_as_set(placement: Placement, config: LearnerConfig, models: Models, ranks: Ranks) -> MemoryPlan:
     is_gpu = placement.device.type != "cpu"
     # Engines are on the device of the first rank, or in the main memory of the first node.
-    is_beside = not ranks.are_several or ranks.index < (1 if is_gpu else config.ranks.nproc_per_node)
-    if not is_beside:
+    has_engines = not ranks.are_several or ranks.index < (1 if is_gpu else config.ranks.nproc_per_node)
+    if not has_engines:
         config = replace(config, engines=0, processes=1)
-    copies = max(1, config.fixed_copies) if is_beside else 0
+    copies = max(1, config.fixed_copies) if has_engines else 0
     shape = models.own
     use = memory_use(config, placement, shape)
     servers = servers_on(placement, config, ranks)
     use = replace(
         use,
-        vllm=server_bytes(placement, config.inference, servers),
+        # None of vLLM's servers sizes itself by what others leave.
+        vllm=int(servers * config.inference.server_share * placement.card_bytes()) if servers else 0,
         vllm_servers=servers,
         vllm_sleeps=config.inference.sleep,
     )
@@ -222,7 +223,7 @@ def _plan_as_set(placement: Placement, config: LearnerConfig, models: Models, ra
         notes += (f"vLLM sleeps during updates: the plan is that of {turn}, which needs more",)
     here = f"rank {ranks.index}" if is_gpu else str(config.ranks.nproc_per_node)
     whose = f"{here} of {ranks.count} ranks" if ranks.are_several else ""
-    plan = _beside_what_is_free(needs, placement, notes, whose)
+    plan = _compare_with_free(needs, placement, notes, whose)
     return replace(plan, micro_batch_tokens=config.training.micro_batch)
 
 
@@ -238,11 +239,6 @@ def servers_on(placement: Placement, config: LearnerConfig, ranks: Ranks) -> int
     gpus = max(here, each) if placement.card is not None else torch.cuda.device_count()
     own = gpus - 1 - ranks.index % here
     return sum(number % gpus == own for number in range(config.servers * each)) if each <= gpus else 0
-
-
-def server_bytes(placement: Placement, table: InferenceTable, servers: int) -> int:
-    """Bytes that vLLM's servers take of a GPU; none sizes itself by what others leave."""
-    return int(servers * table.server_share * placement.card_bytes()) if servers else 0
 
 
 def slower_ways(
@@ -327,10 +323,10 @@ def serving_plan(table: ModelTable, keys: EngineKeys, folder: Path) -> MemoryPla
     use = EngineUse(keys=keys, low=placement.low is not None, paged=paged, trunks=not is_gpu)
     needs = serving_needs(shape, use, is_gpu=is_gpu)
     notes = (*placement.notes(), *slower_sampling(why_no_kernels(placement.device)))
-    return _beside_what_is_free(needs, placement, notes)
+    return _compare_with_free(needs, placement, notes)
 
 
-def _beside_what_is_free(
+def _compare_with_free(
     needs: MemoryNeeds, placement: Placement, notes: tuple[str, ...], ranks: str = ""
 ) -> MemoryPlan:
     main = main_memory()

@@ -17,7 +17,7 @@ from trainer_backend.learner import kernel_operators
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.packed_decoder import Operators, heads_apart
 from trainer_backend.models.cpu_kernels import kernels_for
-from trainer_backend.models.kinds import head_dim_of
+from trainer_backend.models.kinds import read_head_dim
 
 
 def rms_norm(norm: Any, states: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def operators_for(placement: Placement, config: Any) -> Operators:
         return BY_TORCH
     if placement.low is not None and computes_by_kernels(placement):
         return by_kernels(placement.low)
-    head_dim = head_dim_of(config.get_text_config())
+    head_dim = read_head_dim(config.get_text_config())
     cpu = kernels_for(placement.device, in_float32=placement.low is None, head_dim=head_dim)
     return BY_TORCH if cpu is None else _in_float32(kernel_operators.operators(cpu, torch.float32, None))
 

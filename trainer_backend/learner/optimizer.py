@@ -19,7 +19,7 @@ from trainer_backend.learner.sharding import laid_as, replace_whole
 _LANES = 3
 
 
-def adamw_of(
+def make_adamw(
     model: PreTrainedModel,
     learning_rate: float,
     weight_decay: float,
@@ -29,9 +29,8 @@ def adamw_of(
 ) -> torch.optim.AdamW:
     """The optimizer of a model's trainable weights.
 
-    On CUDA and on a CPU it is torch's fused one, a single pass over weights and moments. It allocates nothing
-    beside the moments, and those before it changes a weight, so that running out of memory in its first step
-    leaves the weights whole.
+    On CUDA and on a CPU it is torch's fused one, a single pass over weights and moments. It allocates the
+    moments alone, before it changes a weight: running out of memory in its first step keeps the weights.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     settings: dict[str, Any] = {"lr": learning_rate, "weight_decay": weight_decay, "betas": betas}
@@ -145,11 +144,11 @@ class OffloadedAdamW(torch.optim.AdamW):
             yield _Part(here, gradient, (moments[0], moments[1]), state["step"], group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but for the moments: torch would put them on the weights' device."""
+        """Load a state, with the moments in main memory: torch would move them to the weights."""
         super().load_state_dict({**state_dict, "state": {}})
         weights = [weight for group in self.param_groups for weight in group["params"]]
         for number, values in state_dict["state"].items():
-            # A copy: a step writes into it, and what was loaded may be somebody else's.
+            # Copy: a step writes into the moments, and the caller may still use the loaded tensors.
             self.state[weights[number]] = {name: value.cpu().clone() for name, value in values.items()}
 
 

@@ -28,7 +28,7 @@ from trainer_backend.core.value_loss import critic_columns, value_loss
 from trainer_backend.errors import NonFiniteLoss
 from trainer_backend.job.tables import LearnerTable
 from trainer_backend.job.training_table import TrainingTable
-from trainer_backend.learner.optimizer import adamw_of, named_state, restored
+from trainer_backend.learner.optimizer import make_adamw, named_state, restored
 from trainer_backend.learner.ranks import Ranks
 from trainer_backend.learner.scoring import Scorer, cut_pieces, read_pieces, refuse_unknown
 from trainer_backend.learner.sharding import clip_gradient, gathered_copy, sent_to, shard
@@ -37,7 +37,7 @@ from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.parts import CreditedEpisode
 from trainer_backend.rundir.checkpoint_paths import CRITIC_FILE, TRAINING_FOLDER
 
-# A key of its file, beside those of its weights.
+# Key of the count of iterations in its file; the other keys name weights.
 _ITERATIONS = "iterations"
 
 
@@ -57,7 +57,7 @@ class OwnCritic:
         own = table.model_copy(update={"value_trunk_gradient": True})
         self._head = ValueHead(policy.model.config.hidden_size, policy.placement.device, own, level)
         rate, decay = table.critic_learning_rate, table.weight_decay
-        self._optimizer = adamw_of(self._scorer.model, rate, decay, offload=table.optimizer_offload)
+        self._optimizer = make_adamw(self._scorer.model, rate, decay, offload=table.optimizer_offload)
 
     def values(self, segments: Sequence[Segment]) -> list[NDArray[Any]]:
         """For each segment, [N] V of its sampled tokens in reward units, 0 where none is read; SegmentError:

@@ -39,7 +39,7 @@ class Operators:
     """What a layer computes between its products; see `learner.operators`.
 
     norm: (norm, states [L, D], what is to be added to them or None) to their sum, and its norm.
-    last_norm: the same for the model's last norm, which is float32 for whoever reads it.
+    last_norm: the same for the model's last norm, whose result is float32.
     rotary: (heads [L, H, D], their norm or None, cos [L, D], sin [L, D]) to normed and rotated heads.
     heads: (a layer's attention, normed states [L, D], cos, sin) to queries [L, H, D], keys and values.
     mlp: (a layer's module, normed states [L, D]) to what it adds, [L, D].

@@ -80,7 +80,7 @@ class PolicyTerms:
         return any(self.objectives[policy].unit_level == "episode" for policy, _ in self._chosen(batch))
 
     def with_unit_logs(self, batch: Batch, logprobs_N: Tensor) -> Batch:
-        """A whole step with what the tokens of each episode share, by the log-probs of now."""
+        """A whole step with what the tokens of each episode share, by the current log-probs."""
         there, logs_N = batch.to(logprobs_N.device), torch.zeros_like(logprobs_N)
         for policy, chosen in self._chosen(there):
             unit_logs = self.objectives[policy].unit_logs(_tokens(there, logprobs_N).at(chosen))

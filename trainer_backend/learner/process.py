@@ -1,8 +1,8 @@
 """`python -m trainer_backend.learner.process`: the learner of one run, in a process of its own.
 
 It listens on the loopback or --host, and prints `listening on http://host:port` when it is ready. It ends
-with its parent; with --port it outlives it, and is somebody else's to end. The key is in the environment;
-logs go to stderr. `learner.calls` describes the calls.
+with its parent; with --port it outlives its parent, and must be ended by its operator. The key is in the
+environment; logs go to stderr. `learner.calls` describes the calls.
 
 It works for one orchestrator and does one call at a time. The answer of the last call stays in memory, so an
 orchestrator whose connection broke repeats the call by its number and loses nothing: the call is not done
@@ -51,7 +51,7 @@ from shared_schemas.trajectory import Trajectory
 from trainer_backend import learner_parts
 from trainer_backend.errors import LearnerBusy, LearnerFailed, LearnerLost, TrainerError
 from trainer_backend.job.load import parse_job
-from trainer_backend.learner.calls import CALLS, LEARNER_KEY, NUMBER_HEADER, SESSION_HEADER, About, run_of
+from trainer_backend.learner.calls import CALLS, LEARNER_KEY, NUMBER_HEADER, SESSION_HEADER, About, parse_run
 from trainer_backend.learner.device import place
 from trainer_backend.learner.factory import LocalFactory
 from trainer_backend.learner.learner import LocalLearner
@@ -103,8 +103,8 @@ class Host:
             is_seen = False
         return all(self._ranks.of_every_rank(is_seen))
 
-    def _fresh(self, prompts: list[Trajectory], tokenizer_of: Path | None) -> None:
-        self._learner = self._opened().fresh(prompts, tokenizer_of)
+    def _fresh(self, prompts: list[Trajectory], tokenizer_folder: Path | None) -> None:
+        self._learner = self._opened().fresh(prompts, tokenizer_folder)
 
     def _resumed(self, checkpoint: Path) -> Progress:
         self._learner, progress = self._opened().resumed(checkpoint)
@@ -218,20 +218,20 @@ class Calls:
     def about(self) -> About:
         busy = self._last if self._last is not None and not self._last.is_done else None
         call = "" if busy is None else f"{busy.number}, {busy.name!r}"
-        return About(version=version(), run=run_of(self._session), call=call)
+        return About(version=version(), run=parse_run(self._session), call=call)
 
     def _refuse_other(self, session: str, number: int) -> None:
-        """Refuse who is not the orchestrator; a later start of its run, which holds the lock, follows it."""
+        """Refuse callers other than the orchestrator and a later start of its run, which holds the lock."""
         if session == self._session:
             return
-        if self._session and (number != 1 or run_of(session) != run_of(self._session)):
+        if self._session and (number != 1 or parse_run(session) != parse_run(self._session)):
             raise LearnerBusy(
-                f"this learner works for the run {run_of(self._session)!r}, and it serves one alone: two "
+                f"this learner works for the run {parse_run(self._session)!r}, and it serves one alone: two "
                 "would update the same weights",
                 hint="Each run has a learner of its own.",
             )
         if number != 1:
-            raise LearnerLost("this learner was started anew, and has not what came before this call")
+            raise LearnerLost("this learner has been restarted, and lacks the state from before this call")
         if self._last is not None and not self._last.is_done:
             raise LearnerBusy(
                 f"call {self._last.number}, {self._last.name!r}, of an earlier start is under way"
@@ -243,7 +243,7 @@ class Calls:
         try:
             result = self._relay.call(call.name, body, call)
             line = CALLS.write_result(call.name, result)
-        except Exception as error:  # of a library too; whoever waits must hear of it
+        except Exception as error:  # of a library too: the caller must get it
             line = CALLS.write_error(call_error(error, call.name), call.name)
         log.info("call_ended", call=call.name, number=call.number, seconds=round(time.monotonic() - began, 3))
         call.end(line)
@@ -328,4 +328,4 @@ if __name__ == "__main__":
     except ServiceError as error:
         log.error("learner_not_started", error=str(error))
         os._exit(1)
-    os._exit(0)  # a call may still run on its thread, and nobody waits for it any more
+    os._exit(0)  # do not wait for the thread of an abandoned call

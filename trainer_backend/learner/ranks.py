@@ -72,7 +72,7 @@ class Ranks:
         return [sum(sizes[index :: self.count]) for index in range(self.count)]
 
     def in_order(self, own: Sequence[Item]) -> list[Item]:
-        """What all ranks found for the pieces that count, in the order of the pieces; alike on every rank."""
+        """Gather the results of all ranks, in the order of the micro-batches; every rank gets all of them."""
         if not self.are_several:
             return list(own)
         found = self.of_every_rank(list(own))

@@ -99,7 +99,7 @@ class Relay:
             except Exception as error:
                 text = ErrorBody.of(call_error(error, name)).model_dump_json()
                 self._store.set(self._failure, text)
-            self._store.set(self._end_of(self._ranks.index), text)
+            self._store.set(self._end_key(self._ranks.index), text)
 
     def _carry_out(self, name: str, body: bytes, caller: Caller) -> Any:
         def tell(done: int, total: int) -> None:
@@ -117,12 +117,12 @@ class Relay:
         dist.broadcast(shared, src=0, group=self._ranks.control)
         return bytes(shared.numpy())
 
-    def _end_of(self, rank: int) -> str:
+    def _end_key(self, rank: int) -> str:
         return f"end/{self._number}/{rank}"
 
     @property
     def _failure(self) -> str:
-        """Where a rank says that it has failed."""
+        """The key of the store at which a rank reports that it has failed."""
         return f"failure/{self._number}"
 
     def _ends(self, name: str, limit: timedelta) -> list[TrainerError | None]:
@@ -130,13 +130,13 @@ class Relay:
         store, others = self._store, range(1, self._ranks.count)
         assert store is not None
         with suppress(dist.DistError):  # of those that have not ended in time
-            store.wait([self._end_of(rank) for rank in others], max(limit, _LOOK))
+            store.wait([self._end_key(rank) for rank in others], max(limit, _LOOK))
         ends: list[TrainerError | None] = []
         for rank in others:
-            if not store.check([self._end_of(rank)]):
+            if not store.check([self._end_key(rank)]):
                 ends.append(LearnerLost(f"rank {rank} of the learner does not end the call"))
                 continue
-            text = store.get(self._end_of(rank))
+            text = store.get(self._end_key(rank))
             ends.append(CALLS.read_error(text, name) if text else None)
         return ends
 
@@ -164,7 +164,7 @@ class Relay:
 
 
 def call_error(error: Exception, name: str) -> TrainerError:
-    """The error as one that whoever waits for the call knows."""
+    """Convert an error to a class that the caller knows."""
     if isinstance(error, TrainerError):
         return error
     if isinstance(error, Halted):
@@ -178,7 +178,7 @@ def call_error(error: Exception, name: str) -> TrainerError:
 
 
 def _cause(errors: list[TrainerError]) -> TrainerError:
-    """The error that the others followed from: not that a rank missed another one."""
+    """The root cause: the first error that is not a lost peer."""
     error = next((error for error in errors if not isinstance(error, LearnerLost)), errors[0])
     if isinstance(error, UpdateStopped):
         # No checkpoint can be written of a group that ends: the newest one stands.

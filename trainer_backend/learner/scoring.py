@@ -32,7 +32,7 @@ Piece = TypeVar("Piece")
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """What a forward pass leaves for a value head: last hidden states, in the order of `rows.target_N`."""
+    """Result of a forward pass for a value head: last hidden states, in the order of `rows.target_N`."""
 
     rows: Packed
     hidden_ND: Tensor
@@ -40,7 +40,7 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class States(Hidden):
-    """What a forward pass leaves for both heads: of the sampled tokens, log-probs and entropies too."""
+    """Result of a forward pass for both heads: also log-probs and entropies of the sampled tokens."""
 
     logprobs_N: Tensor
     entropies_N: Tensor
@@ -96,7 +96,7 @@ class Scorer:
         return States(rows, *through(self.model, self._read, rows, arguments))
 
     def routed(self, packed: Packed, *, with_probabilities: bool) -> "Routed":
-        """As `states`, and what the routers of a model with experts decided."""
+        """As `states`, with the decisions of the routers of a model with experts."""
         rows, arguments = self._arranged(packed)
         assert self.experts is not None, "asked only of a model that has experts"
         routing = Routing(self.experts, with_probabilities)
@@ -109,7 +109,7 @@ class Scorer:
         return Hidden(rows, through(self.model, self._hidden, rows, arguments))
 
     def routing(self, packed: Packed) -> Routing:
-        """As `hidden`, of what the routers decided alone."""
+        """The decisions of the routers alone."""
         rows, arguments = self._arranged(packed)
         assert self.experts is not None, "asked only of a model that has experts"
         routing = Routing(self.experts, reads_probabilities=False)
@@ -211,7 +211,7 @@ class Scorer:
         return score_by(self.logprobs, segments, keys, self)
 
     def tries(self, segments: Sequence[Segment]) -> Tries | None:
-        """What segments share, where that is computed once."""
+        """The common beginnings of segments, if those are computed once."""
         return None if self.share_from is None else Tries.of(segments, self.share_from)
 
     def row_tokens(self, segments: Sequence[Segment], keys: LoopKeys, tries: Tries | None) -> int:
@@ -277,7 +277,7 @@ def refuse_unknown(segments: Sequence[Segment], model: PreTrainedModel) -> None:
 
 
 def refuse_unknown_ids(segments: Sequence[Segment], rows: int) -> None:
-    """A model with `rows` ids has none beyond them: somebody else's server may, long after it was probed."""
+    """Refuse ids that the model has no row for: a foreign server can send some long after it was probed."""
     unknown = [
         segment for segment in segments if ((segment.token_ids < 0) | (segment.token_ids >= rows)).any()
     ]

@@ -18,10 +18,10 @@ from trainer_backend.models.folder import config_alone, folder_config
 from trainer_backend.models.kinds import (
     STATELESS,
     STATES,
-    head_dim_of,
     largest,
     layer_kinds,
     own_attention,
+    read_head_dim,
     why_not_by_position,
 )
 from trainer_backend.models.presets import preset_config
@@ -89,7 +89,7 @@ class ModelShape:
 
     @property
     def cached_numbers(self) -> int:
-        """Of the keys and values of a token."""
+        """Size of the keys and values of a token."""
         return 2 * (self.layers - self.mlps - self.states) * self.kv_heads * self.head_dim
 
     def frozen_bytes(self, matrices: int) -> int:
@@ -135,7 +135,7 @@ def _shape(model: PreTrainedModel, config: Any, lora: LoraTable | None, *, criti
         mlp_width=_mlp_width(config),
         heads=heads,
         kv_heads=largest(config, "num_key_value_heads") or heads,
-        head_dim=head_dim_of(config),
+        head_dim=read_head_dim(config),
         vocabulary=config.vocab_size,
         adapters=sum(rank * count * size for count, size in sizes),
         adapted_experts=sum(one.numel() for one in experts),

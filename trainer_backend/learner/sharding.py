@@ -38,7 +38,7 @@ def through(module: nn.Module, function: Callable[..., Result], *arguments: Any)
     return function(module, *arguments) if run is None else run(function, *arguments)
 
 
-def mesh_of(ranks: Ranks, replicas: int, device: str) -> DeviceMesh:
+def make_mesh(ranks: Ranks, replicas: int, device: str) -> DeviceMesh:
     """How the ranks lie: `replicas` groups that hold all weights each. All ranks ask for it first together.
 
     Raises JobError where they cannot be cut into so many equal groups.
@@ -61,7 +61,7 @@ def shard(model: PreTrainedModel, ranks: Ranks, table: LearnerTable, device: tor
 
     The model is the same on every rank, in main memory; small weights are left whole (`_apart`).
     """
-    mesh = mesh_of(ranks, table.data_parallel_replicate_degree, device.type)
+    mesh = make_mesh(ranks, table.data_parallel_replicate_degree, device.type)
     apart = _apart(model)
     offload = OffloadPolicy()
     if table.fsdp_cpu_offload:
@@ -84,9 +84,9 @@ def shard(model: PreTrainedModel, ranks: Ranks, table: LearnerTable, device: tor
 
 
 def _apart(model: PreTrainedModel) -> set[nn.Parameter]:
-    """The weights that every rank has whole: adapters, and beside matrices of low precision norms and biases.
+    """The weights that every rank holds whole: adapters; with low-precision matrices, norms and biases too.
 
-    FSDP gathers weights of one type at a time. Matrices of low precision are frozen, and all beside them is.
+    FSDP gathers weights of one type at a time. With matrices of low precision, the whole base is frozen.
     """
     held = [(name, weight) for name, weight in model.named_parameters()]
     types = {weight.dtype for name, weight in held if ".lora_" not in name}

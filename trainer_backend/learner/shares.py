@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from trainer_backend.errors import CheckpointError
 from trainer_backend.learner.ranks import Ranks
 from trainer_backend.learner.sharding import sent_to
-from trainer_backend.models.folder import weights_of
+from trainer_backend.models.folder import collect_weights
 from trainer_backend.models.layout import INDEX
 
 # In a checkpoint's training_state/: the whole optimizer of one rank, or a folder with every rank's share.
@@ -75,13 +75,13 @@ def _writers(weights: Mapping[str, Tensor], count: int) -> dict[str, int]:
     return writers
 
 
-def sample_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> int:
+def checksum_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> int:
     """A number that another model, another revision of it, or another vocabulary would not have.
 
     Of each weight its ends are read: whole ones would take as long as loading them.
     """
     crc32 = zlib.crc32(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
-    for name, weight in weights_of(model).items():
+    for name, weight in collect_weights(model).items():
         numbers = weight.flatten()
         ends = torch.cat((numbers[:_ENDS], numbers[-_ENDS:])).float().numpy().tobytes()
         crc32 = zlib.crc32(f"{name} {tuple(weight.shape)}".encode() + ends, crc32)
@@ -105,7 +105,7 @@ def save_moments(folder: Path, optimizer: torch.optim.Optimizer, ranks: Ranks) -
 
 @contextmanager
 def _as_checkpoint_error(folder: Path) -> Iterator[None]:
-    """Torch's own error is no Exception, which nobody would catch; it is raised on all ranks."""
+    """Raise torch's error, which is no Exception, as a CheckpointError on all ranks."""
     try:
         yield
     except CheckpointException as error:

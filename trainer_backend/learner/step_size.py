@@ -25,12 +25,12 @@ SAMPLE = 1000
 CERTAIN_ABOVE = 0.99
 RATE_FILE = "learning_rate.json"
 
-# The log-probs of each segment under the weights of now.
+# The log-probs of each segment under the current weights.
 Score = Callable[[Sequence[Segment]], Sequence[Row]]
 
 
 class StepSize:
-    """The peak of now. Every schedule but "desired_kl" leaves it where it began, and writes no state."""
+    """The current peak. Every schedule but "desired_kl" leaves it where it began, and writes no state."""
 
     def __init__(self, table: TrainingTable, seed: int, ranks: Ranks = ALONE) -> None:
         self._table, self._seed, self._ranks = table, seed, ranks

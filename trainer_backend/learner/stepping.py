@@ -16,7 +16,7 @@ from trainer_backend.core.losses import RatioLevel
 from trainer_backend.core.policies import ACTOR
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import ModelFolderError, OutOfMemory
-from trainer_backend.learner.lora import adapter_dropouts
+from trainer_backend.learner.lora import lora_layers
 from trainer_backend.learner.shapes import count_checkpointed
 from trainer_backend.models.folder import is_out_of_memory
 from trainer_backend.models.routers import again
@@ -80,7 +80,8 @@ def stepping(model: PreTrainedModel) -> Iterator[None]:
     a first step would not be 1.
     """
     layers = [module for module in model.modules() if getattr(module, _SWITCH, False)]
-    switched = [*layers, *adapter_dropouts(model)]
+    dropouts = (dropout for _, layer in lora_layers(model) for dropout in layer.lora_dropout.values())
+    switched = [*layers, *dropouts]
     for module in switched:
         module.training = True  # of the module alone: train() would reach into it
     try:
@@ -100,7 +101,7 @@ def memory_watched(doing: str, *, hint: str) -> Iterator[None]:
             raise
         request = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
         more = f" when it asked for {request[1]} more" if request else ""
-        # Its frames hold the activations, and whoever saves the run now needs their memory.
+        # Its frames hold the activations, and saving the run needs their memory.
         error.__traceback__ = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -111,7 +112,7 @@ def memory_watched(doing: str, *, hint: str) -> Iterator[None]:
 class Scored:
     """A segment with the scores of its N sampled tokens before the first step (stop 8).
 
-    proximal: [N] the learner's own log-probs (nats); empty while nobody has scored it.
+    proximal: [N] the learner's own log-probs (nats); empty until it is scored.
     behaviour: [N] weights towards the policy that sampled them (core.behaviour), in [0, cap]; likewise.
     policy: the policy that sampled them.
     share: [N] the share of each token in the whole iteration, where the aggregation is over that.

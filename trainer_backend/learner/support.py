@@ -89,7 +89,7 @@ def _why_neighbours_change(model: PreTrainedModel) -> str | None:
 
 @torch.inference_mode()
 def _refuse_padding(model: PreTrainedModel, reason: str) -> None:
-    """Compare the logits of a text with padding behind it, in a row beside a longer one, with its own."""
+    """Refuse a model whose logits of a text change when it is padded in a batch with a longer one."""
     longer_BL, text_BL = _two_texts(model)
     padding_BL = text_BL[:, -1:].expand(1, longer_BL.shape[1] - text_BL.shape[1])
     rows_BL = torch.cat([longer_BL, torch.cat([text_BL, padding_BL], dim=1)])

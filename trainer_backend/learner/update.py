@@ -43,13 +43,13 @@ Reference = Callable[[Packed], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LogprobCache:
-    """By rollout id, [N] log-probs of each segment under the weights of now; these are not scored again."""
+    """By rollout id, [N] log-probs of each segment under the current weights; these are not scored again."""
 
     proximal: Mapping[str, Sequence[Row]] = field(default_factory=dict)
     reference: Mapping[str, Sequence[Row]] = field(default_factory=dict)
 
     def part(self, numbers: Mapping[str, Sequence[int]]) -> "LogprobCache":
-        """Of the segments of these numbers alone, by rollout id; others may have been scored beside them."""
+        """Select the segments of these numbers, by rollout id."""
 
         def of(logprobs: Mapping[str, Sequence[Row]]) -> dict[str, list[Row]]:
             known = logprobs.keys() & numbers.keys()
@@ -243,12 +243,12 @@ class PolicyUpdate:
 
         A step is the numbers of its segments. The shuffle follows from the job's seed.
         """
-        number_of = {id(draft): number for number, draft in enumerate(drafts)}
+        numbers = {id(draft): number for number, draft in enumerate(drafts)}
         for number in range(self._table.update_passes):
             order = together(drafts, self._terms.unit_levels)
             random.Random(derived_seed(self._config.seed, "shuffle", iteration, number)).shuffle(order)
             steps = list(in_steps(order, self._table.batch_decisions))
-            yield from (([number_of[id(item)] for item in step], len(steps)) for step in steps)
+            yield from (([numbers[id(item)] for item in step], len(steps)) for step in steps)
 
     def gradient(
         self,
@@ -262,9 +262,8 @@ class PolicyUpdate:
     ) -> dict[str, float]:
         """The gradient of a step, left on the parameters, and its metrics.
 
-        Once the pieces so far are beyond the drift limit, the most of DRIFT with which a step is taken
-        (nats), so is the step: no piece takes anything away. The others then have a forward pass alone, for
-        the metrics, and the gradient is not to be used.
+        Drift only grows. Once it exceeds `drift_limit` (nats), the step must be discarded: the remaining
+        micro-batches run forward only, for the metrics, and the gradient must not be used.
 
         `step` is some of what `weighed` gave, or drafts that `first` scores by the step's own forward passes;
         `episodes` are by rollout id. The pass is cut into `steps`, and `is_first` says whether the weights
@@ -466,7 +465,7 @@ class _Load:
 
     tokens: of the step, without padding.
     of_step: [M, E] all that the step sends; None: its one piece has it all.
-    piece: what the piece of now sends.
+    piece: what the current micro-batch sends.
     sent: [M, E] what the pieces that count have sent so far.
     """
 
@@ -476,13 +475,13 @@ class _Load:
     sent: Tensor | None = None
 
     def keep(self) -> None:
-        """Add the piece of now to what counts."""
+        """Add the current micro-batch to what counts."""
         if self.piece is not None and self.piece.sent:
             sent_ME = torch.stack(self.piece.sent)
             self.sent = sent_ME if self.sent is None else self.sent + sent_ME
 
     def loss(self) -> Tensor:
-        """The part of the balancing loss that the piece of now has."""
+        """The share of the current micro-batch in the balancing loss."""
         piece = self.piece
         assert piece is not None and piece.probability_E is not None, "it was asked to read them"
         sent_ME = torch.stack(piece.sent) if self.of_step is None else self.of_step

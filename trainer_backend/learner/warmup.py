@@ -18,7 +18,7 @@ from trainer_backend.errors import JobTeachesNothing, NonFiniteLoss, place
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.job.rollout_table import WarmupTable
 from trainer_backend.job.training_table import TrainingTable
-from trainer_backend.learner.optimizer import adamw_of
+from trainer_backend.learner.optimizer import make_adamw
 from trainer_backend.learner.scoring import Scorer, cut_pieces
 from trainer_backend.learner.sharding import clip_gradient
 
@@ -71,7 +71,7 @@ def warm_up(
     ends it.
     """
     rate, decay, offload = table.learning_rate, table.weight_decay, training.optimizer_offload
-    optimizer = adamw_of(scorer.model, rate, decay, betas=(0.9, 0.98), offload=offload)
+    optimizer = make_adamw(scorer.model, rate, decay, betas=(0.9, 0.98), offload=offload)
     batches_per_epoch = -(-len(segments) // table.batch_decisions)
     total = batches_per_epoch * table.epochs
     losses: list[float] = []

@@ -1,4 +1,4 @@
-"""How a model is computed, by the learner and by the engine of this process, told without its weights."""
+"""Describes how learner and local engine compute a model, without its weights."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ class Ways(NamedTuple):
 
     updates: str
     rows: str
-    """What a row of an update holds."""
+    """The contents of a row of an update."""
     engine: str
     goes_on_from: str
     """Where the engine continues a prompt that it knows in part."""
@@ -26,7 +26,7 @@ class Ways(NamedTuple):
         )
 
 
-def ways_of(model: PreTrainedModel, *, longest: int) -> Ways:
+def describe_ways(model: PreTrainedModel, *, longest: int) -> Ways:
     """The ways of a model, which may be without memory, for sequences of up to `longest` tokens."""
     by_position = why_not_by_position(model, longest=longest) is None
     has_states = bool(STATES & set(layer_kinds(model.config.get_text_config())))

@@ -75,7 +75,7 @@ typedef float columns __attribute__((vector_size(COLUMNS * 4), aligned(4), may_a
 /* Sums of a and of b, of lanes that are s apart. */
 #define FOLDED(a, b, s) (PICK(a, b, ALL(OWN, s)) + PICK(a, b, ALL(OTHER, s)))
 
-INLINE columns sums_of(const lanes *v) {
+INLINE columns sum_lanes(const lanes *v) {
 #if LANES >= COLUMNS
     lanes a = FOLDED(v[0], v[4], 4), b = FOLDED(v[1], v[5], 4), c = FOLDED(v[2], v[6], 4), d = FOLDED(v[3], v[7], 4);
     a = FOLDED(a, c, 2), b = FOLDED(b, d, 2);
@@ -108,7 +108,7 @@ INLINE void dots(const float *x, whole x_stride, const float *w, whole w_stride,
         }
     }
     for (int i = 0; i < rows; i++) {
-        columns *to = (columns *)(out + i * out_stride), sum = sums_of(sums[i]);
+        columns *to = (columns *)(out + i * out_stride), sum = sum_lanes(sums[i]);
         if (adds) sum += *to;
         *to = sum;
     }
@@ -133,7 +133,7 @@ struct product {
     }
 
 /* All tokens by COLUMNS outputs from `first` on. */
-static void columns_of(const struct product *of, whole first) {
+static void multiply_columns(const struct product *of, whole first) {
     whole groups = (of->tokens + ROWS - 1) / ROWS, spans = (of->inputs + SPAN - 1) / SPAN, span;
     whole size = (of->inputs / LANES + spans - 1) / spans * LANES;
     int most = groups >= 8 ? 1 : groups >= 4 ? 2 : groups >= 2 ? 4 : 8;
@@ -162,11 +162,11 @@ void product(const float *x, whole x_stride, const float *w, whole tokens, whole
              float *out, whole out_stride, int adds, int threads) {
     struct product of = {x, w, x_stride, tokens, outputs, inputs, out_stride, out, adds};
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (whole first = 0; first <= outputs - COLUMNS; first += COLUMNS) columns_of(&of, first);
-    if (outputs % COLUMNS) columns_of(&of, outputs - COLUMNS);
+    for (whole first = 0; first <= outputs - COLUMNS; first += COLUMNS) multiply_columns(&of, first);
+    if (outputs % COLUMNS) multiply_columns(&of, outputs - COLUMNS);
 }
 
-whole lanes_of_a_vector(void) { return LANES; }
+whole vector_lanes(void) { return LANES; }
 
 /* Gradients of weights are summed over so many tokens, and those sums by torch. */
 #define TOKENS 64

@@ -125,9 +125,9 @@ class CpuKernels:
             function.argtypes, function.restype = [_KINDS[kind] for kind in kinds], None
         for name in ("path_forward", "path_backward"):
             getattr(library, name).restype = ctypes.c_int
-        library.lanes_of_a_vector.restype = ctypes.c_int64
-        self._lanes: int = library.lanes_of_a_vector()
-        self._of: Any = library
+        library.vector_lanes.restype = ctypes.c_int64
+        self._lanes: int = library.vector_lanes()
+        self._library: Any = library
 
     def multiplies(self, tokens: int, weight_OI: Tensor) -> bool:
         """Whether `product` is there for these tokens and this weight, and faster than torch's."""
@@ -150,7 +150,7 @@ class CpuKernels:
 
     def _multiply(self, input_TI: Tensor, weight_OI: Tensor, out_TO: Tensor, *, adds: bool) -> None:
         input_TI = input_TI if input_TI.stride(1) == 1 else input_TI.contiguous()
-        self._of.product(
+        self._library.product(
             _at(input_TI), input_TI.stride(0), _at(weight_OI), len(input_TI), *weight_OI.shape,
             _at(out_TO), out_TO.stride(0), adds, torch.get_num_threads(),
         )  # fmt: skip
@@ -160,7 +160,7 @@ class CpuKernels:
         out: torch.dtype = torch.float32,
     ) -> Tensor:  # fmt: skip
         out_TW = torch.empty_like(states_TW)
-        self._of.rms_norm(
+        self._library.rms_norm(
             _at(states_TW), _at(added_TW), _at(weight_W), eps, *states_TW.shape,
             _at(sums_TW), _at(out_TW), torch.get_num_threads(),
         )  # fmt: skip
@@ -171,7 +171,7 @@ class CpuKernels:
         added: torch.dtype | None, weighs: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         by_states_TW, parts_PW = torch.empty_like(sums_TW), _sums_for(sums_TW, sums_TW.shape[1])
-        self._of.rms_norm_backward(
+        self._library.rms_norm_backward(
             _at(sums_TW), _at(weight_W), _at(by_out_TW), _at(by_sums_TW), eps,
             *sums_TW.shape, _at(by_states_TW), _at(parts_PW), torch.get_num_threads(),
         )  # fmt: skip
@@ -186,7 +186,7 @@ class CpuKernels:
         tokens, heads, size = heads_TSD.shape
         out_TSD = heads_TSD.new_empty((tokens, heads, size))
         by_query, by_key = (None, None) if weights is None else map(_at, weights)
-        self._of.rotary(
+        self._library.rotary(
             _at(heads_TSD), heads_TSD.stride(0), tokens, heads, queries, size, by_query, by_key, eps,
             _at(cos_LD), _at(sin_LD), _whole(positions_T), _at(out_TSD),
             torch.get_num_threads(),
@@ -200,7 +200,7 @@ class CpuKernels:
         heads_TSD = _by_token(heads_TSD)
         tokens, heads, size = heads_TSD.shape
         parts_PD = None if weight_D is None else _sums_for(heads_TSD, size)
-        self._of.rotary_backward(
+        self._library.rotary_backward(
             _at(heads_TSD), heads_TSD.stride(0), tokens, heads, size, _at(weight_D), eps,
             _at(cos_TD), _at(sin_TD), _at(by_out_TSD), _at(by_heads_TSD),
             by_heads_TSD.stride(0), _at(parts_PD), torch.get_num_threads(),
@@ -209,7 +209,7 @@ class CpuKernels:
 
     def swiglu(self, gate_TM: Tensor, up_TM: Tensor) -> Tensor:
         out_TM = gate_TM.new_empty(gate_TM.shape)
-        self._of.swiglu(
+        self._library.swiglu(
             _at(gate_TM), gate_TM.stride(0), _at(up_TM), up_TM.stride(0), *gate_TM.shape,
             _at(out_TM), torch.get_num_threads(),
         )  # fmt: skip
@@ -218,7 +218,7 @@ class CpuKernels:
     def swiglu_backward(self, gate_TM: Tensor, up_TM: Tensor, by_out_TM: Tensor) -> Tensor:
         tokens, width = gate_TM.shape
         by_both_TM = by_out_TM.new_empty((tokens, 2 * width))
-        self._of.swiglu_backward(
+        self._library.swiglu_backward(
             _at(gate_TM), gate_TM.stride(0), _at(up_TM), up_TM.stride(0), _at(by_out_TM),
             tokens, width, _at(by_both_TM), torch.get_num_threads(),
         )  # fmt: skip
@@ -233,7 +233,7 @@ class CpuKernels:
         """
         keys, values = cache
         tokens, heads, size = k_TKD.shape
-        self._of.store(
+        self._library.store(
             _at(k_TKD), k_TKD.stride(0), _at(v_TKD), v_TKD.stride(0), tokens, heads, size,
             keys.shape[2], values.shape[2], _whole(heads_TK), _whole(columns_T), _at(keys),
             _at(values),
@@ -248,7 +248,9 @@ class CpuKernels:
         row = depths.row(q, k, v, scale)
         threads = torch.get_num_threads()
         _refuse_shortage(
-            self._of.path_forward(ctypes.byref(row), _at(out_NHD), _at(lse_NH), _parts(k, threads), threads)
+            self._library.path_forward(
+                ctypes.byref(row), _at(out_NHD), _at(lse_NH), _parts(k, threads), threads
+            )
         )
         return out_NHD, lse_NH
 
@@ -262,11 +264,13 @@ class CpuKernels:
         parts = _parts(k, threads)
         dq, dk, dv = (tensor.new_empty(tensor.shape) for tensor in (q, k, v))
         row = depths.row(q, k, v, scale)
-        of = _Gradients(
+        gradients = _Gradients(
             _at(grad), _at(out_NHD), _at(lse_NH), grad.stride(0), _at(dq),
             _at(dk), _at(dv),
         )  # fmt: skip
-        _refuse_shortage(self._of.path_backward(ctypes.byref(row), ctypes.byref(of), parts, threads))
+        _refuse_shortage(
+            self._library.path_backward(ctypes.byref(row), ctypes.byref(gradients), parts, threads)
+        )
         return dq, dk, dv
 
     def attend(
@@ -278,7 +282,7 @@ class CpuKernels:
         tokens, heads, size = q_THD.shape
         out_THD = q_THD.new_empty((tokens, heads, size))
         lse_TH = q_THD.new_empty((tokens, heads))
-        self._of.attend(
+        self._library.attend(
             _at(q_THD), q_THD.stride(0), _at(keys), _at(values), tokens, heads,
             heads_TK.shape[1], size, keys.shape[2], values.shape[2], _whole(heads_TK),
             _whole(columns_T), scale, _at(out_THD), _at(lse_TH), torch.get_num_threads(),

@@ -24,8 +24,8 @@ from trainer_backend.models.layout import (
 )
 from trainer_backend.models.origin import (
     WRAPPED_NAMES,
-    origin_of,
     quiet_library,
+    read_origin,
     remember_origin,
     text_name,
 )
@@ -63,7 +63,7 @@ def load_model_folder(
         raise ModelFolderError(f"the model cannot be loaded: {error}", where=str(folder)) from error
     model: PreTrainedModel = loaded[0]
     remember_origin(model, folder)
-    _refuse_other_weights(loaded[1], set(origin_of(model).kept), folder)
+    _refuse_other_weights(loaded[1], set(read_origin(model).kept), folder)
     model.eval()  # type: ignore[no-untyped-call]
     tokenizer = load_tokenizer(folder, known_ids=embedding_rows(model))
     _refuse_foreign_tokenizer(model, tokenizer, folder)
@@ -129,15 +129,15 @@ def save_model_folder(
     with quiet_library():
         model.save_pretrained(path, safe_serialization=True, state_dict=dict(weights) if weights else None)
     dtype = next(iter(weights.values())).dtype if weights else model.dtype
-    origin_of(model).write_settings(Path(path), dtype)
-    origin_of(model).write_kept(Path(path))
+    read_origin(model).write_settings(Path(path), dtype)
+    read_origin(model).write_kept(Path(path))
     _save_tokenizer(path, tokenizer)
 
 
 def save_settings(path: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     """Write what `save_model_folder` does, but for the weights."""
     model.config.save_pretrained(path)
-    origin_of(model).write_settings(Path(path), model.dtype)
+    read_origin(model).write_settings(Path(path), model.dtype)
     model.generation_config.save_pretrained(path)
     _save_tokenizer(path, tokenizer)
 
@@ -189,12 +189,12 @@ _TEXTS = ("can't allocate memory", "out of memory", "alloc_failed")
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """torch's allocator for CUDA has an error of its own; everything else is told by its text alone."""
+    """torch's CUDA allocator has its own error class; other errors are recognised by their text."""
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error).lower() for text in _TEXTS)
 
 
 def out_of_memory(doing: str, *, running: int, max_model_len: int) -> EngineOutOfMemory:
-    """The error for what did not fit; other requests go on, unless it was a version's weights."""
+    """The error for what did not fit; other requests continue, unless it was a version's weights."""
     return EngineOutOfMemory(
         f"the engine ran out of memory while {doing}, with {running} requests running and room for "
         f"{max_model_len} tokens each",
@@ -203,8 +203,8 @@ def out_of_memory(doing: str, *, running: int, max_model_len: int) -> EngineOutO
     )
 
 
-def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What a model folder holds of a model, by name; of tied weights the first alone."""
+def collect_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Collect the tensors that a model folder stores, by name; of tied weights the first alone."""
     saved = model.state_dict().keys()
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
     return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *buffers)}
@@ -217,7 +217,7 @@ def fingerprint(model: nn.Module) -> str:
     type have another one.
     """
     digest = hashlib.sha256()
-    for name, weight in sorted(weights_of(model).items()):
+    for name, weight in sorted(collect_weights(model).items()):
         tensor = weight.cpu().contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         # As plain bytes: numpy knows no bfloat16.

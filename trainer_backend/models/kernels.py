@@ -372,7 +372,7 @@ def swiglu(gate_TM: Tensor, up_TM: Tensor) -> Tensor:
 
 
 def swiglu_backward(gate_TM: Tensor, up_TM: Tensor, by_out_TM: Tensor) -> Tensor:
-    """[T, 2 M] gradients of `swiglu` by gate, and beside it by up."""
+    """[T, 2 M] gradients of `swiglu`: by gate, then by up."""
     rows, width = gate_TM.shape
     by_both_TM = by_out_TM.new_empty((rows, 2 * width))
     by_gate_TM, by_up_TM = by_both_TM.chunk(2, dim=1)
@@ -422,5 +422,5 @@ def token_logprobs_backward(
 
 
 def _warps(block: int) -> int:
-    """Of a program whose block lies in registers."""
+    """For a program whose block lies in registers."""
     return max(1, min(16, block // 256))

@@ -57,7 +57,7 @@ def logit_map(config: PreTrainedConfig) -> LogitMap:
 def why_layers_not_full(config: Any, *, longest: int) -> str | None:
     """The layers that do not attend to all of `longest` positions, in words; None where all do."""
     window = getattr(config, "sliding_window", None)
-    # The models of before `layer_types` have the window in all layers.
+    # Models older than `layer_types` have the window in all layers.
     kinds = set(layer_kinds(config) or ["sliding_attention" if window else "full_attention"])
     if window is not None and window >= longest:
         kinds.discard("sliding_attention")
@@ -77,7 +77,7 @@ def largest(config: Any, name: str) -> int | None:
     return max((int(size) for size in sizes if size is not None), default=None)
 
 
-def head_dim_of(config: Any) -> int:
+def read_head_dim(config: Any) -> int:
     """Width of a query's head, of the widest where layers differ."""
     return largest(config, "head_dim") or int(config.hidden_size // config.num_attention_heads)
 
@@ -119,7 +119,7 @@ def refuse_rotations_by_length(config: PreTrainedConfig, *, longest: int) -> Non
         if longest > limit:
             raise ModelFolderError(
                 f"its positions ({kind}) are turned otherwise in sequences of more than {limit} tokens, so a "
-                "short one computed beside a longer one would not be what it is alone",
+                "short one in a batch with a longer one would not be what it is alone",
                 where="model",
                 hint=f"Set inference.max_model_len to {limit} or less.",
             )

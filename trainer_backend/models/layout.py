@@ -19,7 +19,7 @@ from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from trainer_backend.errors import ModelFolderError
 
-# In a checkpoint of adapters alone: the folder beside it whose model they are over, and its digest.
+# In a checkpoint with adapters only: the sibling folder that holds their base model, and its digest.
 BASE = "base.json"
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -49,7 +49,7 @@ def base_folder(folder: Path) -> Path | None:
     base = folder.parent / str(name)
     if not isinstance(name, str) or not _is_a_name(name) or not base.is_dir():
         raise ModelFolderError(
-            f"it holds adapters alone, and the model that they are over, {name!r}, is not beside it",
+            f"it holds adapters alone, and the model that they are over, {name!r}, is not next to it",
             where=str(folder),
             hint="Leave it in its run, or copy both.",
         )

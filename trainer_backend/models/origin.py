@@ -112,8 +112,8 @@ class Origin:
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def origin_of(model: PreTrainedModel) -> Origin:
-    """What the folder of a model holds beyond it; nothing for one that was made here."""
+def read_origin(model: PreTrainedModel) -> Origin:
+    """The other contents of a model's folder; empty for a model that was made here."""
     return getattr(model, _ATTRIBUTE, None) or Origin()
 
 

@@ -96,7 +96,7 @@ def gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     hidden: Tensor | None, causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Of queries, keys and values of a part, whose `out` and `lse` are those of all parts."""
+    """Gradients of queries, keys and values of a part; `out` and `lse` are those of all parts."""
     if hidden is None and k.shape[2] > _SHORT:
         lse = lse if _lse_is_by_head() else lse.transpose(1, 2)
         dq, dk, dv = _BACKWARD(

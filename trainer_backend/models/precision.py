@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 
 def held_dtype(weight: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """What a weight is held in where matrices are held in `dtype`: norms and biases enter no products."""
+    """The dtype of a weight where matrices have `dtype`; norms and biases stay float32."""
     return dtype if weight.dim() > 1 else torch.float32
 
 

@@ -18,7 +18,7 @@ from trainer_backend.errors import ModelFolderError
 SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|call|>")
 # Key of tokenizer_config.json that names the tool-call format; `inference.chat_check` reads it.
 TOOL_CALL_FORMAT_KEY = "turnwise_tool_call_format"
-# Its key for what the chat template is told beside messages and tools; `inference.rendering` reads it.
+# Its key for more variables of the chat template than messages and tools; `inference.rendering` reads it.
 CHAT_TEMPLATE_KWARGS_KEY = "turnwise_chat_template_kwargs"
 WORD_PATTERN = r" ?[^\s]+|\s+"
 # How often a word of `whole_words` counts in training: above any real word, so that its merges come first.

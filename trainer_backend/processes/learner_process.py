@@ -346,8 +346,8 @@ class LearnerProcess:
     def plan_memory(self, checkpoint: Path | None, fixed: Sequence[Path]) -> str:
         return cast(str, self._ask("plan_memory", checkpoint, list(fixed)))
 
-    def fresh(self, prompts: Sequence[Trajectory], tokenizer_of: Path | None) -> Learner:
-        self._ask("fresh", list(prompts), tokenizer_of)
+    def fresh(self, prompts: Sequence[Trajectory], tokenizer_folder: Path | None) -> Learner:
+        self._ask("fresh", list(prompts), tokenizer_folder)
         return remote_learner(self._ask)
 
     def resumed(self, checkpoint: Path) -> tuple[Learner, Progress]:

@@ -72,9 +72,9 @@ async def ready_server(url: str, table: InferenceTable, where: str, *, broadcast
             try:
                 line = await engine.refuse_unfit()
                 if broadcasts:
-                    await engine.refuse_deaf()
+                    await engine.check_receiver()
                 if table.sleep and table.urls:
-                    await engine.refuse_sleepless()
+                    await engine.check_sleeper()
                 return line
             except (EngineBusy, RemoteUnavailable) as error:
                 if time.monotonic() > deadline:

@@ -210,14 +210,14 @@ def _slow_layers(job: JobConfig) -> Iterator[str]:
     from trainer_backend.learner.device import place  # with torch
     from trainer_backend.learner.memory_plan import slower_layers
     from trainer_backend.learner.shapes import config_here, model_shape
-    from trainer_backend.learner.ways import ways_of
+    from trainer_backend.learner.ways import describe_ways
     from trainer_backend.models.kinds import missing_kernels, module_is_here
     from trainer_backend.models.text_part import empty_model
 
     if (config := config_here(job.model)) is not None:
         longest = job.inference.max_model_len
         shape = model_shape(config, None, longest=longest)
-        yield f"{config.get_text_config().model_type}: {ways_of(empty_model(config), longest=longest)}"
+        yield f"{config.get_text_config().model_type}: {describe_ways(empty_model(config), longest=longest)}"
         device = place("auto").device.type if job.model.device == "auto" else job.model.device
         yield from slower_layers(device, shape.apart, missing_kernels(config, module_is_here))
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from tests.trainer_backend.inference.served import keys_of
+from tests.trainer_backend.inference.served import make_keys
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.models import build_preset, train_tokenizer
@@ -60,7 +60,7 @@ def start_engine(tokenizer: PreTrainedTokenizerFast) -> Iterator[Callable[..., L
     ) -> LocalEngine:
         served = own or build_preset("tiny-0.3m", tokenizer, seed=1)
         keys = {name: settings.pop(name) for name in EngineKeys.model_fields if name in settings}
-        engine = LocalEngine(served, stop_ids=stop_ids, keys=keys_of(served, **keys), **settings)
+        engine = LocalEngine(served, stop_ids=stop_ids, keys=make_keys(served, **keys), **settings)
         engine.start()
         engines.append(engine)
         return engine

@@ -14,7 +14,7 @@ from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.sampler import RowSettings, read_options, sample, stream_key, uniforms
 
 
-def settings_of(samplings: Sequence[Sampling], *, processed: bool = False) -> RowSettings:
+def make_settings(samplings: Sequence[Sampling], *, processed: bool = False) -> RowSettings:
     """As the engine's columns have them."""
     truncated = np.array([one.is_truncated and one.temperature > 0 for one in samplings])
     options = np.array([read_options(one) for one in samplings], dtype=np.float64)
@@ -27,7 +27,7 @@ def naive_generation(
 ) -> tuple[list[int], list[float]]:
     """The whole sequence through the model for every token."""
     ids, tokens, logprobs = list(prompt), [], []
-    settings = settings_of([sampling])
+    settings = make_settings([sampling])
     key = np.array([stream_key(sampling.seed or 0, () if common_draws else prompt)], dtype=np.uint64)
     for i in range(sampling.max_tokens):
         with torch.inference_mode():

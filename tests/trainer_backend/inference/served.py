@@ -30,7 +30,7 @@ class Served:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=30)
 
 
-def keys_of(model: PreTrainedModel, **changes: object) -> EngineKeys:
+def make_keys(model: PreTrainedModel, **changes: object) -> EngineKeys:
     """Keys with the model's own length. Changes are not checked: tests have sizes that no job may have."""
     longest = model.config.get_text_config().max_position_embeddings
     return EngineKeys(max_model_len=longest).model_copy(update=changes)
@@ -46,7 +46,7 @@ def serving(
 ) -> Iterator[Served]:
     """`stop_ids` None takes the tokenizer's end token; () makes `max_tokens` the only end."""
     stop_ids = (tokenizer.eos_token_id,) if stop_ids is None else stop_ids
-    engine = LocalEngine(model, stop_ids=stop_ids, keys=keys_of(model, **keys))
+    engine = LocalEngine(model, stop_ids=stop_ids, keys=make_keys(model, **keys))
     policies = {MODEL: ServedPolicy(engine, tokenizer)}
     app = create_gateway(policies, key=KEY, limits=GatewayLimits(default_max_tokens=16))
     engine.start()

@@ -20,12 +20,11 @@ from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.actor import NO_EXTRAS, Extras, FrozenEngine, Generation
 from trainer_backend.inference.chat_check import describe_chat, refuse_without_tools
 from trainer_backend.inference.engine import LocalEngine, stop_token_ids
-from trainer_backend.inference.forced_call import find_opening
 from trainer_backend.inference.gateway_app import create_gateway
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.inference.rendering import ChatRenderer
-from trainer_backend.inference.served_policy import ServedPolicy
-from trainer_backend.inference.tool_format import tool_format_of
+from trainer_backend.inference.served_policy import ServedPolicy, find_opening
+from trainer_backend.inference.tool_format import detect_tool_format
 from trainer_backend.job.tables import ModelTable
 from trainer_backend.learner.loading import load_named
 from trainer_backend.models.folder import load_tokenizer
@@ -60,7 +59,7 @@ class WrittenEngine:
 
 
 @contextmanager
-def client_of(engine: FrozenEngine, tokenizer: PreTrainedTokenizerFast) -> Iterator[openai.OpenAI]:
+def open_client(engine: FrozenEngine, tokenizer: PreTrainedTokenizerFast) -> Iterator[openai.OpenAI]:
     app = create_gateway({"job/actor": ServedPolicy(engine, tokenizer)}, key="key")
     with (
         ServerThread(app, Listener("127.0.0.1", 0)) as base,
@@ -78,16 +77,6 @@ each_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: fam
 
 
 @each_family
-def test_the_format_is_found_and_a_written_call_is_read(
-    family: Family, model_folders: Mapping[str, Path], tools: list[dict[str, object]]
-):
-    tokenizer = load_tokenizer(model_folders[family.name])
-    assert tool_format_of(tokenizer) == family.tool_format
-    (call,) = TOOL_FORMATS[family.tool_format].parse(family.written, tools).tool_calls
-    assert (call.name, call.arguments) == ("interact_many", ARGUMENTS)
-
-
-@each_family
 def test_a_prompt_shows_the_tool_and_begins_with_one_first_token(
     family: Family, model_folders: Mapping[str, Path], tools: list[dict[str, object]]
 ):
@@ -102,15 +91,16 @@ def test_a_prompt_shows_the_tool_and_begins_with_one_first_token(
 
 
 @each_family
-def test_a_call_as_the_template_writes_it_is_read_back(
+def test_the_format_is_found_and_a_call_is_read_as_the_model_or_the_template_writes_it(
     family: Family, model_folders: Mapping[str, Path], tools: list[dict[str, object]]
 ):
-    renderer = ChatRenderer(load_tokenizer(model_folders[family.name]))
-    answer = renderer.answer_text([SYSTEM, USER], called(), tools)
+    tokenizer = load_tokenizer(model_folders[family.name])
+    assert detect_tool_format(tokenizer) == family.tool_format
+    answer = ChatRenderer(tokenizer).answer_text([SYSTEM, USER], called(), tools)
     assert answer.endswith(family.stop), "and nothing behind it"
-    answer = answer.removesuffix(family.stop)
-    (call,) = TOOL_FORMATS[family.tool_format].parse(answer, tools).tool_calls
-    assert (call.name, call.arguments) == ("interact_many", ARGUMENTS)
+    for text in (family.written, answer.removesuffix(family.stop)):
+        (call,) = TOOL_FORMATS[family.tool_format].parse(text, tools).tool_calls
+        assert (call.name, call.arguments) == ("interact_many", ARGUMENTS)
 
 
 @each_family
@@ -119,7 +109,7 @@ def test_the_openai_client_gets_the_call_and_goes_on_with_its_result(
 ):
     tokenizer = load_tokenizer(model_folders[family.name])
     engine = WrittenEngine(tokenizer, [family.written, "tree"], family.stop)
-    with client_of(engine, tokenizer) as client:
+    with open_client(engine, tokenizer) as client:
         ask = {"model": "job/actor", "tools": tools, "extra_headers": {ROLLOUT_HEADER: "r"}}
         first = client.chat.completions.create(messages=[SYSTEM, USER], **ask)
         message = first.choices[0].message
@@ -155,7 +145,7 @@ def test_a_forced_call_begins_in_the_prompt_and_the_conversation_continues_its_e
     rest = family.written.removeprefix(opening)
     engine = WrittenEngine(tokenizer, [rest, "tree"], family.stop)
     ask = {"model": "job/actor", "tools": [*tools, other], "extra_headers": {ROLLOUT_HEADER: "r"}}
-    with client_of(engine, tokenizer) as client:
+    with open_client(engine, tokenizer) as client:
         first = client.chat.completions.create(
             messages=[SYSTEM, USER], tool_choice="required" if several else named, **ask
         )
@@ -196,7 +186,7 @@ def test_a_forced_call_is_streamed_as_a_call_alone(
     rest = family.written.partition("interact_many")[2]
     rest = rest[rest.index("{") - 1 :]
     engine = WrittenEngine(tokenizer, [rest], family.stop)
-    with client_of(engine, tokenizer) as client:
+    with open_client(engine, tokenizer) as client:
         chunks = list(
             client.chat.completions.create(
                 model="job/actor", messages=[USER], tools=tools, tool_choice="required", stream=True
@@ -226,7 +216,7 @@ def test_a_reply_of_the_local_engine_is_sampled_decoded_and_ended(
     engine = LocalEngine(model, stop_ids=stops, keys=EngineKeys(max_model_len=512))
     engine.start()
     try:
-        with client_of(engine, tokenizer) as client:
+        with open_client(engine, tokenizer) as client:
             reply = client.chat.completions.create(
                 model="job/actor", messages=[SYSTEM, USER], tools=tools, max_tokens=12, seed=3, logprobs=True,
                 extra_body={"return_token_ids": True},
@@ -266,7 +256,7 @@ def test_qwen3_thinks_before_its_call_and_keeps_that_in_the_content(
     thought = "<think>\nmaybe <tool_call> later\n</think>"
     family = FAMILIES[0]
     engine = WrittenEngine(tokenizer, [f"{thought}\n\n{family.written}", "tree"], family.stop)
-    with client_of(engine, tokenizer) as client:
+    with open_client(engine, tokenizer) as client:
         ask = {"model": "job/actor", "tools": tools, "extra_headers": {ROLLOUT_HEADER: "r"}}
         first = client.chat.completions.create(messages=[USER], **ask)
         message = first.choices[0].message
@@ -300,7 +290,7 @@ def test_a_format_is_told_by_its_template_and_reads_the_call_that_the_template_w
 ):
     tokenizer = load_tokenizer(model_folders[family])
     tokenizer.chat_template = chat_template(template)
-    assert tool_format_of(tokenizer) == tool_format
+    assert detect_tool_format(tokenizer) == tool_format
     refuse_without_tools(tokenizer)
     renderer = ChatRenderer(tokenizer)
     answer = renderer.answer_text([SYSTEM, USER], called(), tools)
@@ -384,7 +374,7 @@ def test_reasoning_in_a_channel_is_apart_from_content_and_streamed_at_the_end(
     thought = "<|channel|>analysis<|message|>a tree?<|end|><|start|>assistant<|channel|>"
     call = f"{thought}commentary to=functions.interact_many <|constrain|>json<|message|>{ARGUMENTS}"
     engine = WrittenEngine(tokenizer, [call, f"{thought}final<|message|>tree"], "<|im_end|>")
-    with client_of(engine, tokenizer) as client:
+    with open_client(engine, tokenizer) as client:
         ask = {"model": "job/actor", "tools": tools, "messages": [USER]}
         message = client.chat.completions.create(**ask).choices[0].message
         assert [part.function.arguments for part in message.tool_calls] == [ARGUMENTS]

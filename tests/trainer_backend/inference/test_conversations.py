@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from trainer_backend.inference.answers import CLOSE, OPEN, Answer, hash_of
+from trainer_backend.inference.answers import CLOSE, OPEN, Answer, hash_message
 from trainer_backend.inference.conversations import Conversations, Prompt, Turn
 from trainer_backend.inference.drift import Drift
 from trainer_backend.inference.rendering import ChatRenderer
@@ -43,10 +43,10 @@ def turn_after(
     # One id a byte: not how the tokenizer would write it, so re-tokenising would show.
     sampled = [renderer.encode(character)[0] for character in raw] + (renderer.encode(stop) if stop else [])
     message = assistant_message(parse_hermes(raw, []), prompt_ids=prompt.ids, token_ids=sampled)
-    return Turn.of(prompt, Answer(index, hash_of(message), raw, stop), sampled, renderer)
+    return Turn.of(prompt, Answer(index, hash_message(message), raw, stop), sampled, renderer)
 
 
-def answer_of(turn: Turn) -> dict[str, object]:
+def get_answer(turn: Turn) -> dict[str, object]:
     parsed = parse_hermes(turn.answers[-1].raw_text, [])
     return assistant_message(parsed, prompt_ids=turn.ids, token_ids=[])
 
@@ -55,7 +55,7 @@ def test_a_continued_conversation_keeps_the_sampled_ids_and_encodes_only_what_is
     memory = Conversations(most=5)
     turn = turn_after(memory.prompt("r", [USER], [], renderer), RAW, renderer)
     memory.remember("r", turn)
-    prompt = memory.prompt("r", [USER, answer_of(turn), RESULT], [], renderer)
+    prompt = memory.prompt("r", [USER, get_answer(turn), RESULT], [], renderer)
     assert list(prompt.ids[: prompt.reused]) == list(turn.ids) and prompt.reused == len(turn.ids)
     new = renderer.decode(prompt.ids[prompt.reused :])
     assert new == "\n<|tool|>tree 3<|end|>\n<|assistant|>", "the sampled <|end|> is not written a second time"
@@ -66,7 +66,7 @@ def test_an_answer_that_was_cut_by_its_length_is_closed_by_the_template(renderer
     memory = Conversations(most=5)
     turn = turn_after(memory.prompt("r", [USER], [], renderer), "wood", renderer, stop="")
     memory.remember("r", turn)
-    prompt = memory.prompt("r", [USER, answer_of(turn), RESULT], [], renderer)
+    prompt = memory.prompt("r", [USER, get_answer(turn), RESULT], [], renderer)
     assert renderer.decode(prompt.ids[prompt.reused :]).startswith("<|end|>\n<|tool|>")
 
 
@@ -74,7 +74,7 @@ def test_what_clients_add_to_a_message_does_not_break_the_conversation(renderer:
     memory = Conversations(most=5)
     turn = turn_after(memory.prompt("r", [USER], [], renderer), RAW, renderer)
     memory.remember("r", turn)
-    sent_back = {**json.loads(json.dumps(answer_of(turn))), "refusal": None, "annotations": []}
+    sent_back = {**json.loads(json.dumps(get_answer(turn))), "refusal": None, "annotations": []}
     assert memory.prompt("r", [USER, sent_back, RESULT], [], renderer).reused == len(turn.ids)
 
 
@@ -94,7 +94,7 @@ def test_what_was_edited_is_rendered_anew_from_the_first_change_on(
     memory = Conversations(most=5)
     turn = turn_after(memory.prompt("r", [USER], [], renderer), RAW, renderer)
     memory.remember("r", turn)
-    messages = change(USER, answer_of(turn), RESULT)
+    messages = change(USER, get_answer(turn), RESULT)
     prompt = memory.prompt("r", messages, [], renderer)
     assert prompt.text == renderer.prompt_text(messages, []) and not prompt.extends
     assert renderer.decode(prompt.ids) == prompt.text
@@ -105,7 +105,7 @@ def test_reasoning_that_the_template_drops_breaks_the_prefix(renderer: ChatRende
     memory = Conversations(most=5)
     turn = turn_after(memory.prompt("r", [USER], [], renderer), "hmm</think>wood", renderer)
     memory.remember("r", turn)
-    prompt = memory.prompt("r", [USER, answer_of(turn), RESULT], [], renderer)
+    prompt = memory.prompt("r", [USER, get_answer(turn), RESULT], [], renderer)
     assert prompt.break_cause == "reasoning" and "hmm" not in prompt.text
     assert prompt.reused == turn.cuts[0][1], "the question before it is what it was"
 
@@ -115,7 +115,7 @@ def test_the_memory_is_bounded_and_forgets_the_least_recent_first(renderer: Chat
     turn = turn_after(memory.prompt("a", [USER], [], renderer), RAW, renderer)
     for name in ("a", "b", "a", "c"):
         memory.remember(name, turn)
-    longer = [USER, answer_of(turn), RESULT]
+    longer = [USER, get_answer(turn), RESULT]
     assert [memory.prompt(name, longer, [], renderer).reused > 0 for name in "abc"] == [True, False, True]
 
 
@@ -128,7 +128,7 @@ def spoken(
         prompt = memory.prompt("r", messages, [], renderer)
         turns.append(turn_after(prompt, raw, renderer, index=len(messages)))
         memory.remember("r", turns[-1])
-        messages += [answer_of(turns[-1]), RESULT]
+        messages += [get_answer(turns[-1]), RESULT]
     return messages, turns
 
 
@@ -153,7 +153,7 @@ def test_behind_an_edit_the_conversation_goes_on_again_with_what_was_sampled(ren
     assert prompt.text.count(RAW) == 3 and "[deleted]" in prompt.text
     turn = turn_after(prompt, RAW, renderer, index=len(messages))
     memory.remember("r", turn)
-    assert memory.prompt("r", [*messages, answer_of(turn), RESULT], [], renderer).reused == len(turn.ids)
+    assert memory.prompt("r", [*messages, get_answer(turn), RESULT], [], renderer).reused == len(turn.ids)
 
 
 def test_an_edit_right_behind_an_answer_keeps_that_answer_as_sampled(renderer: ChatRenderer):

@@ -25,8 +25,8 @@ from transformers import (
 
 from trainer_backend.inference.cache import SlotCache
 from trainer_backend.inference.decoder import Decoder, fused, unsupported_because
-from trainer_backend.inference.row_attention import RowAttentions, spans_of
-from trainer_backend.inference.runner import DecoderRunner, TransformersRunner, runner_of
+from trainer_backend.inference.row_attention import RowAttentions, cut_spans
+from trainer_backend.inference.runner import DecoderRunner, TransformersRunner, choose_runner
 from trainer_backend.inference.weights import ServedWeights
 from trainer_backend.job.training_table import LoraTable
 from trainer_backend.learner.adapter import Adapter
@@ -76,7 +76,7 @@ MODELS: Mapping[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-def model_of(name: str, seed: int = 0) -> PreTrainedModel:
+def make_model(name: str, seed: int = 0) -> PreTrainedModel:
     """As trained: no norm is 1, no bias is 0."""
     torch.manual_seed(seed)
     model = MODELS[name]().eval()
@@ -93,7 +93,7 @@ def built_kernels() -> CpuKernels:
     return kernels
 
 
-def ids_of(length: int, seed: int = 0) -> list[int]:
+def draw_ids(length: int, seed: int = 0) -> list[int]:
     return torch.randint(0, 131, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
@@ -153,8 +153,11 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
 def test_logits_of_whole_prompts_of_mixed_lengths_equal_those_of_transformers(
     name: str, most_waste: int | None
 ):
-    model = model_of(name)
-    rows, prompts = Rows(model, most_waste=most_waste), [ids_of(length, length) for length in (200, 3, 1, 60)]
+    model = make_model(name)
+    rows, prompts = (
+        Rows(model, most_waste=most_waste),
+        [draw_ids(size, size) for size in (200, 3, 1, 60)],
+    )
     found = rows.prefill(1, [0] * 4, prompts, logits=True).split([len(prompt) for prompt in prompts])
     for logits, prompt in zip(found, prompts, strict=True):
         assert_near(logits, by_transformers(model, prompt))
@@ -165,12 +168,12 @@ def test_logits_of_whole_prompts_of_mixed_lengths_equal_those_of_transformers(
 def test_decoding_after_a_prefill_a_shared_prefix_and_a_move_equals_transformers(
     name: str, most_waste: int | None
 ):
-    model = model_of(name)
+    model = make_model(name)
     rows = Rows(model, most_waste=most_waste)
-    sequences = [ids_of(length, length) for length in (90, 7, 34)]
+    sequences = [draw_ids(length, length) for length in (90, 7, 34)]
     rows.prefill(0, [0] * 3, [ids[:-4] for ids in sequences], logits=False)
     # A row goes on from a copy of the first; the rest of its prompt is computed beside that of another.
-    sibling, other = [*sequences[0][:50], *ids_of(30, 5)], [*sequences[2][:20], *ids_of(9, 6)]
+    sibling, other = [*sequences[0][:50], *draw_ids(30, 5)], [*sequences[2][:20], *draw_ids(9, 6)]
     rows.copy(0, 3, 50)
     rows.copy(2, 4, 20)
     rows.prefill(3, [50, 20], [sibling[50:-4], other[20:-4]], logits=False)
@@ -188,8 +191,8 @@ def test_decoding_after_a_prefill_a_shared_prefix_and_a_move_equals_transformers
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: make test-kernel")
 @pytest.mark.parametrize("name", MODELS)
 def test_what_the_kernels_compute_between_the_products_equals_transformers(name: str):
-    model = model_of(name)
-    rows, prompts = Rows(model, by_kernel=True), [ids_of(length, length) for length in (9, 2)]
+    model = make_model(name)
+    rows, prompts = Rows(model, by_kernel=True), [draw_ids(length, length) for length in (9, 2)]
     found = rows.prefill(0, [0] * 2, [ids[:-1] for ids in prompts], logits=True)
     last = rows.decode([ids[-1] for ids in prompts], [len(ids) - 1 for ids in prompts])
     whole = torch.cat([found[:8], last[:1], found[8:], last[1:]]).split([9, 2])
@@ -200,8 +203,8 @@ def test_what_the_kernels_compute_between_the_products_equals_transformers(name:
 @pytest.mark.parametrize("most_waste", [10**9, None])
 @pytest.mark.parametrize("name", ["qwen3", "llama, biases", "qwen3, adapters", "llama, wide and tied"])
 def test_new_weights_are_seen_by_the_decoder_and_by_transformers_alike(name: str, most_waste: int | None):
-    model, other = model_of(name), model_of(name, seed=1)
-    rows, prompt = Rows(model, most_waste=most_waste), ids_of(20)
+    model, other = make_model(name), make_model(name, seed=1)
+    rows, prompt = Rows(model, most_waste=most_waste), draw_ids(20)
     ServedWeights(model).replace(other.state_dict())
     expected = by_transformers(other, prompt)
     assert_near(rows.prefill(0, [0], [prompt], logits=True), expected)
@@ -209,7 +212,7 @@ def test_new_weights_are_seen_by_the_decoder_and_by_transformers_alike(name: str
 
 
 def test_there_is_one_copy_of_the_weights_and_tied_ones_stay_tied():
-    model = model_of("qwen3")
+    model = make_model("qwen3")
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     decoder = Decoder(model, max_len=8)
     layer, attention = decoder._layers[0], model.model.layers[0].self_attn
@@ -222,7 +225,7 @@ def test_there_is_one_copy_of_the_weights_and_tied_ones_stay_tied():
 
 
 def test_weights_that_were_moved_away_from_the_decoder_are_told_at_a_swap():
-    model = model_of("qwen3")
+    model = make_model("qwen3")
     decoder = Decoder(model, max_len=8)
     decoder.assert_in_place()
     model.to(torch.float64)
@@ -231,7 +234,7 @@ def test_weights_that_were_moved_away_from_the_decoder_are_told_at_a_swap():
 
 
 def test_a_product_with_adapters_is_rounded_once_as_the_layers_are():
-    model = adapted(model_of("llama"))
+    model = adapted(make_model("llama"))
     hold_in(model, torch.bfloat16)
     attention, given_TI = model.model.layers[0].self_attn, torch.randn(40, 64)
     layers = [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -278,7 +281,7 @@ def other_activation(model: PreTrainedModel) -> None:
 def test_a_model_that_would_be_computed_otherwise_is_not_taken(
     change: Callable[[PreTrainedModel], None], reason: str
 ):
-    model = model_of("qwen3, biases")
+    model = make_model("qwen3, biases")
     assert unsupported_because(model) is None
     change(model)
     found = unsupported_because(model)
@@ -288,20 +291,20 @@ def test_a_model_that_would_be_computed_otherwise_is_not_taken(
 def test_another_architecture_is_run_by_transformers_and_the_log_says_why_once():
     gemma = GemmaForCausalLM(GemmaConfig(**SIZE, head_dim=16)).eval()
     with capture_logs() as lines:
-        runner = runner_of(gemma, slots=1, max_len=8)
+        runner = choose_runner(gemma, slots=1, max_len=8)
     assert isinstance(runner, TransformersRunner)
     (line,) = lines
     assert (
         line["event"] == "engine_decodes_by_transformers" and "GemmaForCausalLM is none of" in line["reason"]
     )
     with capture_logs() as lines:
-        assert isinstance(runner_of(model_of("llama"), slots=1, max_len=8), DecoderRunner)
+        assert isinstance(choose_runner(make_model("llama"), slots=1, max_len=8), DecoderRunner)
     assert lines == []
 
 
 def test_rows_of_like_lengths_attend_in_one_call_and_others_in_calls_of_their_own():
     def spans(starts: list[int], counts: list[int]) -> list[tuple[int, int]]:
-        return spans_of(np.array(starts), np.array(counts), most_waste=100)
+        return cut_spans(np.array(starts), np.array(counts), most_waste=100)
 
     # decoding, each row sees its cached tokens and its own: 20 and 10 columns of padding
     assert spans([40, 60, 50], [1, 1, 1]) == [(0, 3)]

@@ -124,20 +124,6 @@ async def test_requests_without_a_seed_differ(start_engine: StartEngine):
     assert a.token_ids != b.token_ids
 
 
-async def test_recomputed_logprobs_of_sampled_tokens_differ_by_less_than_a_ten_thousandth(
-    start_engine: StartEngine, model: PreTrainedModel
-):
-    engine = start_engine()
-    prompt, sampling = list(range(40, 90)), Sampling(temperature=0.7, seed=3, max_tokens=60)
-    result = await engine.generate(prompt, sampling, request_id="a")
-    with torch.inference_mode():
-        logits = model(torch.tensor([[*prompt, *result.token_ids]])).logits[0, len(prompt) - 1 : -1]
-    recomputed = torch.log_softmax(logits / 0.7, dim=-1).gather(1, torch.tensor(result.token_ids)[:, None])[
-        :, 0
-    ]
-    assert (recomputed - torch.tensor(result.logprobs)).abs().max() < 1e-4
-
-
 async def test_a_stop_token_ends_the_generation_and_is_its_last_token(
     start_engine: StartEngine, model: PreTrainedModel
 ):

@@ -12,11 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from shared_schemas.trajectory import Sampling
-from tests.trainer_backend.learner.hand_made import learner_of, segment
+from tests.trainer_backend.learner.hand_made import make_learner, segment
 from trainer_backend.core.critic import make_targets
 from trainer_backend.errors import EngineOutOfMemory, EngineStopped, InferenceError, WeightsRefused
+from trainer_backend.inference.actor import Generation
 from trainer_backend.inference.engine import LocalEngine
-from trainer_backend.models import build_preset, load_model_folder, save_model_folder
+from trainer_backend.models import build_preset, load_model_folder
 from trainer_backend.parts import CreditedEpisode, Progress
 
 StartEngine = Callable[..., LocalEngine]
@@ -31,6 +32,23 @@ def logprobs_under(model: PreTrainedModel, prompt: list[int], tokens: tuple[int,
     with torch.inference_mode():
         logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+async def sampled_by(engine: LocalEngine, model: PreTrainedModel, version: int) -> None:
+    """Sample a few tokens, which must be those of this model under this version."""
+    result = await engine.generate(PROMPT, Sampling(max_tokens=4, seed=0), request_id=f"by {version}")
+    assert result.versions == ((0, version),)
+    expected = logprobs_under(model, PROMPT, result.token_ids).tolist()
+    assert result.logprobs == pytest.approx(expected, abs=1e-5)
+
+
+async def paused_amid(engine: LocalEngine) -> "asyncio.Future[Generation]":
+    """Pause the engine amid request "a", which has sampled some tokens."""
+    running = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=2000), request_id="a"))
+    await asyncio.sleep(0)
+    await engine.generate(PROMPT, Sampling(max_tokens=3), request_id="b")  # a has some tokens when b is done
+    await engine.pause()
+    return running
 
 
 async def test_swaps_amid_traffic_lose_nothing_and_every_token_is_of_the_version_it_names(
@@ -68,27 +86,13 @@ async def test_between_pause_and_resume_a_swap_is_immediate_and_the_versions_tel
     start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast
 ):
     engine = start_engine()
-    task = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=2000, seed=1), request_id="a"))
-    await asyncio.sleep(0)
-    await engine.generate(PROMPT, Sampling(max_tokens=3), request_id="b")  # a has some tokens when b is done
-    await engine.pause()
+    task = await paused_amid(engine)
     await engine.load_weights(5, other_model(tokenizer, 5).state_dict())
     await engine.resume()
     await engine.generate(PROMPT, Sampling(max_tokens=3), request_id="c")
     await engine.abort("a")
     (zero, old), (switch, new) = (await task).versions
     assert (zero, old, new) == (0, 0, 5) and 0 < switch < len((await task).token_ids)
-
-
-async def test_weights_come_from_a_folder_too(
-    start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-):
-    engine, new = start_engine(), other_model(tokenizer, 9)
-    save_model_folder(tmp_path, new)
-    await engine.load_weights(9, tmp_path)
-    result = await engine.generate(PROMPT, Sampling(max_tokens=4, seed=0), request_id="a")
-    assert result.versions == ((0, 9),)
-    assert result.logprobs == pytest.approx(logprobs_under(new, PROMPT, result.token_ids).tolist(), abs=1e-5)
 
 
 def files_that_vllm_loads(folder: Path) -> list[Path]:
@@ -107,7 +111,7 @@ async def test_a_checkpoint_with_all_that_a_run_keeps_in_it_serves_in_the_engine
     start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ):
     settings = {"algorithm__advantage": "gae", "lora__rank": 2}
-    learner = learner_of(tokenizer, **settings)
+    learner = make_learner(tokenizer, **settings)
     episode = CreditedEpisode(
         "r", [segment("r", [5, 6], [7, 8], [-6.0, -6.0])], [1.0], make_targets([0.0], [1.0])
     )
@@ -123,10 +127,7 @@ async def test_a_checkpoint_with_all_that_a_run_keeps_in_it_serves_in_the_engine
     assert served.keys() == model.state_dict().keys() - {"lm_head.weight"}
     engine = start_engine()
     await engine.load_weights(9, tmp_path / "iteration_1")
-    result = await engine.generate(PROMPT, Sampling(max_tokens=4, seed=0), request_id="a")
-    assert result.logprobs == pytest.approx(
-        logprobs_under(model, PROMPT, result.token_ids).tolist(), abs=1e-5
-    )
+    await sampled_by(engine, model, 9)
 
 
 async def test_of_a_folder_with_an_index_the_files_that_it_names_are_read(
@@ -137,8 +138,7 @@ async def test_of_a_folder_with_an_index_the_files_that_it_names_are_read(
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     save_file({"of another format": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
     await engine.load_weights(9, tmp_path)
-    result = await engine.generate(PROMPT, Sampling(max_tokens=4, seed=0), request_id="a")
-    assert result.logprobs == pytest.approx(logprobs_under(new, PROMPT, result.token_ids).tolist(), abs=1e-5)
+    await sampled_by(engine, new, 9)
     next(tmp_path.glob("model-00001-*")).unlink()
     with pytest.raises(WeightsRefused, match=r"1 of \d shards are missing, such as model-00001"):
         await engine.load_weights(10, tmp_path)
@@ -162,11 +162,7 @@ async def test_weights_that_do_not_fit_are_refused_and_the_old_ones_keep_serving
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(WeightsRefused, match="cannot be read"):
         await engine.load_weights(1, tmp_path)
-    result = await engine.generate(PROMPT, Sampling(max_tokens=4, seed=0), request_id="a")
-    assert result.versions == ((0, 0),)
-    assert result.logprobs == pytest.approx(
-        logprobs_under(model, PROMPT, result.token_ids).tolist(), abs=1e-5
-    )
+    await sampled_by(engine, model, 0)
 
 
 class Uncopied(Tensor):
@@ -201,10 +197,7 @@ async def test_a_swap_that_runs_out_of_memory_midway_gives_no_token_until_a_whol
     start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast
 ):
     engine = start_engine()
-    running = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=2000), request_id="a"))
-    await asyncio.sleep(0)
-    await engine.generate(PROMPT, Sampling(max_tokens=3), request_id="b")  # a has some tokens when b is done
-    await engine.pause()
+    running = await paused_amid(engine)
     with pytest.raises(EngineOutOfMemory, match="ran out of memory while loading version 5"):
         await engine.load_weights(5, new_weights(other_model(tokenizer, 5), FULL, FULL))
     await engine.resume()
@@ -218,19 +211,14 @@ async def test_a_swap_that_runs_out_of_memory_midway_gives_no_token_until_a_whol
     assert engine.version == 0
     new = other_model(tokenizer, 7)
     await engine.load_weights(7, new.state_dict())
-    result = await engine.generate(PROMPT, Sampling(max_tokens=4, seed=0), request_id="d")
-    assert result.versions == ((0, 7),)
-    assert result.logprobs == pytest.approx(logprobs_under(new, PROMPT, result.token_ids).tolist(), abs=1e-5)
+    await sampled_by(engine, new, 7)
 
 
 async def test_a_request_that_is_paused_goes_on_where_a_whole_swap_follows_one_that_failed(
     start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast
 ):
     engine = start_engine()
-    running = asyncio.ensure_future(engine.generate(PROMPT, Sampling(max_tokens=2000), request_id="a"))
-    await asyncio.sleep(0)
-    await engine.generate(PROMPT, Sampling(max_tokens=3), request_id="b")  # a has some tokens when b is done
-    await engine.pause()
+    running = await paused_amid(engine)
     with pytest.raises(EngineOutOfMemory):
         await engine.load_weights(5, new_weights(other_model(tokenizer, 5), FULL, FULL))
     await engine.load_weights(6, other_model(tokenizer, 6).state_dict())
@@ -245,9 +233,7 @@ async def test_a_swap_that_runs_out_of_memory_once_is_repeated(
 ):
     engine, new = start_engine(), other_model(tokenizer, 5)
     await engine.load_weights(5, new_weights(new, FULL))
-    result = await engine.generate(PROMPT, Sampling(max_tokens=4, seed=0), request_id="a")
-    assert result.versions == ((0, 5),)
-    assert result.logprobs == pytest.approx(logprobs_under(new, PROMPT, result.token_ids).tolist(), abs=1e-5)
+    await sampled_by(engine, new, 5)
 
 
 async def test_a_swap_that_meets_another_error_midway_ends_the_engine(

@@ -39,7 +39,7 @@ def ids(length: int, seed: int = 0) -> list[int]:
     return [draw.randrange(3, VOCABULARY) for _ in range(length)]
 
 
-def logprobs_of(logits_LV: Tensor, tokens: Sequence[int]) -> Tensor:
+def gather_logprobs(logits_LV: Tensor, tokens: Sequence[int]) -> Tensor:
     return logits_LV.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
@@ -49,7 +49,7 @@ def assert_plain(model: PreTrainedModel, prompt: Sequence[int], result: Generati
     tokens = result.token_ids
     logits_LV = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
     assert tokens
-    assert result.logprobs == pytest.approx(logprobs_of(logits_LV, tokens).tolist(), abs=1e-4)
+    assert result.logprobs == pytest.approx(gather_logprobs(logits_LV, tokens).tolist(), abs=1e-4)
 
 
 async def ask(engine: LocalEngine, prompt: list[int], *, seed: int = 1, tokens: int = 5) -> Generation:
@@ -119,7 +119,7 @@ async def test_new_weights_amid_an_answer_go_on_from_the_cache_that_the_old_ones
             new(torch.tensor([[token]]), use_cache=True, **{CACHE_NAME: cache}).logits[0]
             for token in result.token_ids[switch - 1 : -1]
         ]
-    expected = logprobs_of(torch.cat(logits_BV), result.token_ids[switch:])
+    expected = gather_logprobs(torch.cat(logits_BV), result.token_ids[switch:])
     assert result.logprobs[switch:] == pytest.approx(expected.tolist(), abs=1e-4)
 
 

@@ -24,7 +24,7 @@ from trainer_backend.inference.page_memory import (
     slab_pages,
     whole_slabs,
 )
-from trainer_backend.inference.page_tiles import Group, Tiles, fill_tiles, groups_of, most_tiles
+from trainer_backend.inference.page_tiles import Group, Tiles, fill_tiles, group_rows, most_tiles
 from trainer_backend.inference.paged_pass import PrefillAttention
 from trainer_backend.inference.paged_runner import PageLimits
 from trainer_backend.inference.pages import PAGE, pages_for
@@ -166,7 +166,7 @@ def sharing(name: str, **more: Any) -> tuple[Case, list[Group]]:
     return case, groups
 
 
-def tiles_of(case: Case, groups: Sequence[Group], tile_rows: int) -> Tiles:
+def make_tiles(case: Case, groups: Sequence[Group], tile_rows: int) -> Tiles:
     rows_NM = np.empty((most_tiles(len(case.lengths)), tile_rows), dtype=np.int32)
     shared_B = np.empty(len(case.lengths), dtype=np.int32)
     fill_tiles(groups, rows_NM, shared_B, page=PAGE)
@@ -179,7 +179,7 @@ def test_shared_pages_read_once_for_a_tile_are_those_of_each_row(name: str):
     case, groups = sharing(name)
     case.store(paged_attention.store_by_torch, 1)
     attend = by("triton").attend
-    tiles = tiles_of(case, groups, tile_rows=4)
+    tiles = make_tiles(case, groups, tile_rows=4)
     plain = case.attend(attend, 1)
     # The pages of all but a tile's first row are not read: a wrong one in their place does not matter.
     for group in groups:
@@ -192,7 +192,7 @@ def test_shared_pages_read_once_for_a_tile_are_those_of_each_row(name: str):
 
 def test_rows_are_grouped_where_most_reads_are_saved():
     def grouped(*pages: list[int], tile_rows: int = 16) -> list[Group]:
-        return groups_of(pages, tile_rows=tile_rows)
+        return group_rows(pages, tile_rows=tile_rows)
 
     assert grouped(*[[7, 8, row] for row in range(3)], [7, 8]) == [Group([0, 1, 2, 3], 2)]
     assert grouped(*[[7, 8, row] for row in range(3)], [9]) == [], "three rows do not pay"

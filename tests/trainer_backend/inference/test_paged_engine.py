@@ -76,12 +76,12 @@ def start_engine(start_engine: StartEngine) -> StartEngine:
     return partial(start_engine, paged=True)
 
 
-def page_of(model: PreTrainedModel) -> int:
+def page_size(model: PreTrainedModel) -> int:
     config = model.config
     return page_bytes(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, torch.float32)
 
 
-async def all_of(engine: LocalEngine, requests: list[tuple[list[int], Sampling]]) -> list[object]:
+async def generate_all(engine: LocalEngine, requests: list[tuple[list[int], Sampling]]) -> list[object]:
     calls = (engine.generate(ids, sampling, request_id=str(i)) for i, (ids, sampling) in enumerate(requests))
     return list(await asyncio.gather(*calls))
 
@@ -98,9 +98,9 @@ async def test_without_room_the_youngest_wait_and_nobody_is_lost_or_samples_othe
     start_engine: StartEngine, model: PreTrainedModel
 ):
     # rows of up to 4 pages each, and 6 pages for all
-    engine = start_engine(max_model_len=4 * PAGE, cache_gib=6 * page_of(model) / 2**30)
+    engine = start_engine(max_model_len=4 * PAGE, cache_gib=6 * page_size(model) / 2**30)
     requests = long_requests(6, model.config.vocab_size)
-    results = await all_of(engine, requests)
+    results = await generate_all(engine, requests)
     assert_equal_to_naive(model, requests, results)
     assert engine.counters.preempted > 0
     assert engine.counters.requests == 6
@@ -113,14 +113,14 @@ async def test_one_request_of_the_greatest_length_always_fits(
 ):
     engine = start_engine(max_model_len=3 * PAGE, cache_gib=1 / 2**30)
     requests = [([7] * PAGE, Sampling(max_tokens=2 * PAGE, seed=i)) for i in range(3)]
-    assert_equal_to_naive(model, requests, await all_of(engine, requests))
+    assert_equal_to_naive(model, requests, await generate_all(engine, requests))
 
 
 async def test_pages_of_ended_requests_are_free_again_but_for_kept_prefixes(
     start_engine: StartEngine, model: PreTrainedModel
 ):
     engine = start_engine(kept_prefixes=0)
-    await all_of(engine, long_requests(5, model.config.vocab_size))
+    await generate_all(engine, long_requests(5, model.config.vocab_size))
     assert engine._worker.batch.cache.pool.used == 0
     keeping = start_engine(kept_prefixes=1)
     await keeping.generate(list(range(4 * PAGE)), Sampling(max_tokens=2, seed=0), request_id="a")
@@ -131,7 +131,7 @@ async def test_pages_of_ended_requests_are_free_again_but_for_kept_prefixes(
 async def test_kept_prefixes_make_room_before_anybody_waits(
     start_engine: StartEngine, model: PreTrainedModel
 ):
-    engine = start_engine(max_model_len=8 * PAGE, cache_gib=8 * page_of(model) / 2**30)
+    engine = start_engine(max_model_len=8 * PAGE, cache_gib=8 * page_size(model) / 2**30)
     for first in (0, 100, 200):
         prompt = list(range(first, first + 5 * PAGE))
         await engine.generate(prompt, Sampling(max_tokens=2, seed=0), request_id=str(first))
@@ -153,16 +153,16 @@ async def test_the_likeliest_tokens_are_those_of_the_same_step(
 async def test_memory_is_released_and_allocated_anew(start_engine: StartEngine, model: PreTrainedModel):
     engine = start_engine()
     requests = mixed_requests(6, model.config.vocab_size)
-    await all_of(engine, requests)
+    await generate_all(engine, requests)
     await engine.release()
     memory = engine._worker.batch.cache.memory
     assert memory.slabs == []
-    assert_equal_to_naive(model, requests, await all_of(engine, requests))
+    assert_equal_to_naive(model, requests, await generate_all(engine, requests))
     assert memory.slabs != []
     full = torch.OutOfMemoryError("out of memory")
     await engine.load_weights(1, new_weights(model, full))  # the second copy has the room of all pages
     assert memory.slabs == []
-    assert_equal_to_naive(model, requests, await all_of(engine, requests))
+    assert_equal_to_naive(model, requests, await generate_all(engine, requests))
 
 
 async def test_memory_that_is_released_under_running_requests_is_computed_again(
@@ -189,8 +189,8 @@ async def test_where_no_graph_can_be_captured_the_log_says_it_once_and_steps_go_
     engine._worker.batch._runner._static._graphs |= {False, True}  # there is no CUDA to capture one with
     requests = mixed_requests(12, model.config.vocab_size)
     with capture_logs() as lines:
-        await all_of(engine, requests[:1])  # alone, it is not truncated
-        results = await all_of(engine, requests)
+        await generate_all(engine, requests[:1])  # alone, it is not truncated
+        results = await generate_all(engine, requests)
     assert_equal_to_naive(model, requests, results)
     assert {line["event"] for line in lines} == {"engine_runs_without_graph"}
     assert sorted(line["truncates"] for line in lines) == [False, True], "each kind of sampling once"
@@ -203,10 +203,10 @@ async def test_a_step_is_told_which_rows_share_pages_and_groups_are_found_when_r
     turns, launched, searches = Turns(model, kept=8), [], []
     runner = turns.batch._runner
     runner.tile_rows = 16  # as where there are kernels
-    launch, search = runner._static.launch, paged_runner.groups_of
+    launch, search = runner._static.launch, paged_runner.group_rows
     runner._static.launch = lambda *given, groups, **more: launched.append(groups) or launch(*given, **more)
     monkeypatch.setattr(
-        paged_runner, "groups_of", lambda *given, **more: searches.append(1) or search(*given, **more)
+        paged_runner, "group_rows", lambda *given, **more: searches.append(1) or search(*given, **more)
     )
     shared = list(range(100))  # 3 full pages
     requests = [turns.submit([*shared, 100], tokens=20)]
@@ -253,7 +253,7 @@ async def test_a_graph_for_which_there_was_no_memory_is_captured_later(
     request = ([1, 2, 3], Sampling(max_tokens=PATIENCE, seed=0))
     with capture_logs() as lines:
         for captured in (0, 0, 1):
-            assert_equal_to_naive(model, [request], await all_of(engine, [request]))
+            assert_equal_to_naive(model, [request], await generate_all(engine, [request]))
             assert len(static._captured) == captured
     assert [line["event"] for line in lines] == ["engine_runs_without_graph"] * 2
 
@@ -265,7 +265,7 @@ async def test_the_logits_of_all_steps_are_left_in_one_place(
     requests = mixed_requests(12, model.config.vocab_size)
     static, places = engine._worker.batch._runner._static, set()
     for count in (1, 12):  # of one row, then of all and of ever fewer, with and without truncation
-        await all_of(engine, requests[:count])
+        await generate_all(engine, requests[:count])
         places.add(static.logits(1).untyped_storage().data_ptr())
     assert len(places) == 1
     assert static.logits(12).shape == (12, model.config.vocab_size)
@@ -274,7 +274,7 @@ async def test_the_logits_of_all_steps_are_left_in_one_place(
 def test_a_step_of_more_rows_than_slots_is_refused(start_engine: StartEngine):
     static = start_engine(max_running=3)._worker.batch._runner._static
     with pytest.raises(ValueError, match="at most 3 rows, got 4"):
-        static.bucket_of(4)
+        static.find_bucket(4)
 
 
 def test_steps_are_made_for_few_numbers_of_rows():
@@ -291,7 +291,7 @@ class Turns:
     def __init__(
         self, model: PreTrainedModel, *, max_len: int = 128, pages: int | None = None, kept: int = 0
     ) -> None:
-        most_bytes = None if pages is None else pages * page_of(model)
+        most_bytes = None if pages is None else pages * page_size(model)
         self.inbox = Inbox(max_waiting=100)
         self.inbox.open()
         self.batch = RunningBatch(

@@ -17,7 +17,7 @@ from trainer_backend.models import build_preset
 StartEngine = Callable[..., LocalEngine]
 
 
-def prompt_of(length: int, seed: int = 0) -> list[int]:
+def make_prompt(length: int, seed: int = 0) -> list[int]:
     draw = random.Random(seed)
     return [draw.randrange(300) for _ in range(length)]
 
@@ -28,7 +28,7 @@ async def ask(engine: LocalEngine, prompt: list[int], *, seed: int = 1, tokens: 
 
 
 async def test_a_conversation_goes_on_from_its_last_turn(start_engine: StartEngine, model: PreTrainedModel):
-    engine, prompt, expected = start_engine(), prompt_of(100), 0
+    engine, prompt, expected = start_engine(), make_prompt(100), 0
     requests, results = [], []
     for turn in range(6):
         sampling = Sampling(seed=turn, max_tokens=4 + turn)
@@ -37,14 +37,14 @@ async def test_a_conversation_goes_on_from_its_last_turn(start_engine: StartEngi
         assert results[-1].prompt_tokens_reused == expected
         # all but the last sampled token, which was never fed
         expected = len(prompt) + len(results[-1].token_ids) - 1
-        prompt = [*prompt, *results[-1].token_ids, *prompt_of(20, seed=turn + 1)]
+        prompt = [*prompt, *results[-1].token_ids, *make_prompt(20, seed=turn + 1)]
     assert_equal_to_naive(model, requests, results)
 
 
 async def test_siblings_that_come_together_share_one_prefill(
     start_engine: StartEngine, model: PreTrainedModel
 ):
-    engine, prompt = start_engine(), prompt_of(100)
+    engine, prompt = start_engine(), make_prompt(100)
     requests = [(prompt, Sampling(seed=i, max_tokens=6)) for i in range(8)]
     results = await asyncio.gather(
         *(engine.generate(ids, sampling, request_id=str(i)) for i, (ids, sampling) in enumerate(requests))
@@ -57,10 +57,10 @@ async def test_siblings_that_come_together_share_one_prefill(
 async def test_a_late_sibling_copies_from_the_one_that_still_runs(
     start_engine: StartEngine, model: PreTrainedModel
 ):
-    engine, prompt = start_engine(), prompt_of(100)
+    engine, prompt = start_engine(), make_prompt(100)
     running = asyncio.ensure_future(ask(engine, prompt, seed=1, tokens=800))
     await asyncio.sleep(0)  # it stands in the line before the next one
-    await ask(engine, prompt_of(10))  # when this one is done, the other has run for some steps
+    await ask(engine, make_prompt(10))  # when this one is done, the other has run for some steps
     late = await ask(engine, prompt, seed=2)
     assert late.prompt_tokens_reused == 99 and not running.done()
     assert_equal_to_naive(model, [(prompt, Sampling(seed=2, max_tokens=5))], [late])
@@ -71,8 +71,8 @@ async def test_a_late_sibling_copies_from_the_one_that_still_runs(
 
 
 async def test_a_shared_system_message_is_computed_once(start_engine: StartEngine, model: PreTrainedModel):
-    engine, system = start_engine(), prompt_of(110)
-    requests = [([*system, *prompt_of(30, seed=i)], Sampling(seed=i, max_tokens=4)) for i in range(1, 9)]
+    engine, system = start_engine(), make_prompt(110)
+    requests = [([*system, *make_prompt(30, seed=i)], Sampling(seed=i, max_tokens=4)) for i in range(1, 9)]
     results = await staggered(engine, requests)
     assert sum(result.prompt_tokens_reused == 110 for result in results) == 7
     assert_equal_to_naive(model, requests, results)
@@ -86,10 +86,10 @@ async def test_any_mix_of_known_and_unknown_prompts_samples_what_a_fresh_run_wou
     draw = random.Random(seed)
     slots, kept = draw.choice([2, 5]), draw.choice([1, 3, 8])
     engine = start_engine(max_running=slots, kept_prefixes=kept, prefill_tokens=300)
-    trunks = [prompt_of(draw.randint(100, 200), seed=i) for i in range(3)]
+    trunks = [make_prompt(draw.randint(100, 200), seed=i) for i in range(3)]
     lengths, tails = [1, 50, 96, 97, 129, 200], [0, 1, 9, 60]
     prompts = [
-        [*draw.choice(trunks)[: draw.choice(lengths)], *prompt_of(draw.choice(tails), i)] for i in range(30)
+        [*draw.choice(trunks)[: draw.choice(lengths)], *make_prompt(draw.choice(tails), i)] for i in range(30)
     ]
     requests = [
         (prompt, Sampling(seed=draw.choice([1, 2]), max_tokens=draw.randint(1, 6))) for prompt in prompts
@@ -102,9 +102,9 @@ async def test_any_mix_of_known_and_unknown_prompts_samples_what_a_fresh_run_wou
 async def test_logprobs_after_a_reused_prefix_differ_from_recomputed_ones_by_less_than_a_ten_thousandth(
     start_engine: StartEngine, model: PreTrainedModel
 ):
-    engine, prompt = start_engine(), prompt_of(150)
+    engine, prompt = start_engine(), make_prompt(150)
     first = await ask(engine, prompt, tokens=40)
-    longer = [*prompt, *first.token_ids, *prompt_of(30, seed=1)]
+    longer = [*prompt, *first.token_ids, *make_prompt(30, seed=1)]
     result = await ask(engine, longer, tokens=60)
     assert result.prompt_tokens_reused == 189
     with torch.inference_mode():
@@ -114,7 +114,7 @@ async def test_logprobs_after_a_reused_prefix_differ_from_recomputed_ones_by_les
 
 
 async def test_nothing_is_reused_where_the_job_keeps_nothing(start_engine: StartEngine):
-    engine, prompt = start_engine(kept_prefixes=0), prompt_of(100)
+    engine, prompt = start_engine(kept_prefixes=0), make_prompt(100)
     await asyncio.gather(*(ask(engine, prompt, seed=i) for i in range(4)))
     assert engine.counters.prompt_tokens_reused == 0
 
@@ -122,7 +122,7 @@ async def test_nothing_is_reused_where_the_job_keeps_nothing(start_engine: Start
 async def test_new_weights_make_all_that_was_kept_worthless(
     start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast
 ):
-    engine, prompt = start_engine(), prompt_of(100)
+    engine, prompt = start_engine(), make_prompt(100)
     new = build_preset("tiny-0.3m", tokenizer, seed=2)
     await ask(engine, prompt)
     await engine.load_weights(1, new.state_dict())
@@ -135,11 +135,11 @@ async def test_new_weights_make_all_that_was_kept_worthless(
 async def test_a_request_that_runs_through_a_swap_is_copied_by_nobody(
     start_engine: StartEngine, tokenizer: PreTrainedTokenizerFast
 ):
-    engine, prompt = start_engine(), prompt_of(100)
+    engine, prompt = start_engine(), make_prompt(100)
     new = build_preset("tiny-0.3m", tokenizer, seed=2)
     running = asyncio.ensure_future(ask(engine, prompt, tokens=800))
     await asyncio.sleep(0)  # it stands in the line before the next one
-    await ask(engine, prompt_of(10))
+    await ask(engine, make_prompt(10))
     await engine.pause()
     await engine.load_weights(1, new.state_dict())
     await engine.resume()
@@ -154,7 +154,7 @@ async def test_a_request_that_runs_through_a_swap_is_copied_by_nobody(
 
 
 async def test_a_pause_alone_keeps_what_is_known(start_engine: StartEngine):
-    engine, prompt = start_engine(), prompt_of(100)
+    engine, prompt = start_engine(), make_prompt(100)
     await ask(engine, prompt)
     await engine.pause()
     await engine.resume()
@@ -163,7 +163,7 @@ async def test_a_pause_alone_keeps_what_is_known(start_engine: StartEngine):
 
 async def test_long_siblings_do_not_wait_for_one_anothers_prefill_budget(start_engine: StartEngine):
     # 500 tokens each, 600 a turn: computed one by one they would need a turn each.
-    engine, prompt = start_engine(prefill_tokens=600), prompt_of(500)
+    engine, prompt = start_engine(prefill_tokens=600), make_prompt(500)
     await engine.pause()
     tasks = [asyncio.ensure_future(ask(engine, prompt, seed=i, tokens=10)) for i in range(8)]
     await asyncio.sleep(0)  # all stand in the line

@@ -25,7 +25,7 @@ def ids(length: int, seed: int = 0) -> list[int]:
     return [draw.randrange(1000) for _ in range(length)]
 
 
-def index_of(*held: Prefix) -> PrefixIndex:
+def make_index(*held: Prefix) -> PrefixIndex:
     index = PrefixIndex()
     for one in held:
         index.add(one)
@@ -34,7 +34,7 @@ def index_of(*held: Prefix) -> PrefixIndex:
 
 def test_the_longest_prefix_is_exact_to_the_token():
     short, long = Prefix(ids(100)), Prefix(ids(150))  # the first 100 ids are the same
-    index = index_of(short, long)
+    index = make_index(short, long)
     assert index.longest(Prefix([*ids(131), 5000])) == Match(long, 131)
     assert index.longest(Prefix(ids(150) + ids(50, seed=1))) == Match(long, 150)
     assert index.longest(Prefix(ids(150)[:-20])) == Match(long, 130)
@@ -42,14 +42,14 @@ def test_the_longest_prefix_is_exact_to_the_token():
 
 
 def test_a_prefix_that_is_too_short_to_pay_is_not_found():
-    index = index_of(Prefix(ids(500)))
+    index = make_index(Prefix(ids(500)))
     assert index.longest(Prefix([*ids(SHORTEST_PREFIX - 1), 5000])) == NOTHING
     assert index.longest(Prefix([*ids(SHORTEST_PREFIX), 5000])).length == SHORTEST_PREFIX
 
 
 def test_what_was_removed_is_not_found_and_leaves_the_others():
     gone, stays = Prefix(ids(200)), Prefix(ids(100))
-    index = index_of(gone, stays)
+    index = make_index(gone, stays)
     index.remove(gone)
     assert index.longest(Prefix(ids(200))) == Match(stays, 100)
 
@@ -57,7 +57,7 @@ def test_what_was_removed_is_not_found_and_leaves_the_others():
 def test_equal_keys_of_other_ids_are_not_taken_for_equal_prefixes():
     held, wanted = Prefix(ids(100)), Prefix(ids(100, seed=1))
     wanted.block_keys = held.block_keys  # as if the hashes had met
-    assert index_of(held).longest(wanted) == NOTHING
+    assert make_index(held).longest(wanted) == NOTHING
 
 
 trees = st.lists(
@@ -72,7 +72,7 @@ trees = st.lists(
 @given(trees)
 def test_less_than_a_block_of_the_longest_prefix_is_ever_missed(lists: list[list[int]]):
     *known, wanted = lists
-    found = index_of(*map(Prefix, known)).longest(Prefix(wanted))
+    found = make_index(*map(Prefix, known)).longest(Prefix(wanted))
     longest = max(shared_length(one, wanted, at_least=0) for one in known)
     if found == NOTHING:
         assert longest < SHORTEST_PREFIX + BLOCK
@@ -199,7 +199,7 @@ def held_whole(place: object, length: int) -> bool:
 
 def test_of_what_cannot_be_cut_the_longest_that_is_whole_is_found():
     short, long, other = Prefix(ids(100)), Prefix(ids(120)), Prefix(ids(140))
-    index = index_of(short, long, other)
+    index = make_index(short, long, other)
     assert index.longest_whole(Prefix(ids(130)), held_whole) == Match(long, 120)
     assert index.longest_whole(Prefix(ids(119)), held_whole) == Match(short, 100)
     assert index.longest_whole(Prefix(ids(99)), held_whole) == NOTHING
@@ -210,7 +210,7 @@ def test_of_what_cannot_be_cut_the_longest_that_is_whole_is_found():
 @given(trees)
 def test_what_is_found_whole_is_the_longest_of_all_that_begin_a_prompt(lists: list[list[int]]):
     *known, wanted = lists
-    found = index_of(*map(Prefix, known)).longest_whole(Prefix(wanted), held_whole)
+    found = make_index(*map(Prefix, known)).longest_whole(Prefix(wanted), held_whole)
     whole = [one for one in known if wanted[: len(one)] == one and len(one) >= SHORTEST_PREFIX]
     assert found.length == max(map(len, whole), default=0)
 

@@ -53,7 +53,7 @@ def server_with(reply: Response) -> Iterator[str]:
         yield url
 
 
-def reply_of(sampled: list[int], **changes: Any) -> Response:
+def make_reply(sampled: list[int], **changes: Any) -> Response:
     choice = {
         "prompt_token_ids": PROMPT,
         "token_ids": sampled,
@@ -75,41 +75,41 @@ async def generated(
 
 
 async def test_an_answer_ends_where_the_actors_would_have():
-    found = await generated(reply_of([7, END, 5, 6], finish_reason="length"))
+    found = await generated(make_reply([7, END, 5, 6], finish_reason="length"))
     assert (found.token_ids, found.logprobs, found.finish_reason) == ((7, END), (-0.5, -0.5), "stop")
-    assert (await generated(reply_of([7, 8], finish_reason="length"))).finish_reason == "length"
+    assert (await generated(make_reply([7, 8], finish_reason="length"))).finish_reason == "length"
     stop = StopStrings(lambda ids: "".join(map(str, ids)), ["78"])
-    cut = await generated(reply_of([7, 8, 5], finish_reason="length"), extras=Extras(stop=stop))
+    cut = await generated(make_reply([7, 8, 5], finish_reason="length"), extras=Extras(stop=stop))
     assert (cut.token_ids, cut.finish_reason, cut.stop_string) == ((7, 8), "stop", "78")
 
 
 async def test_a_stream_has_all_tokens_but_the_last_before_the_end():
     seen: list[SampledToken] = []
-    await generated(reply_of([7, 8, END]), extras=Extras(on_token=seen.append))
+    await generated(make_reply([7, 8, END]), extras=Extras(on_token=seen.append))
     assert [sampled.token_id for sampled in seen] == [7, 8]
 
 
 REFUSED: Mapping[str, tuple[Response, type[InferenceError], str]] = {
-    "an end of its own": (reply_of([7, 8]), RemoteRefused, r"ended an answer with the id 8 .*end with \[9\]"),
-    "another prompt": (reply_of([END], prompt_token_ids=[0, *PROMPT]), RemoteRefused, "prompt was another"),
-    "text for ids": (reply_of([END], token_ids=["7"]), RemoteRefused, r"token_ids.0 is '7' \(str\); "),
+    "an end of its own": (make_reply([7, 8]), RemoteRefused, r"ended an answer with the id 8 .*with \[9\]"),
+    "another prompt": (make_reply([END], prompt_token_ids=[0, *PROMPT]), RemoteRefused, "prompt was another"),
+    "text for ids": (make_reply([END], token_ids=["7"]), RemoteRefused, r"token_ids.0 is '7' \(str\); "),
     "lengths": (
-        reply_of([7, END], logprobs={"token_logprobs": [-1.0]}), RemoteRefused, "2 token_ids and 1 logprobs"
+        make_reply([7, END], logprobs={"token_logprobs": [-1.0]}), RemoteRefused, "2 token_ids and 1 logprobs"
     ),
-    "too many": (reply_of([7] * 5), RemoteRefused, "5 token_ids and 5 logprobs; 1 to 4"),
-    "nothing": (reply_of([]), RemoteRefused, "has 0 token_ids"),
-    "unknown id": (reply_of([100]), RemoteRefused, r"token_ids.0 is 100 \(int\); .*the ids 0 to 99"),
-    "null": (reply_of([END], logprobs={"token_logprobs": [None]}), RemoteRefused, "s.0 is None .* number"),
+    "too many": (make_reply([7] * 5), RemoteRefused, "5 token_ids and 5 logprobs; 1 to 4"),
+    "nothing": (make_reply([]), RemoteRefused, "has 0 token_ids"),
+    "unknown id": (make_reply([100]), RemoteRefused, r"token_ids.0 is 100 \(int\); .*the ids 0 to 99"),
+    "null": (make_reply([END], logprobs={"token_logprobs": [None]}), RemoteRefused, "s.0 is None .* number"),
     "NaN": (
         Response(b'{"choices": [{"prompt_token_ids": [1, 2, 3], "token_ids": [9], "logprobs": '
                  b'{"token_logprobs": [NaN]}}]}'), RemoteRefused, "s.0 is nan .*a finite number"
     ),
     "a number too large": (
-        reply_of([END], logprobs={"token_logprobs": [-(10**400)]}), RemoteRefused, "s.0 is -1000.* finite"
+        make_reply([END], logprobs={"token_logprobs": [-(10**400)]}), RemoteRefused, "s.0 is -1000.* finite"
     ),
-    "above 0": (reply_of([END], logprobs={"token_logprobs": [0.5]}), RemoteRefused, "is 0.5 .* to 0.001"),
+    "above 0": (make_reply([END], logprobs={"token_logprobs": [0.5]}), RemoteRefused, "is 0.5 .* to 0.001"),
     "impossible": (
-        reply_of([END], logprobs={"token_logprobs": [-9999.0]}), RemoteRefused, "is -9999.0 .*equal to -1000"
+        make_reply([END], logprobs={"token_logprobs": [-9999.0]}), RemoteRefused, "is -9999.0 .* to -1000"
     ),
     "no JSON": (Response("<html>"), RemoteRefused, "JSON is needed"),
     "no choices": (JSONResponse({"choices": []}), RemoteRefused, "choices is .*at least 1 item"),
@@ -143,8 +143,8 @@ async def test_what_cannot_be_weighed_is_a_failure_and_never_data(case: str):
 async def test_raw_log_probs_stand_for_plain_sampling_alone(draw: dict[str, Any]):
     sampling = Sampling(max_tokens=4, **draw)
     with pytest.raises(BadChatRequest, match="draws from something else"):
-        await generated(reply_of([END]), sampling=sampling)
-    assert (await generated(reply_of([END]), sampling=sampling, processed=True)).token_ids == (END,)
+        await generated(make_reply([END]), sampling=sampling)
+    assert (await generated(make_reply([END]), sampling=sampling, processed=True)).token_ids == (END,)
 
 
 async def test_that_nobody_is_there_is_told():

@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from trainer_backend.core.prompt_lengths import LongPrompt
-from trainer_backend.errors import BadChatRequest, ModelFolderError
+from trainer_backend.errors import BadChatRequest
 from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.models.folder import load_tokenizer
 from trainer_backend.models.tokenizer import CHAT_TEMPLATE_KWARGS_KEY
@@ -71,16 +71,10 @@ def test_a_single_item_stands_alone_and_whatever_else_keeps_its_json(
     assert call.arguments == arguments
 
 
-def test_without_the_short_form_a_call_is_its_name_and_json(tokenizer: PreTrainedTokenizerFast):
-    (text,) = ChatRenderer(tokenizer).prompt_texts(
-        [[called('{"actions": ["do"]}')]], [], add_generation_prompt=False
-    )
-    assert text == '<|assistant|><|call|> interact_many {"actions": ["do"]}<|end|>'
-
-
 @pytest.mark.parametrize(
     "function",
     [
+        None,  # no tools at all
         {"name": "look"},
         {"name": "look", "parameters": None},
         {"name": "look", "parameters": {"type": "object", "properties": {}}},
@@ -88,9 +82,9 @@ def test_without_the_short_form_a_call_is_its_name_and_json(tokenizer: PreTraine
     ],
 )
 def test_a_tool_without_a_list_of_names_is_called_in_the_general_form(
-    tokenizer: PreTrainedTokenizerFast, function: dict[str, object]
+    tokenizer: PreTrainedTokenizerFast, function: dict[str, object] | None
 ):
-    tools = [{"type": "function", "function": function}]
+    tools = [] if function is None else [{"type": "function", "function": function}]
     (text,) = ChatRenderer(tokenizer).prompt_texts(
         [[called('{"names": ["a"]}')]], tools, add_generation_prompt=False
     )
@@ -136,11 +130,6 @@ def test_settings_of_a_template_are_the_models_and_only_those_may_be_asked_for(
             BadChatRequest, match=r"is not what this model's template is told, which is \{'ena"
         ):
             renderer.refuse_other_settings(other)
-
-
-def test_a_tokenizer_without_a_template_cannot_be_served(tokenizer: PreTrainedTokenizerFast):
-    with pytest.raises(ModelFolderError, match="no chat template"):
-        ChatRenderer(PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer))
 
 
 @pytest.mark.parametrize("family", ["preset", "qwen3", "mistral"])

@@ -54,7 +54,7 @@ def chunks(served: Served, **changes: object) -> list[ChatCompletionChunk]:
     return list(served.client.chat.completions.create(**request))
 
 
-def text_of(stream: list[ChatCompletionChunk], index: int = 0) -> str:
+def join_text(stream: list[ChatCompletionChunk], index: int = 0) -> str:
     deltas = [c.delta for chunk in stream for c in chunk.choices if c.index == index]
     return "".join(delta.content or "" for delta in deltas)
 
@@ -88,12 +88,12 @@ def test_the_bytes_on_the_wire_are_server_sent_events(chain: Served):
 )
 def test_nothing_of_a_stop_string_is_ever_sent(chain: Served, stop: str, text: str):
     stream = chunks(chain, stop=stop)
-    assert text_of(stream) == text and stream[-1].choices[0].finish_reason == "stop"
+    assert join_text(stream) == text and stream[-1].choices[0].finish_reason == "stop"
 
 
 def test_a_stream_that_is_cut_by_its_length_sends_all_of_its_text(chain: Served):
     stream = chunks(chain, max_tokens=4, stop="never")  # " do", " sleep" and two of the three bytes of €
-    assert text_of(stream) == f" do sleep{BROKEN}" and stream[-1].choices[0].finish_reason == "length"
+    assert join_text(stream) == f" do sleep{BROKEN}" and stream[-1].choices[0].finish_reason == "length"
     assert all(BROKEN not in (c.choices[0].delta.content or "") for c in stream[:-2]), "only at the very end"
 
 
@@ -108,7 +108,7 @@ def test_tool_calls_come_whole_at_the_end_and_their_text_is_no_content(
     calling: Served, tools: list[dict[str, object]]
 ):
     stream = chunks(calling, tools=tools)
-    assert text_of(stream) == " wood"
+    assert join_text(stream) == " wood"
     *_, before_last, last = stream
     (call,) = before_last.choices[0].delta.tool_calls
     assert (call.index, call.type, call.function.name) == (0, "function", "interact_many")
@@ -118,7 +118,7 @@ def test_tool_calls_come_whole_at_the_end_and_their_text_is_no_content(
 
 def test_a_call_that_cannot_be_read_is_sent_as_text_with_the_reason(calling: Served):
     stream = chunks(calling)  # no tool is offered, so the short form means nothing
-    assert text_of(stream) == " wood<|call|> do sleep" and stream[-1].choices[0].finish_reason == "stop"
+    assert join_text(stream) == " wood<|call|> do sleep" and stream[-1].choices[0].finish_reason == "stop"
     reasons = [chunk.choices[0].delta.model_extra.get("tool_call_error") for chunk in stream]
     assert [reason for reason in reasons if reason] == [
         "tool call 1 cannot be read: expected a tool's name and a JSON object"
@@ -169,7 +169,7 @@ def test_choices_of_a_stream_are_told_apart_by_their_index(free: Served):
     whole = free.client.chat.completions.create(model=MODEL, messages=MESSAGES, **request)
     ends = {c.index: c for chunk in stream for c in chunk.choices if c.finish_reason}
     for choice in whole.choices:
-        assert text_of(stream, choice.index) == (choice.message.content or "")
+        assert join_text(stream, choice.index) == (choice.message.content or "")
         assert ends[choice.index].token_ids == choice.token_ids
 
 

@@ -15,7 +15,7 @@ from shared_schemas.trajectory import ObservationData, PolicyLogprobs, Sampling,
 from tests.model_folders import chat_template
 from trainer_backend.core.segments import Segment, build_segments
 from trainer_backend.errors import BadChatRequest
-from trainer_backend.inference.answers import Answer, hash_of
+from trainer_backend.inference.answers import Answer, hash_message
 from trainer_backend.inference.conversations import Conversations, Prompt, Turn
 from trainer_backend.inference.engine import stop_token_ids
 from trainer_backend.inference.rendering import ChatRenderer
@@ -98,7 +98,7 @@ class Played:
         message = assistant_message(parse(raw, TOOLS), prompt_ids=prompt.ids, token_ids=ids)
         # A client sends back what OpenAI's API knows.
         reasoning = message.pop("reasoning_content", "")
-        answer = Answer(len(self.messages), hash_of(message), raw, stop, reasoning=reasoning)
+        answer = Answer(len(self.messages), hash_message(message), raw, stop, reasoning=reasoning)
         self.memory.remember("r", Turn.of(prompt, answer, ids, self.renderer))
         self.messages.append(json.loads(json.dumps(message)))
         self.prompts.append(prompt)

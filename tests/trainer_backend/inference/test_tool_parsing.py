@@ -448,20 +448,6 @@ def test_no_text_makes_a_parser_raise_and_every_call_is_json_that_utf8_can_carry
             call.arguments.encode()
 
 
-arguments = st.dictionaries(st.text(max_size=5), st.text(max_size=5) | st.integers() | st.none(), max_size=3)
-calls = st.lists(st.tuples(st.text(min_size=1, max_size=8), arguments), min_size=1, max_size=3)
-
-
-@given(calls)
-def test_written_hermes_calls_are_read_back(written: list[tuple[str, dict[str, object]]]):
-    text = "\n".join(
-        f"<tool_call>\n{json.dumps({'name': name, 'arguments': args})}\n</tool_call>"
-        for name, args in written
-    )
-    read = parse_hermes(text, []).tool_calls
-    assert [(call.name, json.loads(call.arguments)) for call in read] == written
-
-
 def test_the_tokenizer_says_which_format_it_is(tokenizer: PreTrainedTokenizerFast):
     assert tool_format_in_use(tokenizer).parse is parse_turnwise
 

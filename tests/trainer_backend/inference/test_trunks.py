@@ -56,7 +56,7 @@ class Side:
         self.batch.take_weights()
 
 
-def prompt_of(length: int, seed: int) -> list[int]:
+def make_prompt(length: int, seed: int) -> list[int]:
     draw = random.Random(seed)
     return [draw.randrange(300) for _ in range(length)]
 
@@ -65,8 +65,8 @@ def drawn_prompts(draw: random.Random, most: int) -> list[list[int]]:
     """Of a small tree: their common fronts are short, long, of a few lengths, and none."""
     return [
         [
-            *prompt_of(300, seed=draw.randrange(2))[: draw.choice([97, 130, 133, 290])],
-            *prompt_of(tail, seed=tail),
+            *make_prompt(300, seed=draw.randrange(2))[: draw.choice([97, 130, 133, 290])],
+            *make_prompt(tail, seed=tail),
         ]
         for tail in draw.choices([1, 5, 40, 41], k=draw.randint(1, most))
     ]
@@ -102,7 +102,7 @@ def test_logprobs_do_not_change_as_rows_join_and_leave_and_weights_and_prefixes_
 
 def test_siblings_refer_to_one_trunk_and_the_first_of_them_too(tokenizer: PreTrainedTokenizerFast):
     side = Side(tokenizer, shares=True)
-    side.join([[*prompt_of(140, seed=0), n] for n in range(4)], seed=0)
+    side.join([[*make_prompt(140, seed=0), n] for n in range(4)], seed=0)
     trunks = side.batch.cache.trunks
     assert sorted(trunks) == [0, 1, 2, 3] and len(set(trunks.values())) == 1
     assert len(trunks[0]) == 128, "whole blocks of the 140 tokens"
@@ -117,7 +117,7 @@ def test_all_trunks_have_as_many_tokens_as_the_memory_plan_counts_and_other_rows
     # Of 6 slots two rows of 512 tokens: two trunks of 384 fit, three do not.
     assert most_rows(6) == 2
     for side in sides:
-        side.join([[*prompt_of(400, seed=n // 2), n] for n in range(6)], seed=0)
+        side.join([[*make_prompt(400, seed=n // 2), n] for n in range(6)], seed=0)
     trunks = shared.batch.cache.trunks
     assert [len(trunk) for trunk in set(trunks.values())] == [384, 384] and len(trunks) == 4
     (tokens, logprobs), (same, alike) = (side.step() for side in sides)
@@ -133,7 +133,7 @@ def test_all_trunks_have_as_many_tokens_as_the_memory_plan_counts_and_other_rows
 def test_a_deterministic_engine_shares_nothing(tokenizer: PreTrainedTokenizerFast):
     keys = EngineKeys(deterministic=True)
     side = Side(tokenizer, shares=True, kept=keys.prefix_slots)
-    side.join([[*prompt_of(140, seed=0), n] for n in range(4)], seed=0)
+    side.join([[*make_prompt(140, seed=0), n] for n in range(4)], seed=0)
     assert side.batch.cache.trunks == {} and keys.slots == 1
 
 

@@ -158,30 +158,28 @@ async def test_a_server_that_a_killed_trainer_left_asleep_serves_again(folders):
             assert not fake.asleep
 
 
-async def test_a_server_that_would_keep_its_memory_while_it_sleeps_is_refused(folders):
+@pytest.mark.parametrize(
+    ("method", "flag", "says", "hint"),
+    [
+        ("check_sleeper", "sleeps", "gives no memory back", "--enable-sleep-mode"),
+        ("check_receiver", "receives", "cannot receive weights from the learner", "--weight-transfer-config"),
+    ],
+)
+async def test_a_server_that_cannot_sleep_or_receive_weights_is_refused(folders, method, flag, says, hint):
     with fake_vllm(folders[0]) as (fake, url):
         async with engine_at(url) as engine:
-            await engine.refuse_sleepless()
-            fake.sleeps = False
-            with pytest.raises(RemoteRefused, match="gives no memory back") as error:
-                await engine.refuse_sleepless()
-    assert "--enable-sleep-mode" in (error.value.hint or "")
+            refuse = getattr(engine, method)
+            await refuse()
+            setattr(fake, flag, False)
+            with pytest.raises(RemoteRefused, match=says) as error:
+                await refuse()
+    assert hint in (error.value.hint or "")
 
 
 async def test_a_truncated_sample_is_refused(folders):
     async with engine_at("http://127.0.0.1:9") as engine:
         with pytest.raises(BadChatRequest, match="log-probs of the truncated distribution"):
             await engine.generate(PROMPT, Sampling(max_tokens=2, top_p=0.5), request_id="a")
-
-
-async def test_a_server_that_cannot_receive_weights_is_refused_with_its_reason(folders):
-    with fake_vllm(folders[0]) as (fake, url):
-        async with engine_at(url) as engine:
-            await engine.refuse_deaf()
-            fake.receives = False
-            with pytest.raises(RemoteRefused, match="cannot receive weights from the learner") as error:
-                await engine.refuse_deaf()
-    assert "--weight-transfer-config" in (error.value.hint or "")
 
 
 async def test_after_a_load_that_failed_a_server_answers_and_nothing_of_it_is_used_before_the_next(
@@ -226,7 +224,7 @@ async def test_weights_that_another_run_loads_are_noticed_at_the_next_sample(fol
                 await ours.generate(PROMPT, sampling, request_id="b", extras=extras)
 
 
-async def test_a_sample_may_take_long_and_a_server_that_answers_nobody_is_noticed(folders):
+async def test_a_sample_may_take_long_and_a_server_that_answers_no_one_is_noticed(folders):
     with fake_vllm(folders[0]) as (fake, url):
         async with engine_at(url) as engine:
             engine.silence_s = 0.5  # a probe is answered within it on a busy machine too
@@ -273,7 +271,7 @@ async def test_a_server_that_is_slow_at_its_start_is_not_said_to_lack_our_worker
 
 
 @asynccontextmanager
-async def pool_of(
+async def open_pool(
     fakes: list[str],
     lines: list[str],
     *,
@@ -311,7 +309,7 @@ async def sample(pool: Servers, session: str, turn: int = 0) -> Any:
 
 async def test_replicas_sleep_from_a_release_to_the_next_load_and_wake_with_its_weights(folders, models):
     with two_fakes(folders[0]) as (fakes, urls):
-        async with pool_of(urls, [], sleeps=True) as pool:
+        async with open_pool(urls, [], sleeps=True) as pool:
             await pool.load(publication(0, folders, models))
             await sample(pool, "a")
             await pool.release()
@@ -335,7 +333,7 @@ async def test_a_replica_that_does_not_fall_asleep_is_lost_and_the_runs_own_is_k
     killed: list[str] = []
     with two_fakes(folders[0]) as (fakes, urls):
         fakes[1].may_sleep = False
-        async with pool_of(urls, lines := [], sleeps=True, renew=killed.append) as pool:
+        async with open_pool(urls, lines := [], sleeps=True, renew=killed.append) as pool:
             await pool.load(publication(0, folders, models))
             await pool.release()
             assert [replica.state for replica in pool.replicas] == ["asleep", "lost"]
@@ -363,7 +361,7 @@ async def test_a_replica_whose_load_fails_while_it_wakes_does_not_go_on_without_
 
 async def test_a_rollout_stays_with_its_replica_and_rollouts_are_shared_out(folders, models):
     with two_fakes(folders[0]) as (fakes, urls):
-        async with pool_of(urls, []) as pool:
+        async with open_pool(urls, []) as pool:
             await pool.load(publication(0, folders, models))
             for turn in range(3):
                 await asyncio.gather(*(sample(pool, f"r{name}", turn) for name in range(6)))
@@ -378,7 +376,7 @@ async def test_what_a_lost_replica_had_is_sampled_elsewhere_and_it_serves_again_
     lines: list[str] = []
     states: list[tuple[str, int | None]] = []
     with two_fakes(folders[0]) as (fakes, urls):
-        async with pool_of(urls, lines) as pool:
+        async with open_pool(urls, lines) as pool:
             second = pool.replicas[1]
 
             def report(name: str, *, state: str, version: int | None, **facts: Any) -> None:
@@ -412,7 +410,7 @@ async def test_a_version_that_cannot_be_read_loses_a_replica_and_leaves_it_looke
     folders, models, tmp_path
 ):
     with fake_vllm(folders[0]) as (_, url):
-        async with pool_of([url], [], wait_s=0.0) as pool:
+        async with open_pool([url], [], wait_s=0.0) as pool:
             unreadable = publication(0, folders, models).model_copy(update={"folder": tmp_path / ("x" * 300)})
             with pytest.raises(WeightsRefused, match=r"no replica serves version 0: .*File name too long"):
                 await pool.load(unreadable)
@@ -422,7 +420,7 @@ async def test_a_version_that_cannot_be_read_loses_a_replica_and_leaves_it_looke
             watch.cancel()
 
 
-async def test_a_replica_that_stays_away_is_started_anew_where_the_run_can(folders, models):
+async def test_a_replica_that_stays_away_is_restarted_where_the_run_can(folders, models):
     with two_fakes(folders[0]) as (fakes, urls):
 
         def renew(url: str) -> None:
@@ -430,7 +428,7 @@ async def test_a_replica_that_stays_away_is_started_anew_where_the_run_can(folde
             fakes[urls.index(url)].down = False
 
         renewed: list[str] = []
-        async with pool_of(urls, [], wait_s=2.0, renew=renew) as pool:
+        async with open_pool(urls, [], wait_s=2.0, renew=renew) as pool:
             await pool.load(publication(0, folders, models))
             fakes[0].down = True
             await asyncio.gather(*(sample(pool, f"r{name}") for name in range(2)))
@@ -443,7 +441,7 @@ async def test_a_replica_that_stays_away_is_started_anew_where_the_run_can(folde
 
 async def test_a_server_that_was_placed_elsewhere_is_asked_there_once_it_has_the_weights(folders, models):
     with two_fakes(folders[0]) as (fakes, urls):
-        async with pool_of(urls[:1], []) as pool:
+        async with open_pool(urls[:1], []) as pool:
             await pool.load(publication(0, folders, models))
             states: list[tuple[str, str]] = []
             pool.watch(lambda name, *, state, **facts: states.append((name, state)))
@@ -458,7 +456,7 @@ async def test_a_server_that_was_placed_elsewhere_is_asked_there_once_it_has_the
 
 async def test_a_replica_that_is_brought_back_amid_a_publish_never_serves_the_version_before(folders, models):
     with fake_vllm(folders[0]) as (fake, url):
-        async with pool_of([url], []) as pool:
+        async with open_pool([url], []) as pool:
             await pool.load(publication(0, folders, models))
             (replica,) = pool.replicas
             replica.state = "lost"
@@ -478,7 +476,7 @@ async def test_a_replica_that_is_brought_back_amid_a_publish_never_serves_the_ve
 
 async def test_a_load_that_leaves_the_head_as_it_was_is_refused_by_the_canary(folders, models):
     with fake_vllm(folders[0]) as (fake, url):
-        async with pool_of([url], [], wait_s=0.0) as pool:
+        async with open_pool([url], [], wait_s=0.0) as pool:
             await pool.load(publication(0, folders, models))
             fake.forgets_head = True
             with pytest.raises(WeightsRefused, match="log-probs of the canary differ by"):
@@ -489,7 +487,7 @@ async def test_a_load_that_leaves_the_head_as_it_was_is_refused_by_the_canary(fo
 
 async def test_a_request_waits_for_a_replica_and_then_says_what_each_answered(folders, models):
     with fake_vllm(folders[0]) as (fake, url):
-        async with pool_of([url], [], wait_s=0.2) as pool:
+        async with open_pool([url], [], wait_s=0.2) as pool:
             await pool.load(publication(0, folders, models))
             fake.down = True
             with pytest.raises(
@@ -498,9 +496,9 @@ async def test_a_request_waits_for_a_replica_and_then_says_what_each_answered(fo
                 await sample(pool, "r")
 
 
-async def test_a_streamed_request_is_not_sampled_anew_elsewhere(folders, models):
+async def test_a_streamed_request_is_not_sampled_again_elsewhere(folders, models):
     with two_fakes(folders[0]) as (fakes, urls):
-        async with pool_of(urls, []) as pool:
+        async with open_pool(urls, []) as pool:
             await pool.load(publication(0, folders, models))
             for fake in fakes:
                 fake.down = True
@@ -512,7 +510,7 @@ async def test_a_streamed_request_is_not_sampled_anew_elsewhere(folders, models)
 
 async def test_a_wedged_replica_delays_no_publish_and_is_lost_by_its_own_deadline(folders, models):
     with two_fakes(folders[0]) as (fakes, urls):
-        async with pool_of(urls, [], loads_s=(30.0, 1.0)) as pool:
+        async with open_pool(urls, [], loads_s=(30.0, 1.0)) as pool:
             watch = asyncio.ensure_future(pool.look_after())
             await pool.load(publication(0, folders, models))
             while pool.replicas[1].state != "serving":  # on a busy machine not at its first attempt
@@ -532,7 +530,7 @@ async def test_a_wedged_replica_delays_no_publish_and_is_lost_by_its_own_deadlin
 
 async def test_a_busy_replica_is_asked_again_and_not_lost(folders, models):
     with fake_vllm(folders[0]) as (fake, url):
-        async with pool_of([url], []) as pool:
+        async with open_pool([url], []) as pool:
             await pool.load(publication(0, folders, models))
             fake.busy = 1
             assert (await sample(pool, "r")).versions == ((0, 0),)
@@ -542,7 +540,7 @@ async def test_a_busy_replica_is_asked_again_and_not_lost(folders, models):
 
 async def test_a_failure_of_before_a_load_says_nothing_of_the_replica_since(folders, models):
     with fake_vllm(folders[0]) as (fake, url):
-        async with pool_of([url], []) as pool:
+        async with open_pool([url], []) as pool:
             await pool.load(publication(0, folders, models))
             fake.holds.clear()
             answer = asyncio.ensure_future(sample(pool, "r"))
@@ -557,7 +555,7 @@ async def test_a_failure_of_before_a_load_says_nothing_of_the_replica_since(fold
 
 async def test_weights_that_change_under_a_stop_string_lose_no_replica(folders, models, tokenizer):
     with fake_vllm(folders[0]) as (fake, url):
-        async with pool_of([url], [], weight_update="keep") as pool:
+        async with open_pool([url], [], weight_update="keep") as pool:
             await pool.load(publication(0, folders, models))
             fake.holds.clear()
             sampling = Sampling(max_tokens=8, temperature=0.0)

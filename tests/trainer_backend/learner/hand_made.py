@@ -19,7 +19,7 @@ def tiny_tokenizer():
     return train_tokenizer(["tree L2 U1 water wood3 stone coal"] * 20, 300, whole_words=["noop", "do"])
 
 
-def learner_of(tokenizer, **overrides) -> LocalLearner:
+def make_learner(tokenizer, **overrides) -> LocalLearner:
     """One that takes log-probs which nobody sampled with."""
     torch.set_num_threads(1)
     overrides = {"training__mismatch_limit": 1e9, **overrides}
@@ -38,7 +38,7 @@ def segment(
     return Segment.of(name, ids, logprobs, [(context, len(ids), t, 0, 1.0)])
 
 
-def episodes_of(learner: LocalLearner, advantages: Sequence[float]) -> list[CreditedEpisode]:
+def make_episodes(learner: LocalLearner, advantages: Sequence[float]) -> list[CreditedEpisode]:
     """Single-decision episodes whose log-probs are the learner's own, as if it had sampled them."""
     drafts = [segment(f"r{i}", [5, 6, 7 + i], [20 + i, 30 + i], [0.0, 0.0]) for i in range(len(advantages))]
     own = learner.scorer.score(drafts, SIZE)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.trainer_backend.learner.hand_made import learner_of, segment, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import make_learner, segment, tiny_tokenizer
 from trainer_backend.core.aggregation import AggregationPlug
 from trainer_backend.core.critic import make_targets
 from trainer_backend.learner.update import LogprobCache, PolicyUpdate
@@ -42,7 +42,7 @@ def episodes(*, with_critic: bool) -> list[CreditedEpisode]:
 def gradient(tokenizer, cut, **settings):
     """Of one step over all episodes, from weights and proximal log-probs that are equal for every cut."""
     row_tokens, micro_batch_tokens, is_shared = cut
-    learner = learner_of(
+    learner = make_learner(
         tokenizer,
         training__row_tokens=row_tokens,
         training__micro_batch_tokens=micro_batch_tokens,
@@ -97,7 +97,7 @@ def test_with_a_critic_whose_loss_reaches_the_policy(tokenizer):
 def test_a_critic_learns_the_same_whether_beginnings_are_shared(tokenizer, critic, returns):
     losses = []
     for is_shared in (False, True):
-        learner = learner_of(
+        learner = make_learner(
             tokenizer,
             algorithm__advantage="gae",
             training__critic=critic,
@@ -141,7 +141,7 @@ def long_and_short() -> list[CreditedEpisode]:
 
 def gradients_of_passes(tokenizer, batch_decisions, **settings) -> list[list[torch.Tensor]]:
     """Of each step of each of two passes over `long_and_short`."""
-    learner = learner_of(
+    learner = make_learner(
         tokenizer,
         **settings,
         training__batch_decisions=batch_decisions,

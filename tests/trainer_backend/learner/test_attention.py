@@ -24,7 +24,7 @@ from trainer_backend.core.collate import cut_packed, pack_segments
 from trainer_backend.core.tries import Tries
 from trainer_backend.job.training_table import LoopKeys
 from trainer_backend.learner.attention import BlockMask, ByLength, OneRow
-from trainer_backend.learner.by_length import SHORTEST_SHARE, SegmentBounds, groups_of, one_row
+from trainer_backend.learner.by_length import SHORTEST_SHARE, SegmentBounds, group_by_length, one_row
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.scoring import Scorer
 from trainer_backend.learner.stepping import checkpoint_layers, stepping
@@ -75,7 +75,7 @@ def segments(count=7):
     return made
 
 
-def scorer_of(architecture, attention, chunk=16):
+def build_scorer(architecture, attention, chunk=16):
     torch.manual_seed(0)
     model = ARCHITECTURES[architecture]().double().eval()
     model.set_attn_implementation(attention.implementation)
@@ -94,7 +94,7 @@ def alone(model, part):
 @pytest.mark.parametrize("attention", WAYS, ids=WAYS_NAMES)
 @pytest.mark.parametrize("row_tokens", [23, 40, 200])
 def test_packed_log_probs_are_those_of_each_segment_alone(architecture, attention, row_tokens):
-    scorer, parts = scorer_of(architecture, attention), segments()
+    scorer, parts = build_scorer(architecture, attention), segments()
     found = scorer.score(
         parts, LoopKeys.model_construct(row_tokens=row_tokens, micro_batch_tokens=2 * row_tokens)
     )
@@ -118,8 +118,8 @@ def gradient(scorer, *, row_tokens, max_rows, parts=None):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("attention", WAYS[1:], ids=WAYS_NAMES[1:])
 def test_all_ways_have_the_same_gradient_however_the_batch_is_cut(architecture, attention):
-    masked = gradient(scorer_of(architecture, BlockMask()), row_tokens=40, max_rows=2)
-    one = gradient(scorer_of(architecture, attention), row_tokens=200, max_rows=1)
+    masked = gradient(build_scorer(architecture, BlockMask()), row_tokens=40, max_rows=2)
+    one = gradient(build_scorer(architecture, attention), row_tokens=200, max_rows=1)
     torch.testing.assert_close(one, masked, rtol=1e-4, atol=1e-6)
 
 
@@ -146,9 +146,9 @@ def alike_at_first():
 )
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_what_segments_begin_with_is_computed_once_and_changes_nothing(architecture, attention, checkpointed):
-    parts, plain = alike_at_first(), scorer_of(architecture, BlockMask())
+    parts, plain = alike_at_first(), build_scorer(architecture, BlockMask())
     expected = gradient(plain, row_tokens=40, max_rows=9, parts=parts)
-    scorer = replace(scorer_of(architecture, attention), share_from=1)
+    scorer = replace(build_scorer(architecture, attention), share_from=1)
     if checkpointed:
         checkpoint_layers(scorer.model)
     tokens = []
@@ -166,7 +166,7 @@ def test_what_segments_begin_with_is_computed_once_and_changes_nothing(architect
 
 def test_segments_of_similar_length_stand_side_by_side_padded_with_their_last_token():
     starts_S = torch.tensor([0, 4, 9, 11, 12], dtype=torch.int32)  # lengths 4, 5, 2, 1
-    groups = groups_of(SegmentBounds(starts_S, longest=5))
+    groups = group_by_length(SegmentBounds(starts_S, longest=5))
     assert groups.shapes == ((2, 5), (1, 2), (1, 1))
     assert groups.token_P.tolist() == [4, 5, 6, 7, 8, 0, 1, 2, 3, 3, 9, 10, 11]
     assert groups.place_L.tolist() == [5, 6, 7, 8, 0, 1, 2, 3, 4, 10, 11, 12]
@@ -175,14 +175,14 @@ def test_segments_of_similar_length_stand_side_by_side_padded_with_their_last_to
 def test_padding_costs_at_most_a_fifth_of_what_attention_computes():
     lengths = torch.randint(1, 400, (500,), generator=torch.Generator().manual_seed(0))
     starts_S = torch.cat([torch.tensor([0]), lengths.cumsum(0)])
-    groups = groups_of(SegmentBounds(starts_S, longest=int(lengths.max())))
+    groups = group_by_length(SegmentBounds(starts_S, longest=int(lengths.max())))
     assert len(groups.place_L) >= SHORTEST_SHARE * len(groups.token_P)
     assert torch.equal(groups.token_P[groups.place_L], torch.arange(len(groups.place_L)))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_model_called_plainly_is_causal_over_each_row(architecture):
-    scorer, ids_BL = scorer_of(architecture, ByLength()), torch.tensor([[3, 4, 5, 6], [7, 8, 9, 0]])
+    scorer, ids_BL = build_scorer(architecture, ByLength()), torch.tensor([[3, 4, 5, 6], [7, 8, 9, 0]])
     with torch.no_grad():
         found = scorer.model(ids_BL).logits
         scorer.model.set_attn_implementation("eager")
@@ -199,7 +199,7 @@ def test_checkpointed_layers_give_the_same_gradient_and_keep_less(attention):
 
     gradients = []
     for checkpointed in (False, True):
-        scorer = scorer_of("qwen3", attention)
+        scorer = build_scorer("qwen3", attention)
         if checkpointed:
             checkpoint_layers(scorer.model)
         kept.append(0)
@@ -223,7 +223,7 @@ def test_one_row_holds_the_tokens_in_order_without_padding_and_knows_its_bounds(
 
 
 def test_under_autocast_log_probs_are_near_those_of_float32_and_of_its_width():
-    scorer = scorer_of("qwen3", BlockMask())
+    scorer = build_scorer("qwen3", BlockMask())
     scorer.model.float()
     low = Scorer(scorer.model, Placement(torch.device("cpu"), torch.bfloat16), BlockMask(), 16)
     packed = pack_segments(segments(), row_tokens=40)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from tests.trainer_backend.learner.hand_made import episodes_of, learner_of, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import make_episodes, make_learner, tiny_tokenizer
 from tests.trainer_backend.learner.receiver import Receiver
 from trainer_backend.inference.vllm_worker import turnwise_transfer
 from trainer_backend.inference.vllm_worker.turnwise_transfer import Worker
@@ -201,7 +201,7 @@ def test_the_own_address_on_the_way_to_this_machine_is_the_loopback():
 
 
 def test_a_learner_hands_its_weights_out_until_they_change(tokenizer):
-    learner = learner_of(tokenizer)
+    learner = make_learner(tokenizer)
     assert learner.broadcast(1, 30.0, quiet) == 0, "nothing is on offer"
     before = {name: tensor.clone() for name, tensor in learner.weights().items()}
     address = learner.offer("127.0.0.1")
@@ -210,7 +210,7 @@ def test_a_learner_hands_its_weights_out_until_they_change(tokenizer):
         assert learner.broadcast(1, 30.0, quiet) == 1
         receiver.join()
         assert all(torch.equal(tensor, before[key]) for key, tensor in receiver.weights.items())
-    learner.update(episodes_of(learner, [1.0, -1.0]), iteration=1)
+    learner.update(make_episodes(learner, [1.0, -1.0]), iteration=1)
     assert learner.broadcast(1, 30.0, quiet) == 0
     late = Receiver(address, Worker("c", 0, 1))
     late.join()
@@ -225,7 +225,7 @@ def test_nobody_is_waited_for_longer_than_allowed_or_after_an_error(tokenizer):
         assert (done, total) == (0, 3)
         raise Enough
 
-    learner = learner_of(tokenizer)
+    learner = make_learner(tokenizer)
     learner.offer("127.0.0.1")
     assert learner.broadcast(1, 0.0, quiet) == 0
     with pytest.raises(Enough):

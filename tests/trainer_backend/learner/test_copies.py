@@ -23,7 +23,7 @@ from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.job.training_table import LoopKeys, LoraTable
 from trainer_backend.learner.adapter import Adapter
 from trainer_backend.learner.device import Placement
-from trainer_backend.learner.learner import held_scorer, scorer_of
+from trainer_backend.learner.learner import build_scorer, frozen_scorer
 from trainer_backend.learner.loading import copy_to_serve, held_copy, hold_in
 
 LOW = Placement(torch.device("cpu"), torch.bfloat16)
@@ -39,7 +39,7 @@ FAMILIES = {
 }
 
 
-def model_of(family: str, *, adapted: bool) -> PreTrainedModel:
+def make_model(family: str, *, adapted: bool) -> PreTrainedModel:
     """As it is after some updates: nothing in it is a number of bfloat16, nothing 0 or 1."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -74,9 +74,9 @@ def generations(model: PreTrainedModel, prompts: list[list[int]], tokens: int) -
 @pytest.mark.parametrize("family", FAMILIES)
 def test_engine_and_reference_compute_what_the_learner_does(family: str, adapted: bool):
     """Over weights in float32, and with adapters over a base that is rounded."""
-    model = model_of(family, adapted=adapted)
-    scorer = scorer_of(model, LOW)
-    reference, served = held_scorer(scorer, model), copy_to_serve(model, torch.bfloat16)
+    model = make_model(family, adapted=adapted)
+    scorer = build_scorer(model, LOW)
+    reference, served = frozen_scorer(scorer, model), copy_to_serve(model, torch.bfloat16)
     exact = replace(
         scorer, placement=Placement(LOW.device), model=held_copy(model, torch.float32), logits_chunk=64
     )

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from tests.trainer_backend.learner.hand_made import segment
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.learner.attention import BlockMask, ByLength, PackedAttention
-from trainer_backend.learner.by_length import SegmentBounds, reads_of
+from trainer_backend.learner.by_length import SegmentBounds, plan_reads
 from trainer_backend.learner.device import Placement
 from trainer_backend.learner.operators import by_kernels, rms_norm, rotary
 from trainer_backend.learner.packed_decoder import is_known
@@ -41,7 +41,7 @@ ANSWERS = [segment("a", [5] * 9, [6, 7], [0.0] * 2), segment("b", [8] * 6, [9], 
 TALK = [segment("c", [3, 4], [5, 6, 7, 8, 9], [0.0] * 5)]
 
 
-def scorer_of(family: str, attention: PackedAttention, dtype: torch.dtype = torch.float64) -> Scorer:
+def build_scorer(family: str, attention: PackedAttention, dtype: torch.dtype = torch.float64) -> Scorer:
     torch.manual_seed(0)
     model = FAMILIES[family]().eval()
     for name, weight in model.named_parameters():
@@ -64,7 +64,7 @@ def found(scorer: Scorer, parts: list) -> tuple[torch.Tensor, torch.Tensor]:
 def test_log_probs_and_gradients_are_those_of_transformers(
     dtype: torch.dtype, atol: float, family: str, parts: list
 ):
-    own, theirs = scorer_of(family, ByLength(), dtype), scorer_of(family, BlockMask(), dtype)
+    own, theirs = build_scorer(family, ByLength(), dtype), build_scorer(family, BlockMask(), dtype)
     assert is_known(own.model)
     for mine, expected in zip(found(own, parts), found(theirs, parts), strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-4, atol=atol)  # norms are float32 in both
@@ -72,7 +72,7 @@ def test_log_probs_and_gradients_are_those_of_transformers(
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed: make test-kernel")
 def test_of_products_that_are_one_by_kernels_those_that_are_trained_get_their_gradients():
-    scorer = replace(scorer_of("llama", ByLength(), torch.float32), operators=by_kernels(torch.float32))
+    scorer = replace(build_scorer("llama", ByLength(), torch.float32), operators=by_kernels(torch.float32))
     whole = dict(scorer.model.named_parameters())
     _ = found(scorer, TALK)
     expected = {name: weight.grad for name, weight in whole.items()}
@@ -92,8 +92,8 @@ def test_of_products_that_are_one_by_kernels_those_that_are_trained_get_their_gr
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_and_gradients_by_kernels_are_those_by_torch(family: str, checkpointed: bool, parts: list):
-    theirs = scorer_of(family, ByLength(), torch.float32)
-    own = replace(scorer_of(family, ByLength(), torch.float32), operators=by_kernels(torch.float32))
+    theirs = build_scorer(family, ByLength(), torch.float32)
+    own = replace(build_scorer(family, ByLength(), torch.float32), operators=by_kernels(torch.float32))
     if checkpointed:
         own.model.gradient_checkpointing_enable({"use_reentrant": False})
         own.model.train()
@@ -114,7 +114,10 @@ def test_a_frozen_norm_gets_no_gradient_and_its_input_the_same_one():
     ("parts", "queries"), [(ANSWERS, [18, 3]), (TALK, [7, 7])], ids=["few are read", "most are read"]
 )
 def test_the_last_layer_is_computed_for_the_tokens_that_are_read(parts: list, queries: list[int]):
-    scorer, rows = scorer_of("llama", ByLength()), {"q_proj": [], "k_proj": [], "o_proj": [], "down_proj": []}
+    scorer, rows = (
+        build_scorer("llama", ByLength()),
+        {"q_proj": [], "k_proj": [], "o_proj": [], "down_proj": []},
+    )
     for name, module in scorer.model.named_modules():
         if (kind := name.rpartition(".")[2]) in rows:
             module.register_forward_hook(lambda _, given, __, kind=kind: rows[kind].append(len(given[0])))
@@ -128,7 +131,7 @@ def test_the_last_layer_is_computed_for_the_tokens_that_are_read(parts: list, qu
 def test_queries_of_few_tokens_stand_by_segment_and_see_no_later_key():
     # Segments of 4 and 5 tokens in a group; read are tokens 2 and 3 of the first, 4 of the second.
     bounds = SegmentBounds(torch.tensor([0, 4, 9], dtype=torch.int32), longest=5)
-    reads = reads_of(bounds, torch.tensor([2, 3, 8]), torch.float32)
+    reads = plan_reads(bounds, torch.tensor([2, 3, 8]), torch.float32)
     assert reads is not None
     assert reads.queries.shapes == ((2, 2),)  # the longer segment first, its one query twice
     assert reads.queries.token_P.tolist() == [2, 2, 0, 1]
@@ -140,8 +143,8 @@ def test_queries_of_few_tokens_stand_by_segment_and_see_no_later_key():
 
 def test_queries_of_most_tokens_are_left_to_causal_attention():
     bounds = SegmentBounds(torch.tensor([0, 4], dtype=torch.int32), longest=4)
-    assert reads_of(bounds, torch.tensor([1, 2, 3]), torch.float32) is None
-    assert reads_of(bounds, torch.tensor([2, 3]), torch.float32) is not None
+    assert plan_reads(bounds, torch.tensor([1, 2, 3]), torch.float32) is None
+    assert plan_reads(bounds, torch.tensor([2, 3]), torch.float32) is not None
 
 
 def test_rotations_are_those_of_transformers_and_their_gradient_is_exact():

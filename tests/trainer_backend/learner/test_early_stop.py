@@ -27,7 +27,7 @@ def tokenizer():
     return train_tokenizer(["tree L2 U1 water wood3 stone coal"] * 20, 300, whole_words=["noop", "do"])
 
 
-def learner_of(tokenizer, **training) -> LocalLearner:
+def make_learner(tokenizer, **training) -> LocalLearner:
     torch.set_num_threads(1)
     job = tiny_job(**{f"training__{key}": value for key, value in training.items()})
     return LocalLearner(
@@ -47,7 +47,7 @@ def episode(learner: LocalLearner, name: str, advantage: float) -> CreditedEpiso
 
 def test_after_the_limit_the_remaining_steps_are_skipped_and_counted(tokenizer):
     free, held = (
-        learner_of(tokenizer, update_passes=5, entropy_coef=0.0, **limit)
+        make_learner(tokenizer, update_passes=5, entropy_coef=0.0, **limit)
         for limit in ({}, {"target_kl": 1e-9})
     )
     went_on = free.update([episode(free, "r", 1.0)], iteration=1)
@@ -59,8 +59,8 @@ def test_after_the_limit_the_remaining_steps_are_skipped_and_counted(tokenizer):
 
 
 def test_the_step_that_finds_it_too_far_leaves_the_weights_alone(tokenizer):
-    once = learner_of(tokenizer, update_passes=1)
-    held = learner_of(tokenizer, update_passes=5, target_kl=1e-9)
+    once = make_learner(tokenizer, update_passes=1)
+    held = make_learner(tokenizer, update_passes=5, target_kl=1e-9)
     for learner in (once, held):
         learner.update([episode(learner, "r", 1.0)], iteration=1)
     other = held.weights()
@@ -68,9 +68,9 @@ def test_the_step_that_finds_it_too_far_leaves_the_weights_alone(tokenizer):
 
 
 def test_the_distance_told_is_that_of_the_last_step_looked_at(tokenizer):
-    learner = learner_of(tokenizer, update_passes=2, entropy_coef=0.0)
+    learner = make_learner(tokenizer, update_passes=2, entropy_coef=0.0)
     played = episode(learner, "r", 1.0)
-    one_step = learner_of(tokenizer, update_passes=1, entropy_coef=0.0)
+    one_step = make_learner(tokenizer, update_passes=1, entropy_coef=0.0)
     one_step.update([episode(one_step, "r", 1.0)], iteration=1)
     # With d = new - old log-prob of the one token, k3 of KL(old || new) is exp(d) - 1 - d.
     ((new,),) = one_step.scorer.score(played.segments, LoopKeys(row_tokens=64, micro_batch_tokens=1024))
@@ -87,7 +87,7 @@ def backward_passes(learner: LocalLearner) -> list[None]:
 
 
 def test_a_step_that_is_not_taken_has_no_backward_pass(tokenizer):
-    learner = learner_of(tokenizer, update_passes=5, target_kl=1e-9)
+    learner = make_learner(tokenizer, update_passes=5, target_kl=1e-9)
     passes = backward_passes(learner)
     learner.update([episode(learner, "r", 1.0)], iteration=1)
     assert len(passes) == 1
@@ -100,12 +100,12 @@ def test_the_pieces_of_a_step_decide_as_one(tokenizer):
     def played(learner: LocalLearner) -> list[CreditedEpisode]:
         return [episode(learner, f"r{i}", 1.0) for i in range(40)]  # of three tokens, in rows of five
 
-    free = learner_of(tokenizer, **cut)
+    free = make_learner(tokenizer, **cut)
     free_passes = backward_passes(free)
     moved = free.update(played(free), iteration=1)["loss/kl_to_proximal"]
     assert moved > 0 and len(free_passes) == 4
     for limit, steps, passes in ((1e-9, 1, 2), (moved * 0.99, 1, 3), (moved * 1.01, 2, 4)):
-        held = learner_of(tokenizer, **cut, target_kl=limit)
+        held = make_learner(tokenizer, **cut, target_kl=limit)
         found = backward_passes(held)
         told = held.update(played(held), iteration=1)
         assert told["optim/steps"] == steps
@@ -121,7 +121,7 @@ def test_the_schedule_of_the_job_sets_the_rate(tokenizer):
         ]
         for name in ("linear", "cosine", "constant")
         for learner in [
-            learner_of(
+            make_learner(
                 tokenizer, update_passes=1, learning_rate=1e-3, learning_rate_final=0.0,
                 learning_rate_schedule=name, iterations=4,
             )

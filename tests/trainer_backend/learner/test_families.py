@@ -22,7 +22,7 @@ from trainer_backend.job.tables import ModelTable
 from trainer_backend.job.training_table import LoopKeys, LoraTable
 from trainer_backend.learner.attention import GROUPS, PaddedRows
 from trainer_backend.learner.device import Placement
-from trainer_backend.learner.learner import LocalLearner, scorer_of
+from trainer_backend.learner.learner import LocalLearner, build_scorer
 from trainer_backend.learner.loading import hold_in
 from trainer_backend.learner.lora import adapted_layers, refuse_experts
 from trainer_backend.learner.ranks import Ranks
@@ -57,7 +57,7 @@ def segments() -> list[Segment]:
 
 def learners(family: str) -> Scorer:
     model = tiny_model(family)
-    return scorer_of(model, CPU, why_apart=refuse_unsupported(model, longest=128))
+    return build_scorer(model, CPU, why_apart=refuse_unsupported(model, longest=128))
 
 
 def alone(model, part: Segment) -> torch.Tensor:
@@ -72,10 +72,10 @@ def alone(model, part: Segment) -> torch.Tensor:
 def gradient(model, loss: torch.Tensor) -> torch.Tensor:
     model.zero_grad()
     loss.backward()
-    return gradients_of(model)
+    return get_gradients(model)
 
 
-def gradients_of(model) -> torch.Tensor:
+def get_gradients(model) -> torch.Tensor:
     weights = model.parameters()
     return torch.cat([torch.zeros(w.numel()) if w.grad is None else w.grad.flatten() for w in weights])
 
@@ -105,7 +105,7 @@ def test_so_many_layers_are_computed_again_and_the_gradient_stays(family: str):
     for checkpointed in (False, 0, 1, 2, True):
         torch.manual_seed(0)
         model, calls = tiny_model(family, num_hidden_layers=4), [0] * 4
-        scorer = scorer_of(model, CPU, 8, why_apart=refuse_unsupported(model, longest=100))
+        scorer = build_scorer(model, CPU, 8, why_apart=refuse_unsupported(model, longest=100))
         checkpoint_layers(model, checkpointed)
         for number, layer in enumerate(model.get_decoder().layers):
             layer.mlp.down_proj.register_forward_pre_hook(
@@ -143,7 +143,7 @@ def routed_episodes() -> list[CreditedEpisode]:
     return [CreditedEpisode(part.rollout_id, [part], [0.0]) for part in made]
 
 
-def step_of(learner: LocalLearner) -> tuple[torch.Tensor, dict[str, float]]:
+def take_step(learner: LocalLearner) -> tuple[torch.Tensor, dict[str, float]]:
     """The gradient and metrics of one step over all these episodes."""
     episodes, update = routed_episodes(), learner.policy_update()
     metrics = update.gradient(update.weighed(episodes).scored, {item.rollout_id: item for item in episodes})
@@ -156,9 +156,9 @@ def step_of(learner: LocalLearner) -> tuple[torch.Tensor, dict[str, float]]:
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name in BALANCED])
 def test_the_loss_of_the_routers_is_the_familys_own_however_the_step_is_cut(tokenizer, family: str):
     cut = {"training__row_tokens": 64, "training__micro_batch_tokens": 64}
-    by_pieces, metrics = step_of(learner_of_family(tokenizer, family, training__router_aux_coef=0.5, **cut))
+    by_pieces, metrics = take_step(learner_of_family(tokenizer, family, training__router_aux_coef=0.5, **cut))
     learner = learner_of_family(tokenizer, family, training__router_aux_coef=0.5)
-    whole, of_whole = step_of(learner)
+    whole, of_whole = take_step(learner)
     torch.testing.assert_close(by_pieces, whole, rtol=1e-4, atol=1e-7)
     rows = [torch.tensor(part.token_ids.tolist()) for item in routed_episodes() for part in item.segments]
     ids_BL = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.trainer_backend.learner.hand_made import SIZE, episodes_of, learner_of, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import SIZE, make_episodes, make_learner, tiny_tokenizer
 from trainer_backend.errors import NonFiniteLoss, SamplerMismatch
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.update import LogprobCache
@@ -57,8 +57,8 @@ CUTS = {
 @pytest.mark.parametrize("cut", CUTS)
 def test_the_update_is_that_of_segments_that_were_scored_before_it(tokenizer, cut: str, level: str):
     settings = {**CUTS[cut], "training__behaviour_weight_level": level, "training__kl_coef": 0.1}
-    own, before = learner_of(tokenizer, **settings), learner_of(tokenizer, **settings)
-    episodes = off_by(episodes_of(own, ADVANTAGES), -0.3)  # weights of 1.35
+    own, before = make_learner(tokenizer, **settings), make_learner(tokenizer, **settings)
+    episodes = off_by(make_episodes(own, ADVANTAGES), -0.3)  # weights of 1.35
     found = own.update(episodes, iteration=1)
     expected = before.policy_update().run(episodes, iteration=1, cache=scored_before(before, episodes))
     assert found.keys() == expected.keys()
@@ -72,8 +72,8 @@ def test_the_update_is_that_of_segments_that_were_scored_before_it(tokenizer, cu
     ("cut", "scored", "stepped"), [("one step", 0, 4), ("two passes", 0, 8), ("steps of two", 2, 8)]
 )
 def test_only_what_the_first_step_lacks_is_scored_before_it(tokenizer, cut: str, scored: int, stepped: int):
-    learner = learner_of(tokenizer, **CUTS[cut])
-    episodes = episodes_of(learner, ADVANTAGES)
+    learner = make_learner(tokenizer, **CUTS[cut])
+    episodes = make_episodes(learner, ADVANTAGES)
     seen = tokens_seen(learner)
     learner.update(episodes, iteration=1)
     assert sum(seen) == TOKENS * (scored + stepped)
@@ -84,8 +84,8 @@ def test_only_what_the_first_step_lacks_is_scored_before_it(tokenizer, cut: str,
     ids=["a ratio of episodes", "dropout"],
 )  # fmt: skip
 def test_a_step_that_cannot_score_itself_is_scored_before(tokenizer, settings: dict):
-    learner = learner_of(tokenizer, **CUTS["one step"], **settings)
-    episodes = episodes_of(learner, ADVANTAGES)
+    learner = make_learner(tokenizer, **CUTS["one step"], **settings)
+    episodes = make_episodes(learner, ADVANTAGES)
     seen = tokens_seen(learner)
     learner.update(episodes, iteration=1)
     assert sum(seen) == TOKENS * (4 + 4)
@@ -93,8 +93,8 @@ def test_a_step_that_cannot_score_itself_is_scored_before(tokenizer, settings: d
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_token_that_was_sampled_otherwise_is_found_before_a_step_is_taken(tokenizer, cut: str):
-    learner = learner_of(tokenizer, **CUTS[cut], training__mismatch_limit=0.01)
-    episodes = episodes_of(learner, ADVANTAGES)
+    learner = make_learner(tokenizer, **CUTS[cut], training__mismatch_limit=0.01)
+    episodes = make_episodes(learner, ADVANTAGES)
     for number in range(len(episodes)):  # in the first step or not
         before = {name: tensor.clone() for name, tensor in learner.weights().items()}
         (bad,) = off_by(episodes[number : number + 1], 0.1)
@@ -104,8 +104,8 @@ def test_a_token_that_was_sampled_otherwise_is_found_before_a_step_is_taken(toke
 
 
 def test_log_probs_that_are_not_finite_are_named_before_they_reach_a_gradient(tokenizer):
-    learner = learner_of(tokenizer, **CUTS["one step"])
-    episodes = episodes_of(learner, ADVANTAGES)
+    learner = make_learner(tokenizer, **CUTS["one step"])
+    episodes = make_episodes(learner, ADVANTAGES)
     (bad,) = off_by(episodes[:1], float("nan"))
     with pytest.raises(NonFiniteLoss, match=r"rollout r0, turn 1, token 3: the sampler's log-prob is nan"):
         learner.update([bad, *episodes[1:]], iteration=1)

@@ -30,14 +30,14 @@ CHECKPOINTING, OFFLOAD = "training.gradient_checkpointing", "training.optimizer_
 VLLM = {"inference": {"engine": "vllm", "vllm_python": "python", "max_model_len": 1024}}
 
 
-def search_of(card_gib: float, **tables: Any) -> Search:
+def make_search(card_gib: float, **tables: Any) -> Search:
     config = learner_parts.learner_config(tiny_job(**tables))
     shapes = {(True, "head"): Models(SHAPE, "llama"), (False, "head"): Models(ADAPTED, "llama")}
     return Search(config, place_on_card(int(card_gib * GIB)), shortest=512, _models=shapes)
 
 
 def test_what_is_planned_is_a_card_of_that_size_in_bfloat16_with_its_kernels():
-    plan = search_of(24, **SAMPLES_HERE).plan(search_of(24, **SAMPLES_HERE).config)
+    plan = make_search(24, **SAMPLES_HERE).plan(make_search(24, **SAMPLES_HERE).config)
     device = plan.needs.device
     assert plan.free == 24 * GIB
     assert (device["weights"], device["gradients"], device["optimizer"]) == (GIB, GIB, 2 * GIB)
@@ -61,7 +61,7 @@ def test_what_is_planned_is_a_card_of_that_size_in_bfloat16_with_its_kernels():
     ],
 )
 def test_a_proposal_fits_and_needs_each_of_its_settings(card_gib, tables, keys):
-    search = search_of(card_gib, **tables, training__micro_batch_tokens=4096)
+    search = make_search(card_gib, **tables, training__micro_batch_tokens=4096)
     proposal = propose(search)
     assert proposal.fits and list(proposal.settings) == keys
     changed = with_settings(search.config, proposal.settings)
@@ -74,7 +74,7 @@ def test_a_proposal_fits_and_needs_each_of_its_settings(card_gib, tables, keys):
 
 def test_micro_batches_that_the_job_leaves_open_are_the_largest_that_fit():
     def plan(card_gib: float, **tables: Any):
-        search = search_of(card_gib, **SAMPLES_HERE, **{"training__batch_decisions": 512, **tables})
+        search = make_search(card_gib, **SAMPLES_HERE, **{"training__batch_decisions": 512, **tables})
         return search.plan(search.config), search
 
     # A twentieth of the card is left free, and a tenth of the activations.
@@ -95,7 +95,7 @@ def test_micro_batches_that_the_job_leaves_open_are_the_largest_that_fit():
 
 def test_as_few_layers_are_checkpointed_as_make_a_job_fit():
     tables = {**SAMPLES_HERE, "inference__cache_gib": 0.4, "training__micro_batch_tokens": 1024}
-    proposals = {card_gib: propose(search_of(card_gib, **tables)) for card_gib in (7.4, 7.0, 6.6, 6.2)}
+    proposals = {card_gib: propose(make_search(card_gib, **tables)) for card_gib in (7.4, 7.0, 6.6, 6.2)}
     # of 10 layers a quarter, half, or all
     assert {card_gib: dict(each.settings) for card_gib, each in proposals.items()} == {
         7.4: {}, 7.0: {CHECKPOINTING: 2}, 6.6: {CHECKPOINTING: 5}, 6.2: {CHECKPOINTING: True}
@@ -112,13 +112,13 @@ def test_one_layer_is_not_all_of_them_though_1_equals_true():
     # Where one is set and all are needed, the proposal says so.
     tables = {**SAMPLES_HERE, "inference__cache_gib": 0.4, "training__micro_batch_tokens": 1024}
     proposals = (
-        propose(search_of(size, **tables, **{CHECKPOINTING.replace(".", "__"): 1})) for size in (7.4, 6.2)
+        propose(make_search(size, **tables, **{CHECKPOINTING.replace(".", "__"): 1})) for size in (7.4, 6.2)
     )
     assert [dict(each.settings) for each in proposals] == [{}, {CHECKPOINTING: True}]
 
 
 def test_what_ranks_alone_read_is_proposed_with_more_ranks_alone():
-    search = search_of(3, **VLLM, training__optimizer_offload=True)
+    search = make_search(3, **VLLM, training__optimizer_offload=True)
     proposal = propose(search)
     assert proposal.fits and proposal.settings["learner.nproc_per_node"] == 2
     assert proposal.settings["training.optimizer_offload"] is False
@@ -126,19 +126,15 @@ def test_what_ranks_alone_read_is_proposed_with_more_ranks_alone():
 
 
 def test_what_no_setting_makes_fit_is_told_with_what_it_still_needs():
-    proposal = propose(search_of(1.2, **SAMPLES_HERE))
+    proposal = propose(make_search(1.2, **SAMPLES_HERE))
     assert not proposal.fits and str(proposal).startswith("no settings that are tried here are enough: with ")
 
 
 def test_servers_of_a_run_take_gpus_from_the_last_one_and_their_share_of_it():
-    search = search_of(10, **VLLM, cluster={}, learner__nproc_per_node=2)
+    search = make_search(10, **VLLM, cluster={}, learner__nproc_per_node=2)
     plan = search.plan(search.config)
     assert plan.ranks == "rank 1 of 2 ranks", "it needs most"
     assert plan.needs.device["vllm"] == int(0.92 * 10 * GIB)
-    assert (
-        "vllm" not in search.plan(with_settings(search.config, {"inference.replicas": 0})).needs.device
-        or True
-    )
 
 
 @pytest.mark.parametrize(
@@ -154,12 +150,12 @@ def test_another_size_is_refused_with_what_is_allowed(text):
         card_bytes(text)
 
 
-def lines_of(card: str, **tables: Any) -> list[str]:
+def check_lines(card: str, **tables: Any) -> list[str]:
     return list(lines_before_a_run(tiny_job(**tables), trial=False, card=card_bytes(card)))
 
 
-def test_check_tells_each_kind_with_the_sum_beside_the_card():
-    lines = lines_of("24GiB")
+def test_check_tells_each_kind_with_the_sum_and_the_card():
+    lines = check_lines("24GiB")
     start = next(number for number, line in enumerate(lines) if line.startswith("memory on cuda with 24.0"))
     kinds = [line.split()[0] for line in lines[start + 1 :] if line.startswith("  ")]
     assert kinds[:3] == ["weights", "gradients", "optimizer"]
@@ -167,16 +163,16 @@ def test_check_tells_each_kind_with_the_sum_beside_the_card():
 
 
 def test_check_says_what_it_cannot_plan_where_the_model_is_not_here():
-    lines = lines_of("24GiB", model={"name": "nobody/no-such-model"})
-    assert lines[-1].startswith("memory is not planned") and "hf download nobody/no-such-model" in lines[-1]
+    lines = check_lines("24GiB", model={"name": "someone/no-such-model"})
+    assert lines[-1].startswith("memory is not planned") and "hf download someone/no-such-model" in lines[-1]
 
 
 def test_a_config_alone_is_enough_for_a_plan(tmp_path: Path):
     (tmp_path / "config.json").write_text(LlamaConfig(num_hidden_layers=1, hidden_size=64).to_json_string())
-    assert lines_of("24GiB", model={"path": tmp_path})[-1] == "everything fits at its fullest"
+    assert check_lines("24GiB", model={"path": tmp_path})[-1] == "everything fits at its fullest"
 
 
 def test_check_refuses_a_job_that_cannot_fit_with_a_proposal():
     with pytest.raises(JobError, match=r"does not fit: .* of 0\.5 GiB") as caught:
-        lines_of("0.5GiB")
+        check_lines("0.5GiB")
     assert "it needs" in (caught.value.hint or "")

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tests.trainer_backend.segment_columns import make_segment
 from trainer_backend.core.collate import block_mask, pack_segments
 from trainer_backend.core.tries import Tries
-from trainer_backend.learner.joined import LevelKernel, Plan, Runs, Shared, attend, attend_levels, levels_of
+from trainer_backend.learner.joined import LevelKernel, Plan, Runs, Shared, attend, attend_levels, list_levels
 from trainer_backend.models import part_attention
 
 
@@ -90,7 +90,7 @@ def test_parts_joined_are_the_whole(short, kv_heads, texts, share_from, seed):
     try:
         plans = [(Plan.of_all(runs), slice(None)), (Plan.of_some(runs, read_N), read_N)]
         ways = [(partial(attend, plan), asked) for plan, asked in plans if plan is not None]
-        ways.append((partial(attend_levels, levels_of(runs), OneByOne()), slice(None)))
+        ways.append((partial(attend_levels, list_levels(runs), OneByOne()), slice(None)))
         for way, asked in ways:
             heads_first = (tensor.transpose(0, 1)[None] for tensor in (q[asked], k, v))
             whole = scaled_dot_product_attention(*heads_first, mask_LL[asked], scale=0.3, enable_gqa=True)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from tests.conftest import tiny_job
-from tests.trainer_backend.learner.hand_made import SIZE, episodes_of, learner_of, segment, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import SIZE, make_episodes, make_learner, segment, tiny_tokenizer
 from trainer_backend import learner_parts
 from trainer_backend.errors import (
     CheckpointError,
@@ -24,7 +24,7 @@ from trainer_backend.errors import (
 )
 from trainer_backend.learner.checkpoints import _put_in_place
 from trainer_backend.learner.device import Placement
-from trainer_backend.learner.learner import LocalLearner, held_scorer, part_of, uncertain_segments
+from trainer_backend.learner.learner import LocalLearner, frozen_scorer, select_segments, uncertain_segments
 from trainer_backend.learner.policy_terms import DRIFT
 from trainer_backend.learner.stepping import Scored, in_steps
 from trainer_backend.learner.warmup import warm_up
@@ -37,17 +37,17 @@ def tokenizer():
     return tiny_tokenizer()
 
 
-def logprob_of(learner: LocalLearner, episode: CreditedEpisode) -> float:
+def sum_logprobs(learner: LocalLearner, episode: CreditedEpisode) -> float:
     return sum(learner.scorer.score(episode.segments, SIZE)[0])
 
 
 def test_what_went_well_becomes_likelier_and_what_went_badly_less_so(tokenizer):
-    learner = learner_of(tokenizer, training__entropy_coef=0.0)
-    good, bad = episodes_of(learner, [1.0, -1.0])
-    before = logprob_of(learner, good), logprob_of(learner, bad)
+    learner = make_learner(tokenizer, training__entropy_coef=0.0)
+    good, bad = make_episodes(learner, [1.0, -1.0])
+    before = sum_logprobs(learner, good), sum_logprobs(learner, bad)
     metrics = learner.update([good, bad], iteration=1)
-    assert logprob_of(learner, good) > before[0]
-    assert logprob_of(learner, bad) < before[1]
+    assert sum_logprobs(learner, good) > before[0]
+    assert sum_logprobs(learner, bad) < before[1]
     assert metrics["optim/steps"] == 2  # two passes of one step
     assert metrics["mismatch/logprob_max"] < 1e-6
 
@@ -66,9 +66,9 @@ def test_what_went_well_becomes_likelier_and_what_went_badly_less_so(tokenizer):
 def test_a_token_that_was_sampled_otherwise_than_the_learner_finds_it_stops_the_update_before_its_first_step(
     tokenizer, low, limit, off, told
 ):
-    learner = learner_of(tokenizer, training__mismatch_limit=limit)
+    learner = make_learner(tokenizer, training__mismatch_limit=limit)
     learner.scorer = replace(learner.scorer, placement=Placement(torch.device("cpu"), low))
-    good, bad = episodes_of(learner, [1.0, -1.0])
+    good, bad = make_episodes(learner, [1.0, -1.0])
     (part,) = bad.segments
     off_by = replace(
         part, logprobs=part.logprobs + off * (np.arange(len(part.logprobs)) == len(part.logprobs) - 1)
@@ -90,22 +90,22 @@ def test_a_token_that_was_sampled_otherwise_than_the_learner_finds_it_stops_the_
 
 
 def test_without_advantage_and_entropy_nothing_changes(tokenizer):
-    learner = learner_of(tokenizer, training__entropy_coef=0.0)
+    learner = make_learner(tokenizer, training__entropy_coef=0.0)
     before = {name: tensor.clone() for name, tensor in learner.weights().items()}
-    learner.update(episodes_of(learner, [0.0, 0.0]), iteration=1)
+    learner.update(make_episodes(learner, [0.0, 0.0]), iteration=1)
     assert all(torch.equal(tensor, before[name]) for name, tensor in learner.weights().items())
 
 
 def test_the_same_update_twice_gives_the_same_weights(tokenizer):
-    one, two = learner_of(tokenizer), learner_of(tokenizer)
+    one, two = make_learner(tokenizer), make_learner(tokenizer)
     for learner in (one, two):
-        learner.update(episodes_of(learner, [1.0, -0.5, 0.25]), iteration=1)
+        learner.update(make_episodes(learner, [1.0, -0.5, 0.25]), iteration=1)
     assert all(torch.equal(tensor, two.weights()[name]) for name, tensor in one.weights().items())
 
 
 def test_a_nan_stops_the_update_before_the_weights_and_names_the_token(tokenizer):
-    learner = learner_of(tokenizer)
-    episodes = episodes_of(learner, [1.0, -1.0])
+    learner = make_learner(tokenizer)
+    episodes = make_episodes(learner, [1.0, -1.0])
     with torch.no_grad():
         learner.model.model.layers[0].mlp.up_proj.weight[0, 0] = math.nan
     before = learner.model.lm_head.weight.detach().clone()
@@ -115,11 +115,12 @@ def test_a_nan_stops_the_update_before_the_weights_and_names_the_token(tokenizer
 
 
 def test_an_infinite_gradient_is_not_stepped(tokenizer):
-    learner = learner_of(tokenizer)
-    episodes = episodes_of(learner, [1e38, -1e38])
+    learner = make_learner(tokenizer)
+    episodes = make_episodes(learner, [1e38, -1e38])
     before = {name: tensor.clone() for name, tensor in learner.weights().items()}
-    with pytest.raises(NonFiniteLoss):
+    with pytest.raises(NonFiniteLoss) as caught:
         learner.update(episodes, iteration=1)
+    assert caught.value.steps_taken == 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in learner.weights().items())
 
 
@@ -139,7 +140,7 @@ def test_an_episode_larger_than_a_step_leaves_the_later_steps_equal():
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoint_whole_and_no_half_one(tokenizer, tmp_path: Path):
-    learner = learner_of(tokenizer)
+    learner = make_learner(tokenizer)
     folder = tmp_path / "iteration_1"
     learner.save(folder, Progress(iteration=1))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -157,7 +158,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_whole_and_no_half_one(tokeniz
 
 
 def test_a_broken_checkpoint_is_refused_with_its_path(tokenizer, tmp_path: Path):
-    learner = learner_of(tokenizer)
+    learner = make_learner(tokenizer)
     folder = tmp_path / "iteration_1"
     learner.save(folder, Progress(iteration=1))
     (folder / "training_state/optimizer.safetensors").write_bytes(b"half")
@@ -166,8 +167,8 @@ def test_a_broken_checkpoint_is_refused_with_its_path(tokenizer, tmp_path: Path)
 
 
 def test_an_optimizer_of_another_model_is_refused(tokenizer, tmp_path: Path):
-    small, large = learner_of(tokenizer), learner_of(tokenizer)
-    small.update(episodes_of(small, [1.0, -1.0]), iteration=1)
+    small, large = make_learner(tokenizer), make_learner(tokenizer)
+    small.update(make_episodes(small, [1.0, -1.0]), iteration=1)
     small.save(tmp_path / "iteration_1", Progress(iteration=1))
     large.model = build_preset("tiny-0.8m", tokenizer)
     large.save(tmp_path / "iteration_2", Progress(iteration=2))
@@ -191,11 +192,11 @@ def test_models_that_cannot_be_scored_exactly_are_refused(tokenizer):
 
 def test_a_warm_up_needs_something_to_imitate(tokenizer):
     with pytest.raises(NothingToLearnFrom, match=r"warmup\.min_outcome_reward"):
-        learner_of(tokenizer).warm_up([], lambda done, total: None)
+        make_learner(tokenizer).warm_up([], lambda done, total: None)
 
 
 def test_a_warm_up_whose_gradient_is_not_finite_says_so_and_takes_no_step(tokenizer):
-    learner = learner_of(tokenizer)
+    learner = make_learner(tokenizer)
     # The loss stays finite, its gradient does not.
     learner.model.lm_head.weight.register_hook(lambda gradient: gradient * math.inf)
     segments = [segment("r", [5, 6], [7, 8], [0.0, 0.0])]
@@ -223,7 +224,7 @@ def test_what_tell_raises_ends_the_warm_up_after_one_step(tokenizer):
         if done:
             raise Enough
 
-    learner = learner_of(tokenizer)
+    learner = make_learner(tokenizer)
     with pytest.raises(Enough):
         warm_up(
             learner.scorer,
@@ -240,7 +241,7 @@ def test_what_tell_raises_ends_the_warm_up_after_one_step(tokenizer):
 def test_a_checkpoint_is_replaced_without_a_moment_in_which_half_of_it_has_the_name(
     tokenizer, tmp_path: Path
 ):
-    learner = learner_of(tokenizer)
+    learner = make_learner(tokenizer)
     folder = tmp_path / "iteration_1"
     learner.save(folder, Progress(iteration=1, updates=1))
     learner.save(folder, Progress(iteration=1, updates=2))
@@ -258,9 +259,9 @@ def test_what_cannot_be_put_in_place_leaves_what_was_there(tmp_path: Path):
 
 
 def test_what_the_kl_term_pulls_towards_is_held_where_and_in_what_the_learner_computes(tokenizer):
-    learner = learner_of(tokenizer)
+    learner = make_learner(tokenizer)
     meta = replace(learner.scorer, placement=Placement(torch.device("meta"), torch.bfloat16))
-    held = held_scorer(meta, learner.model)
+    held = frozen_scorer(meta, learner.model)
     for weight in held.model.parameters():
         dtype = torch.bfloat16 if weight.dim() > 1 else torch.float32
         assert (weight.device.type, weight.dtype, weight.requires_grad) == ("meta", dtype, False)
@@ -269,8 +270,8 @@ def test_what_the_kl_term_pulls_towards_is_held_where_and_in_what_the_learner_co
 
 
 def test_policy_and_reference_are_scored_for_rewards_and_the_update_scores_nothing_again(tokenizer):
-    learner = learner_of(tokenizer, training__kl_reward_coef=0.1, training__learning_rate=0.01)
-    episodes = episodes_of(learner, [1.0, -1.0])
+    learner = make_learner(tokenizer, training__kl_reward_coef=0.1, training__learning_rate=0.01)
+    episodes = make_episodes(learner, [1.0, -1.0])
     parts = {item.rollout_id: item.segments for item in episodes}
     first = learner.score(parts)
     for item in episodes:
@@ -285,13 +286,13 @@ def test_policy_and_reference_are_scored_for_rewards_and_the_update_scores_nothi
 
 
 def test_a_resumed_run_pulls_towards_where_rl_started_as_the_run_itself_did(tokenizer, tmp_path: Path):
-    learner = learner_of(tokenizer, training__kl_coef=0.1, training__learning_rate=0.01)
+    learner = make_learner(tokenizer, training__kl_coef=0.1, training__learning_rate=0.01)
     learner.save(tmp_path / "iteration_0", Progress())
-    learner.update(episodes_of(learner, [1.0, -1.0]), iteration=1)
+    learner.update(make_episodes(learner, [1.0, -1.0]), iteration=1)
     learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
     again, progress = LocalLearner.resumed(learner.config, tmp_path / "iteration_1")
     assert progress == Progress(1, 1, 2)
-    episodes = episodes_of(learner, [0.5, -1.0])
+    episodes = make_episodes(learner, [0.5, -1.0])
     found = again.update(episodes, iteration=2)
     assert found == learner.update(episodes, iteration=2)
     assert found["loss/kl"] > 0.01
@@ -305,10 +306,12 @@ def test_what_the_policy_was_sure_of_is_left_out_of_its_update():
     episodes = [CreditedEpisode("a", first, [1.0, 2.0]), CreditedEpisode("b", second, [3.0])]
     numbers = uncertain_segments(episodes, 0.99)
     assert numbers == {"a": [1], "b": []}
-    assert [(item.rollout_id, item.segments) for item in part_of(episodes, numbers)] == [("a", first[1:])]
+    assert [(item.rollout_id, item.segments) for item in select_segments(episodes, numbers)] == [
+        ("a", first[1:])
+    ]
     assert uncertain_segments(episodes, 0.999) == {"a": [0, 1], "b": [0]}
     of_another = [replace(item, policy="teacher") for item in episodes]
-    assert part_of(of_another, uncertain_segments(of_another, 0.99)) == of_another
+    assert select_segments(of_another, uncertain_segments(of_another, 0.99)) == of_another
 
 
 # One decision of two tokens, whose sampler gave them a probability of 0.999.
@@ -316,8 +319,8 @@ CERTAIN = CreditedEpisode("certain", [segment("certain", [5, 6, 9], [20, 21], [-
 
 
 def test_an_update_without_what_was_certain_is_that_of_the_rest(tokenizer):
-    skipping, plain = learner_of(tokenizer, training__skip_certain_above=0.99), learner_of(tokenizer)
-    rest = episodes_of(plain, [1.0, -1.0])
+    skipping, plain = make_learner(tokenizer, training__skip_certain_above=0.99), make_learner(tokenizer)
+    rest = make_episodes(plain, [1.0, -1.0])
     metrics, of_rest = skipping.update([CERTAIN, *rest], iteration=1), plain.update(rest, iteration=1)
     assert metrics.pop("optim/certain_frac") == pytest.approx(1 / 3)
     # what is omitted counts as unmoved: the mean is over all six tokens, of which two are certain
@@ -333,8 +336,8 @@ def test_log_probs_that_a_kl_in_the_reward_needed_are_those_of_what_is_left(toke
     settings = {"training__skip_certain_above": 0.99, "training__kl_coef": 0.1, "training__update_passes": 1}
     found = []
     for is_scored in (True, False):
-        learner = learner_of(tokenizer, training__batch_decisions=1, **settings)
-        first, second = (item.segments[0] for item in episodes_of(learner, [1.0, -1.0]))
+        learner = make_learner(tokenizer, training__batch_decisions=1, **settings)
+        first, second = (item.segments[0] for item in make_episodes(learner, [1.0, -1.0]))
         of_both = [
             replace(CERTAIN.segments[0], rollout_id="r1"),
             segment("r1", [5, 6, 8], [21, 31], second.logprobs, t=1),
@@ -354,8 +357,8 @@ def test_log_probs_that_a_kl_in_the_reward_needed_are_those_of_what_is_left(toke
 
 
 def test_where_vllm_sleeps_meanwhile_an_update_leaves_no_gradient_behind(tokenizer):
-    learner = learner_of(tokenizer)
+    learner = make_learner(tokenizer)
     inference = learner.config.inference.model_copy(update={"sleep": True})
     learner.config = replace(learner.config, inference=inference)
-    learner.update(episodes_of(learner, [1.0, -1.0]), iteration=1)
+    learner.update(make_episodes(learner, [1.0, -1.0]), iteration=1)
     assert all(weight.grad is None for weight in learner.model.parameters())

@@ -20,7 +20,7 @@ from transformers import (
 
 from shared_schemas.trajectory import Sampling
 from tests.conftest import tiny_job
-from tests.trainer_backend.learner.hand_made import SIZE, episodes_of, learner_of, segment, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import SIZE, make_episodes, make_learner, segment, tiny_tokenizer
 from tests.trainer_backend.segment_columns import lists
 from trainer_backend import learner_parts
 from trainer_backend.errors import CheckpointError, JobError, ModelFolderError, WeightsRefused
@@ -58,14 +58,14 @@ def tokenizer():
     return tiny_tokenizer()
 
 
-def tensors_of(learner: LocalLearner) -> dict[str, torch.Tensor]:
+def copy_tensors(learner: LocalLearner) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in learner.model.state_dict().items()}
 
 
 def updated(tokenizer, iterations: int = 1, **overrides) -> LocalLearner:
-    learner = learner_of(tokenizer, **{**LORA, "training__learning_rate": 0.01, **overrides})
+    learner = make_learner(tokenizer, **{**LORA, "training__learning_rate": 0.01, **overrides})
     for iteration in range(1, iterations + 1):
-        learner.update(episodes_of(learner, [1.0, -1.0]), iteration=iteration)
+        learner.update(make_episodes(learner, [1.0, -1.0]), iteration=iteration)
     return learner
 
 
@@ -75,11 +75,13 @@ def logits(model, ids=(5, 6, 7, 20)) -> torch.Tensor:
 
 
 def test_only_adapters_are_trained_and_at_first_they_change_nothing(tokenizer):
-    plain, adapted = learner_of(tokenizer), learner_of(tokenizer, **LORA)
+    plain, adapted = make_learner(tokenizer), make_learner(tokenizer, **LORA)
     assert lists(adapted.scorer.score(PROBE, SIZE)) == lists(plain.scorer.score(PROBE, SIZE))
-    before = tensors_of(adapted)
-    adapted.update(episodes_of(adapted, [1.0, -1.0]), iteration=1)
-    changed = {name for name, tensor in tensors_of(adapted).items() if not torch.equal(tensor, before[name])}
+    before = copy_tensors(adapted)
+    adapted.update(make_episodes(adapted, [1.0, -1.0]), iteration=1)
+    changed = {
+        name for name, tensor in copy_tensors(adapted).items() if not torch.equal(tensor, before[name])
+    }
     # 2 layers of 4 attention and 3 MLP matrices, each with an A and a B
     assert len(changed) == 2 * 7 * 2
     assert all(".lora_" in name for name in changed)
@@ -92,19 +94,19 @@ def test_the_engine_computes_with_the_adapters_and_is_given_theirs_alone(tokeniz
     learner = updated(tokenizer)
     served = learner.copy_to_serve()
     at_first = logits(served)
-    learner.update(episodes_of(learner, [1.0, -1.0]), iteration=2)
-    before = tensors_of(learner)
+    learner.update(make_episodes(learner, [1.0, -1.0]), iteration=2)
+    before = copy_tensors(learner)
     ServedWeights(served).replace(learner.weights())
     assert (logits(served) - at_first).abs().max() > 1e-3, "the update did something"
     ids = PROBE[0].token_ids.tolist()
     sampled = logits(served, ids)[0, 2:-1].log_softmax(-1).gather(1, torch.tensor(ids[3:])[:, None])[:, 0]
     assert learner.scorer.score(PROBE, SIZE)[0] == pytest.approx(sampled.tolist(), abs=1e-5)
     assert len(learner.weights()) == 2 * 7 * 2
-    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(learner).items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in copy_tensors(learner).items())
 
 
 def test_adapters_that_are_not_all_given_are_refused(tokenizer):
-    learner = learner_of(tokenizer, **LORA)
+    learner = make_learner(tokenizer, **LORA)
     weights = learner.weights()
     weights.popitem()
     with pytest.raises(WeightsRefused, match=r"tensors missing: .*lora_B"):
@@ -146,12 +148,12 @@ def test_what_a_few_small_steps_teach_survives_a_base_of_low_precision_in_learne
 
 
 def test_a_checkpoint_is_played_as_it_was_trained_where_its_weights_are_rounded(tokenizer, tmp_path: Path):
-    learner = learner_of(tokenizer, **LORA)
+    learner = make_learner(tokenizer, **LORA)
     for weight in learner.model.parameters():
         if not weight.requires_grad:
             weight.data = weight.data.bfloat16().float()  # as a folder's are
-    base = tensors_of(learner)
-    learner.update(episodes_of(learner, [1.0, -1.0]), iteration=1)
+    base = copy_tensors(learner)
+    learner.update(make_episodes(learner, [1.0, -1.0]), iteration=1)
     learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
     low = Placement(torch.device("cpu"), torch.bfloat16)
     played = folder_to_serve(load_model_folder(tmp_path / "iteration_1")[0], tmp_path / "iteration_1", low)
@@ -173,7 +175,7 @@ async def test_an_engine_that_began_with_a_published_folder_loads_the_next_one_u
     model = folder_to_serve(load_model_folder(tmp_path / "version_0")[0], tmp_path / "version_0", placement)
     engine = LocalEngine(model, stop_ids=learner.facts().stop_ids)
     engine.start()
-    learner.update(episodes_of(learner, [1.0, -1.0]), iteration=2)
+    learner.update(make_episodes(learner, [1.0, -1.0]), iteration=2)
     learner.publish(tmp_path / "version_1")
     await engine.load_weights(1, new_weights(tmp_path / "version_1", placement))
     engine.stop()
@@ -204,8 +206,8 @@ async def test_an_engine_made_for_adapters_computes_as_a_merged_checkpoint_that_
         await engine.load_weights(2, learner.weights())
     assert engine.version == 1
     # With their base they serve again, and from then on alone.
-    await engine.load_weights(2, tensors_of(learner))
-    learner.update(episodes_of(learner, [1.0, -1.0]), iteration=2)
+    await engine.load_weights(2, copy_tensors(learner))
+    learner.update(make_episodes(learner, [1.0, -1.0]), iteration=2)
     await engine.load_weights(3, learner.weights())
     engine.stop()
     torch.testing.assert_close(logits(served), logits(learner.model), rtol=0, atol=1e-5)
@@ -214,10 +216,10 @@ async def test_an_engine_made_for_adapters_computes_as_a_merged_checkpoint_that_
 def test_the_kl_is_to_the_model_without_its_adapters(tokenizer):
     kl = {"training__kl_coef": 0.1, "training__entropy_coef": 0.0, "training__update_passes": 1}
     lora = updated(tokenizer, **kl)
-    full = learner_of(tokenizer, **kl)
-    episodes = episodes_of(lora, [1.0, -1.0])
+    full = make_learner(tokenizer, **kl)
+    episodes = make_episodes(lora, [1.0, -1.0])
     found = lora.update(episodes, iteration=2)["loss/kl"]
-    with lora._adapter.replaced(learner_of(tokenizer, **LORA).weights()):
+    with lora._adapter.replaced(make_learner(tokenizer, **LORA).weights()):
         base = [lists(lora.scorer.score(part.segments, SIZE)) for part in episodes]
     own = [lists(lora.scorer.score(part.segments, SIZE)) for part in episodes]
     assert base == [lists(full.scorer.score(part.segments, SIZE)) for part in episodes]
@@ -226,8 +228,8 @@ def test_the_kl_is_to_the_model_without_its_adapters(tokenizer):
 
 
 def test_rewards_too_are_held_to_the_adapters_that_rl_started_from_and_those_of_now_are_kept(tokenizer):
-    learner = learner_of(tokenizer, **LORA, training__kl_reward_coef=0.1)
-    episodes = episodes_of(learner, [1.0, -1.0])
+    learner = make_learner(tokenizer, **LORA, training__kl_reward_coef=0.1)
+    episodes = make_episodes(learner, [1.0, -1.0])
     parts = {item.rollout_id: item.segments for item in episodes}
     first = learner.score(parts)
     learner.update(episodes, iteration=1)
@@ -264,7 +266,7 @@ def test_adapters_that_a_server_merges_into_their_base_are_the_merged_model_bit_
         dict(tensors(tmp_path / "base", ["model.safetensors"], tmp_path / "adapters"))
 
 
-def checkpoints_of(tokenizer, folder: Path, *, warm: int = 0, **overrides) -> LocalLearner:
+def save_checkpoints(tokenizer, folder: Path, *, warm: int = 0, **overrides) -> LocalLearner:
     """A run's checkpoints before and after an update, and its learner.
 
     Args:
@@ -272,7 +274,7 @@ def checkpoints_of(tokenizer, folder: Path, *, warm: int = 0, **overrides) -> Lo
     """
     learner = updated(tokenizer, iterations=warm, **overrides)
     learner.save(folder / "iteration_0", Progress())
-    learner.update(episodes_of(learner, [1.0, -1.0]), iteration=1)
+    learner.update(make_episodes(learner, [1.0, -1.0]), iteration=1)
     learner.save(folder / "iteration_1", Progress(1, 1, 2))
     return learner
 
@@ -280,7 +282,7 @@ def checkpoints_of(tokenizer, folder: Path, *, warm: int = 0, **overrides) -> Lo
 def test_after_the_first_checkpoint_the_adapters_alone_are_written_and_loaded_as_the_merged_model(
     tokenizer, tmp_path: Path
 ):
-    learner = checkpoints_of(tokenizer, tmp_path)
+    learner = save_checkpoints(tokenizer, tmp_path)
     folder = tmp_path / "iteration_1"
     assert (tmp_path / "iteration_0/model.safetensors").is_file()
     assert not list(folder.glob("model*.safetensors"))
@@ -295,7 +297,7 @@ def test_after_the_first_checkpoint_the_adapters_alone_are_written_and_loaded_as
 
 @pytest.mark.parametrize("warm", [0, 1])
 def test_transformers_with_peft_loads_a_checkpoint_of_adapters_as_it_stands(tokenizer, tmp_path, warm: int):
-    learner = checkpoints_of(tokenizer, tmp_path, warm=warm, lora__target_modules=["q_proj", "up_proj"])
+    learner = save_checkpoints(tokenizer, tmp_path, warm=warm, lora__target_modules=["q_proj", "up_proj"])
     folder = tmp_path / "iteration_1"
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     torch.testing.assert_close(logits(model), logits(learner.copy_to_serve()), rtol=0, atol=1e-5)
@@ -306,14 +308,14 @@ def test_transformers_with_peft_loads_a_checkpoint_of_adapters_as_it_stands(toke
     assert AutoTokenizer.from_pretrained(folder, local_files_only=True).get_vocab() == tokenizer.get_vocab()
 
 
-def test_whoever_asks_for_merged_checkpoints_gets_the_model_in_each(tokenizer, tmp_path: Path):
-    learner = checkpoints_of(tokenizer, tmp_path, lora__merged_checkpoints=True)
+def test_merged_checkpoints_hold_the_model_in_each(tokenizer, tmp_path: Path):
+    learner = save_checkpoints(tokenizer, tmp_path, lora__merged_checkpoints=True)
     model, _ = load_model_folder(tmp_path / "iteration_1")
     torch.testing.assert_close(logits(model), logits(learner.copy_to_serve()), rtol=0, atol=1e-5)
 
 
 def test_a_checkpoint_of_adapters_becomes_a_plain_model_in_a_folder_of_its_own(tokenizer, tmp_path: Path):
-    learner = checkpoints_of(tokenizer, tmp_path)
+    learner = save_checkpoints(tokenizer, tmp_path)
     adapted = load_checkpoint(learner.config.model, tmp_path / "iteration_1")[0].state_dict()
     for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
         to = tmp_path / "plain" / name
@@ -335,43 +337,32 @@ def test_a_checkpoint_of_adapters_becomes_a_plain_model_in_a_folder_of_its_own(t
 
 
 def test_adapters_over_another_model_than_theirs_are_refused(tokenizer, tmp_path: Path):
-    learner = checkpoints_of(tokenizer, tmp_path / "one")
-    checkpoints_of(tokenizer, tmp_path / "other", warm=1)
+    learner = save_checkpoints(tokenizer, tmp_path / "one")
+    save_checkpoints(tokenizer, tmp_path / "other", warm=1)
     folder = tmp_path / "one/iteration_1"
     with pytest.raises(ModelFolderError, match="holds adapters alone, and no model") as caught:
         weight_files(folder)
     assert f"turnwise merge {folder} --to" in str(caught.value)
     shutil.rmtree(tmp_path / "one/iteration_0")
-    with pytest.raises(ModelFolderError, match="'iteration_0', is not beside it"):
+    with pytest.raises(ModelFolderError, match="'iteration_0', is not next to it"):
         load_checkpoint(learner.config.model, folder)
     shutil.copytree(tmp_path / "other/iteration_0", tmp_path / "one/iteration_0")
     for load in (load_checkpoint, lambda _, folder: LocalLearner.resumed(learner.config, folder)):
-        with pytest.raises(CheckpointError, match="trained over another iteration_0 than the one beside it"):
+        with pytest.raises(
+            CheckpointError, match="trained over another iteration_0 than the one now next to it"
+        ):
             load(learner.config.model, folder)
 
 
 def test_a_base_that_has_changed_on_disk_is_refused(tokenizer, tmp_path: Path):
-    learner = checkpoints_of(tokenizer, tmp_path)
+    learner = save_checkpoints(tokenizer, tmp_path)
     weights = tmp_path / "iteration_0/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     with pytest.raises(CheckpointError, match=r"iteration_0.*model\.safetensors"):
         load_checkpoint(learner.config.model, tmp_path / "iteration_1")
 
 
-def test_a_checkpoint_without_an_adapter_is_not_resumed_with_lora(tokenizer, tmp_path: Path):
-    learner_of(tokenizer).save(tmp_path / "iteration_0", Progress())
-    with pytest.raises(CheckpointError, match=r"no adapter in this checkpoint, but the job has \[lora\]"):
-        LocalLearner.resumed(learner_of(tokenizer, **LORA).config, tmp_path / "iteration_0")
-
-
-def test_a_run_with_adapters_is_not_resumed_without_lora(tokenizer, tmp_path: Path):
-    checkpoints_of(tokenizer, tmp_path)
-    for iteration in ("iteration_0", "iteration_1"):
-        with pytest.raises(CheckpointError, match=r"it has adapters, but the job has no \[lora\]"):
-            LocalLearner.resumed(learner_of(tokenizer).config, tmp_path / iteration)
-
-
-def test_rl_starts_from_what_the_warm_up_taught_and_so_does_whoever_resumes(tokenizer, tmp_path: Path):
+def test_rl_starts_from_what_the_warm_up_taught_and_so_does_a_resumed_run(tokenizer, tmp_path: Path):
     kl = {"training__kl_coef": 0.1, "training__update_passes": 1}
     learner = updated(tokenizer, **kl)  # as a warm-up would leave it
     learner._reference = None
@@ -382,7 +373,7 @@ def test_rl_starts_from_what_the_warm_up_taught_and_so_does_whoever_resumes(toke
     torch.testing.assert_close(logits(exported), warm, rtol=0, atol=1e-5)
     again, _ = LocalLearner.resumed(learner.config, tmp_path / "iteration_0")
     assert torch.equal(logits(again.copy_to_serve()), warm)
-    episodes = episodes_of(learner, [1.0, -1.0])
+    episodes = make_episodes(learner, [1.0, -1.0])
     for iteration in (1, 2):
         found, expected = (one.update(episodes, iteration=iteration) for one in (learner, again))
         assert found == expected
@@ -391,8 +382,8 @@ def test_rl_starts_from_what_the_warm_up_taught_and_so_does_whoever_resumes(toke
     learner.save(tmp_path / "iteration_2", Progress(2, 2, 4))
     later, _ = LocalLearner.resumed(learner.config, tmp_path / "iteration_2")
     assert later.update(episodes, iteration=3) == learner.update(episodes, iteration=3)
-    other = tensors_of(later)
-    assert all(torch.equal(tensor, other[name]) for name, tensor in tensors_of(learner).items())
+    other = copy_tensors(later)
+    assert all(torch.equal(tensor, other[name]) for name, tensor in copy_tensors(learner).items())
 
 
 def test_what_is_merged_is_float32_even_where_the_base_is_not_and_one_where_it_is_tied(tokenizer):
@@ -409,25 +400,33 @@ def test_what_is_merged_is_float32_even_where_the_base_is_not_and_one_where_it_i
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("before", "after", "told"),
     [
-        ({"lora__rank": 8}, r"adapters have rank 4, but lora\.rank of the job gives 8"),
-        ({"lora__alpha": 4}, r"adapters have alpha 8, but lora\.alpha of the job gives 4"),
+        ({}, LORA, r"no adapter in this checkpoint, but the job has \[lora\]"),
+        (LORA, {}, r"it has adapters, but the job has no \[lora\]"),
+        (LORA, {**LORA, "lora__rank": 8}, r"adapters have rank 4, but lora\.rank of the job gives 8"),
+        (LORA, {**LORA, "lora__alpha": 4}, r"adapters have alpha 8, but lora\.alpha of the job gives 4"),
         (
-            {"lora__target_modules": ["q_proj"]},
+            LORA,
+            {**LORA, "lora__target_modules": ["q_proj"]},
             r"adapters have target_modules .*down_proj.* and 12 more, .* gives \['q_proj'\]",
         ),
     ],
 )
-def test_a_run_is_not_resumed_with_adapters_of_other_settings(tokenizer, tmp_path: Path, changed, told: str):
-    learner_of(tokenizer, **LORA).save(tmp_path / "iteration_0", Progress())
-    with pytest.raises(CheckpointError, match=told):
-        LocalLearner.resumed(learner_of(tokenizer, **{**LORA, **changed}).config, tmp_path / "iteration_0")
+def test_a_run_is_not_resumed_with_other_adapters_than_it_has(
+    tokenizer, tmp_path: Path, before, after, told: str
+):
+    learner = make_learner(tokenizer, **before)
+    learner.save(tmp_path / "iteration_0", Progress())
+    learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))  # of adapters alone, where there are any
+    for name in ("iteration_0", "iteration_1"):
+        with pytest.raises(CheckpointError, match=told):
+            LocalLearner.resumed(make_learner(tokenizer, **after).config, tmp_path / name)
 
 
 def test_the_saved_adapter_names_the_model_that_it_was_trained_over(tokenizer, tmp_path: Path):
     folder = tmp_path / "base"
-    save_model_folder(folder, learner_of(tokenizer).model, tokenizer)
+    save_model_folder(folder, make_learner(tokenizer).model, tokenizer)
     job = tiny_job(model__preset=None, model__path=str(folder), **LORA)
     learner = LocalLearner.fresh(learner_parts.learner_config(job), [])
     learner.save(tmp_path / "iteration_0", Progress())
@@ -442,13 +441,13 @@ def test_the_saved_adapter_names_the_model_that_it_was_trained_over(tokenizer, t
 def test_dropout_is_in_the_gradient_of_steps_and_in_no_log_prob(tokenizer, level: str):
     """A policy equal to its reference and to the proximal policy has a KL of 0 and ratios of 1, and after a
     step the ratios are those of the policy that is sampled from."""
-    learner = learner_of(
+    learner = make_learner(
         tokenizer, **LORA, lora__dropout=0.5, training__kl_coef=0.1, algorithm__ratio_level=level
     )
     for weight in learner.model.parameters():
         if weight.requires_grad:
             torch.nn.init.normal_(weight, std=0.2)
-    episodes = episodes_of(learner, [1.0, -1.0])
+    episodes = make_episodes(learner, [1.0, -1.0])
     by_id = {item.rollout_id: item for item in episodes}
     update = learner.policy_update()
     before = update.weighed(episodes).scored
@@ -492,7 +491,7 @@ def test_targets_that_do_not_fit_are_refused_before_and_after_the_weights_are_th
     tokenizer, targets: list[str], told: str
 ):
     with pytest.raises(JobError, match=rf"lora\.target_modules.*{told}"):
-        learner_of(tokenizer, lora__target_modules=targets)
+        make_learner(tokenizer, lora__target_modules=targets)
     with pytest.raises(JobError, match=told):
         refuse_unknown_targets(ModelTable(preset="tiny-0.3m"), LoraTable(target_modules=targets))
 
@@ -513,7 +512,7 @@ def test_all_linear_layers_are_not_named_with_others():
     ],
 )
 def test_named_targets_alone_get_adapters(tokenizer, targets: list[str], layers: set[str]):
-    learner = learner_of(tokenizer, lora__target_modules=targets)
+    learner = make_learner(tokenizer, lora__target_modules=targets)
     trained = {
         name.partition(".lora_")[0].removeprefix("model.")
         for name, weight in learner.model.named_parameters()

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from tests.conftest import tiny_job
 from tests.tiny_families import tiny_model
-from tests.trainer_backend.learner.hand_made import episodes_of, learner_of, segment, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import make_episodes, make_learner, segment, tiny_tokenizer
 from trainer_backend import learner_parts
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.errors import JobError, ModelFolderError
@@ -24,7 +24,7 @@ from trainer_backend.learner.by_length import SHORTEST_SHARE
 from trainer_backend.learner.device import Found, Placement, place
 from trainer_backend.learner.factory import LocalFactory
 from trainer_backend.learner.fit import less_memory
-from trainer_backend.learner.learner import scorer_of
+from trainer_backend.learner.learner import build_scorer
 from trainer_backend.learner.loading import copy_to_serve
 from trainer_backend.learner.memory import MemoryNeeds, MemoryUse, activations, cached_row, memory_needs
 from trainer_backend.learner.memory import cache as cache_bytes
@@ -55,25 +55,25 @@ def tokenizer():
     return tiny_tokenizer()
 
 
-def bytes_of(tensors) -> int:
+def count_bytes(tensors) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 @pytest.mark.parametrize("overrides", [{}, {"lora__rank": 4}], ids=["all weights", "adapters"])
 def test_weights_gradients_and_moments_are_what_a_learner_has(tokenizer, overrides):
-    learner = learner_of(tokenizer, **overrides)
-    learner.update(episodes_of(learner, [1.0, -1.0]), iteration=1)
+    learner = make_learner(tokenizer, **overrides)
+    learner.update(make_episodes(learner, [1.0, -1.0]), iteration=1)
     shape = model_shape(learner.model.config, learner.config.lora)
     planned = memory_needs(shape, memory_use(learner.config, place("cpu"), shape), is_gpu=False).device
     weights = list(learner.model.parameters())
-    assert planned["weights"] == bytes_of(weights)
-    assert planned["gradients"] == bytes_of(weight.grad for weight in weights if weight.requires_grad)
+    assert planned["weights"] == count_bytes(weights)
+    assert planned["gradients"] == count_bytes(weight.grad for weight in weights if weight.requires_grad)
     state = learner._optimizer.state.values()
     moments = [values[name] for values in state for name in ("exp_avg", "exp_avg_sq")]
-    assert planned["optimizer"] == bytes_of(moments)
-    assert planned["engine"] == bytes_of(learner.copy_to_serve().parameters())
+    assert planned["optimizer"] == count_bytes(moments)
+    assert planned["engine"] == count_bytes(learner.copy_to_serve().parameters())
     rounded = replace(memory_use(learner.config, place("cpu"), shape), low=True)
-    copied = bytes_of(copy_to_serve(learner.model, torch.bfloat16).parameters())
+    copied = count_bytes(copy_to_serve(learner.model, torch.bfloat16).parameters())
     assert memory_needs(shape, rounded, is_gpu=False).device["engine"] == copied
 
 
@@ -96,7 +96,7 @@ def test_activations_are_near_the_peak_of_an_update(family, rounded, checkpointe
     checkpoint_layers(model, checkpointed)
     placement = Placement(torch.device("cpu"), torch.bfloat16 if rounded else None)
     model.set_attn_implementation(attention.implementation)
-    peak = peak_of(Scorer(model, placement, attention, 8))
+    peak = measure_peak(Scorer(model, placement, attention, 8))
     masked = isinstance(attention, BlockMask)
     use = replace(USE, low=rounded, masked=masked, checkpointed=checkpointed)
     planned = activations(model_shape(config, None), use)
@@ -113,10 +113,10 @@ def test_activations_are_near_the_peak_of_an_update(family, rounded, checkpointe
 def test_activations_of_the_models_own_layers_are_near_the_peak_of_an_update(family, checkpointed):
     size = {"hidden_size": 96, "intermediate_size": 192, "head_dim": 16, "max_position_embeddings": 1024}
     model = tiny_model(family, **size)
-    scorer = scorer_of(model, place("cpu"), 8, why_apart=refuse_unsupported(model, longest=256))
+    scorer = build_scorer(model, place("cpu"), 8, why_apart=refuse_unsupported(model, longest=256))
     shape = model_shape(model.config, None, longest=256)
     checkpoint_layers(model, checkpointed)
-    peak = peak_of(scorer)
+    peak = measure_peak(scorer)
     assert bool(shape.apart) == isinstance(scorer.attention, PaddedRows)
     # The plan has the padding that a group may have, which these segments of one length do not need.
     use = replace(USE, checkpointed=checkpointed)
@@ -134,8 +134,8 @@ def test_the_sums_of_experts_and_their_adapters_are_planned_as_they_are_made(che
         shape = model_shape(model.config, lora)
         Adapter.fresh(model, lora, seed=0, base=None)
         checkpoint_layers(model, checkpointed)
-        scorer = scorer_of(model, place("cpu"), 8, why_apart=None)
-        return activations(shape, replace(USE, checkpointed=checkpointed)), peak_of(scorer)
+        scorer = build_scorer(model, place("cpu"), 8, why_apart=None)
+        return activations(shape, replace(USE, checkpointed=checkpointed)), measure_peak(scorer)
 
     plain, adapted = planned_and_measured("q_proj"), planned_and_measured("q_proj", "experts.down_proj")
     planned, measured = (b - a for a, b in zip(plain, adapted, strict=True))
@@ -145,7 +145,7 @@ def test_the_sums_of_experts_and_their_adapters_are_planned_as_they_are_made(che
     assert 0.9 * measured < planned < 1.15 * measured
 
 
-def peak_of(scorer) -> int:
+def measure_peak(scorer) -> int:
     """The most bytes that are allocated at a time in a forward and backward pass of 4 rows of 256 tokens."""
     parts = [segment(f"r{i}", [3, 3], [4] * 254, [-1.0] * 254) for i in range(4)]
     packed = pack_segments(parts, row_tokens=256)
@@ -202,14 +202,14 @@ def test_ranks_compute_as_many_tokens_as_the_fullest_has_room_for_and_the_report
     assert given < own / 3
 
 
-def plan_of(free: int, *, host: dict[str, int] | None = None, host_free: int = 0) -> MemoryPlan:
+def make_plan(free: int, *, host: dict[str, int] | None = None, host_free: int = 0) -> MemoryPlan:
     needs = MemoryNeeds({"weights": 3 * GIB, "activations": 3 * GIB, "cache": 7 * GIB}, host or {}, 6 * GIB)
     return MemoryPlan(place("cpu"), needs, free, host_free)
 
 
 def test_what_cannot_fit_is_refused_with_every_kind_and_the_knobs():
     with pytest.raises(JobError) as caught:
-        refuse_too_large(plan_of(5 * GIB), hint=less_memory(learner_parts.learner_config(tiny_job())))
+        refuse_too_large(make_plan(5 * GIB), hint=less_memory(learner_parts.learner_config(tiny_job())))
     told = str(caught.value)
     assert "at least 6.00 GiB on cpu" in told
     assert "13.0 of 5.0 GiB free: weights 3.0, activations 3.0, cache 7.0" in told
@@ -218,22 +218,22 @@ def test_what_cannot_fit_is_refused_with_every_kind_and_the_knobs():
 
 
 def test_what_fits_only_while_sequences_are_short_is_told_and_not_refused():
-    plan = plan_of(8 * GIB)
+    plan = make_plan(8 * GIB)
     refuse_too_large(plan, hint=less_memory(learner_parts.learner_config(tiny_job())))
     assert "fits only while sequences are shorter than allowed" in str(plan)
-    assert "fits only" not in str(plan_of(13 * GIB))
+    assert "fits only" not in str(make_plan(13 * GIB))
 
 
 def test_moments_that_do_not_fit_main_memory_are_refused_too():
     with pytest.raises(JobError, match=r"needs 9.00 of 8.00 GiB of main memory"):
         refuse_too_large(
-            plan_of(20 * GIB, host={"optimizer": 9 * GIB}, host_free=8 * GIB),
+            make_plan(20 * GIB, host={"optimizer": 9 * GIB}, host_free=8 * GIB),
             hint=less_memory(learner_parts.learner_config(tiny_job())),
         )
 
 
 def test_one_sequence_as_long_as_allowed_makes_the_cache_as_large_as_the_plan_has_it(tokenizer):
-    served = learner_of(tokenizer).copy_to_serve()
+    served = make_learner(tokenizer).copy_to_serve()
     cache = SlotCache(slots=5, max_len=200)
     with torch.inference_mode():
         cache.begin_prefill(first_row=0, length=200)
@@ -242,7 +242,7 @@ def test_one_sequence_as_long_as_allowed_makes_the_cache_as_large_as_the_plan_ha
     job = tiny_job(inference__max_running=5, inference__max_model_len=200, inference__kept_prefixes=0)
     use = replace(memory_use(learner_parts.learner_config(job), place("cpu"), shape), trunks=False)
     planned = memory_needs(shape, use, is_gpu=False).device["cache"]
-    assert bytes_of((*cache._keys, *cache._values)) == planned
+    assert count_bytes((*cache._keys, *cache._values)) == planned
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2", "nemotron_h", "granitemoehybrid"])
@@ -254,25 +254,25 @@ def test_a_row_of_layers_with_states_takes_what_the_plan_has_of_it(family):
     tensors = [part for value in held for part in (value.values() if isinstance(value, dict) else [value])]
     shape, keys = model_shape(model.config, None), EngineKeys().model_copy(update={"max_model_len": 10})
     use = replace(USE, keys=keys)
-    assert cached_row(shape, use) == bytes_of(filter(torch.is_tensor, tensors))
+    assert cached_row(shape, use) == count_bytes(filter(torch.is_tensor, tensors))
     assert cache_bytes(shape, use) == (64 + 2 * 64) * cached_row(shape, use)
 
 
 def test_a_model_folder_is_planned_for_without_its_weights(tokenizer, tmp_path: Path):
-    learner = learner_of(tokenizer)
+    learner = make_learner(tokenizer)
     save_model_folder(tmp_path, learner.model, tokenizer)
     (tmp_path / "model.safetensors").write_bytes(b"not read")
     job = tiny_job(model__preset=None, model__path=str(tmp_path))
-    assert memory_plan(learner_parts.learner_config(job)).needs.device["weights"] == bytes_of(
+    assert memory_plan(learner_parts.learner_config(job)).needs.device["weights"] == count_bytes(
         learner.model.parameters()
     )
     assert memory_plan(learner_parts.learner_config(tiny_job()), tmp_path).needs.device[
         "weights"
-    ] == bytes_of(learner.model.parameters())
+    ] == count_bytes(learner.model.parameters())
 
 
 def test_a_fixed_policy_is_planned_for_without_its_weights(tokenizer, tmp_path: Path):
-    learner = learner_of(tokenizer)
+    learner = make_learner(tokenizer)
     save_model_folder(tmp_path, learner.model, tokenizer)
     (tmp_path / "model.safetensors").write_bytes(b"never read")
     plan = memory_plan(learner.config, fixed=[tmp_path])
@@ -342,7 +342,7 @@ RANKS = {"cluster": {}, "learner__nproc_per_node": 2, "learner__nnodes": 2}
 
 
 def test_of_several_ranks_those_of_the_first_node_are_beside_the_engines(tokenizer, tmp_path: Path):
-    save_model_folder(tmp_path, learner_of(tokenizer).model, tokenizer)
+    save_model_folder(tmp_path, make_learner(tokenizer).model, tokenizer)
     config = learner_parts.learner_config(tiny_job(**RANKS | {"cluster": {"launcher": "ray"}}))
     config = replace(config, engines=1)
     plans = [memory_plan(config, tmp_path, ranks=Ranks(index, 4)) for index in range(4)]

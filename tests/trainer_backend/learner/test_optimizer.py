@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trainer_backend.learner.hand_made import episodes_of, learner_of, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import make_episodes, make_learner, tiny_tokenizer
 from trainer_backend.learner.checkpoints import restore_progress
 from trainer_backend.learner.optimizer import OffloadedAdamW
 from trainer_backend.parts import Progress
@@ -20,12 +20,12 @@ def tokenizer():
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_offloaded_steps_are_those_of_adamw(tokenizer, weight_decay: float):
-    kept = learner_of(tokenizer, training__weight_decay=weight_decay)
-    moved = learner_of(tokenizer, training__weight_decay=weight_decay, training__optimizer_offload=True)
+    kept = make_learner(tokenizer, training__weight_decay=weight_decay)
+    moved = make_learner(tokenizer, training__weight_decay=weight_decay, training__optimizer_offload=True)
     assert isinstance(moved._optimizer, OffloadedAdamW)
     for iteration in (1, 2, 3):
         for learner in (kept, moved):
-            learner.update(episodes_of(learner, ADVANTAGES), iteration=iteration)
+            learner.update(make_episodes(learner, ADVANTAGES), iteration=iteration)
     other = moved.weights()
     assert all(torch.equal(tensor, other[name]) for name, tensor in kept.weights().items())
 
@@ -34,14 +34,14 @@ def test_offloaded_steps_are_those_of_adamw(tokenizer, weight_decay: float):
 def test_a_run_may_be_resumed_with_the_moments_in_the_other_place(
     tokenizer, offloads_first: bool, tmp_path: Path
 ):
-    first = learner_of(tokenizer, training__optimizer_offload=offloads_first)
-    first.update(episodes_of(first, ADVANTAGES), iteration=1)
+    first = make_learner(tokenizer, training__optimizer_offload=offloads_first)
+    first.update(make_episodes(first, ADVANTAGES), iteration=1)
     first.save(tmp_path / "iteration_1", Progress(1, 1, 2))
-    second = learner_of(tokenizer, training__optimizer_offload=not offloads_first)
+    second = make_learner(tokenizer, training__optimizer_offload=not offloads_first)
     second.model.load_state_dict(first.model.state_dict())
     assert restore_progress(tmp_path / "iteration_1", second._optimizer) == Progress(1, 1, 2)
     for learner in (first, second):
-        learner.update(episodes_of(learner, ADVANTAGES), iteration=2)
+        learner.update(make_episodes(learner, ADVANTAGES), iteration=2)
     other = second.weights()
     assert all(torch.equal(tensor, other[name]) for name, tensor in first.weights().items())
 

@@ -6,19 +6,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trainer_backend.learner.hand_made import learner_of, segment, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import make_learner, segment, tiny_tokenizer
 from tests.trainer_backend.learner.test_out_of_memory import Shortage
-from tests.trainer_backend.learner.test_value_head import critic_of, episodes_of, scored, states, tensors_of
+from tests.trainer_backend.learner.test_value_head import (
+    LEVELS,
+    OWN,
+    copy_tensors,
+    make_critic,
+    make_episodes,
+    scored,
+    states,
+)
 from trainer_backend.core.critic import CriticTargets, explained_variance, firsts
-from trainer_backend.errors import CheckpointError, NonFiniteLoss, OutOfMemory, SegmentError
+from trainer_backend.errors import NonFiniteLoss, OutOfMemory, SegmentError
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.learner.shapes import model_shape
 from trainer_backend.parts import CreditedEpisode, Progress
-from trainer_backend.run.beginning import told_on_resume
-from trainer_backend.rundir.checkpoint_paths import CRITIC_FILE
-
-LEVELS = ["gae", "gae_token"]
-OWN = {"training__critic": "own", "training__entropy_coef": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -26,43 +29,39 @@ def tokenizer():
     return tiny_tokenizer()
 
 
-def own_critic_of(tokenizer, advantage="gae", **overrides) -> LocalLearner:
-    return critic_of(tokenizer, advantage, **{**OWN, **overrides})
-
-
-@pytest.mark.parametrize("advantage", LEVELS)
-def test_at_first_every_value_is_0(tokenizer, advantage):
-    found = scored(own_critic_of(tokenizer, advantage), states(3))
-    assert [list(firsts(values)) for values in found.values()] == [[0.0]] * 3
+def make_own_critic(tokenizer, advantage="gae", **overrides) -> LocalLearner:
+    return make_critic(tokenizer, advantage, **{**OWN, **overrides})
 
 
 @pytest.mark.parametrize("advantage", LEVELS)
 def test_it_learns_what_a_prompt_is_worth_by_layers_that_the_policy_never_feels(tokenizer, advantage):
-    learner = own_critic_of(tokenizer, advantage, training__critic_batch_decisions=8)
-    before = tensors_of(learner)
+    learner = make_own_critic(tokenizer, advantage, training__critic_batch_decisions=8)
+    before = copy_tensors(learner)
     wanted = [1.0 if i % 2 else -1.0 + i / 4 for i in range(8)]
-    losses = [learner.update(episodes_of(learner, wanted), iteration=1)["value/loss"] for _ in range(30)]
+    losses = [learner.update(make_episodes(learner, wanted), iteration=1)["value/loss"] for _ in range(30)]
     found = [firsts(values)[0] for values in scored(learner, states(8)).values()]
     assert losses[-1] < 0.1 * losses[0]
     assert explained_variance(found, wanted) > 0.9
     # advantages of 0: only a value loss could have moved the policy
-    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(learner).items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in copy_tensors(learner).items())
     layers = learner._critic._scorer.model.state_dict()
     assert any(not torch.equal(tensor, layers[name]) for name, tensor in before.items())
 
 
 def test_the_policy_is_what_it_would_be_without_a_critic(tokenizer):
-    plain, own = learner_of(tokenizer, training__entropy_coef=0.0), own_critic_of(tokenizer)
-    own.update(episodes_of(own, [5.0, -3.0], advantage=1.0), iteration=1)
+    plain, own = make_learner(tokenizer, training__entropy_coef=0.0), make_own_critic(tokenizer)
+    own.update(make_episodes(own, [5.0, -3.0], advantage=1.0), iteration=1)
     plain.update([CreditedEpisode(part.rollout_id, [part], [1.0]) for part in states(2)], iteration=1)
-    theirs = tensors_of(own)
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in tensors_of(plain).items())
+    theirs = copy_tensors(own)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in copy_tensors(plain).items())
 
 
 def test_a_step_does_not_depend_on_how_it_is_cut_into_pieces(tokenizer):
-    learner = own_critic_of(tokenizer, training__critic_passes=1, training__row_tokens=16)
-    learner.update(episodes_of(learner, [1.0, -1.0] * 6), iteration=1)  # so that the head's weights are not 0
-    episodes, critic, found = episodes_of(learner, [2.0, -1.0, 0.5] * 4), learner._critic, []
+    learner = make_own_critic(tokenizer, training__critic_passes=1, training__row_tokens=16)
+    learner.update(
+        make_episodes(learner, [1.0, -1.0] * 6), iteration=1
+    )  # so that the head's weights are not 0
+    episodes, critic, found = make_episodes(learner, [2.0, -1.0, 0.5] * 4), learner._critic, []
     for tokens in (4096, 64):
         critic._table = critic._table.model_copy(update={"micro_batch_tokens": tokens})
         loss = critic.gradient([part for item in episodes for part in item.segments], {
@@ -77,78 +76,31 @@ def test_a_step_does_not_depend_on_how_it_is_cut_into_pieces(tokenizer):
 
 
 def test_while_it_warms_up_the_policy_stays_and_nothing_new_is_served(tokenizer):
-    learner = own_critic_of(tokenizer, training__critic_warmup=1)
-    before = tensors_of(learner)
-    metrics = learner.update(episodes_of(learner, [1.0, -2.0], advantage=1.0), iteration=1)
+    learner = make_own_critic(tokenizer, training__critic_warmup=1)
+    before = copy_tensors(learner)
+    metrics = learner.update(make_episodes(learner, [1.0, -2.0], advantage=1.0), iteration=1)
     assert metrics["optim/steps"] == 0.0 and metrics["value/loss"] > 0.0
-    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(learner).items())
-    assert learner.update(episodes_of(learner, [1.0, -2.0], advantage=1.0), iteration=2)["optim/steps"] > 0.0
-    assert any(not torch.equal(tensor, before[name]) for name, tensor in tensors_of(learner).items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in copy_tensors(learner).items())
+    assert (
+        learner.update(make_episodes(learner, [1.0, -2.0], advantage=1.0), iteration=2)["optim/steps"] > 0.0
+    )
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in copy_tensors(learner).items())
 
 
 def test_a_critic_that_begins_in_the_middle_of_a_run_warms_up_then(tokenizer, tmp_path: Path):
-    learner = own_critic_of(tokenizer, training__critic_warmup=2)
+    learner = make_own_critic(tokenizer, training__critic_warmup=2)
     found = []
     for iteration in (50, 51, 52):
-        episodes = episodes_of(learner, [1.0, -2.0], advantage=1.0)
+        episodes = make_episodes(learner, [1.0, -2.0], advantage=1.0)
         found.append(learner.update(episodes, iteration=iteration)["optim/steps"] > 0)
         learner.save(tmp_path / f"iteration_{iteration}", Progress(iteration, 1, 2))
         learner, _ = LocalLearner.resumed(learner.config, tmp_path / f"iteration_{iteration}")
     assert found == [False, False, True]
 
 
-@pytest.mark.parametrize("advantage", LEVELS)
-def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(tokenizer, tmp_path: Path, advantage):
-    whole = own_critic_of(tokenizer, advantage)
-    whole.save(tmp_path / "iteration_0", Progress())
-    whole.update(episodes_of(whole, [1.0, -2.0]), iteration=1)
-    whole.save(tmp_path / "iteration_1", Progress(1, 1, 2))
-    again, _ = LocalLearner.resumed(whole.config, tmp_path / "iteration_1")
-    assert scored(again, states(2))["r0"] != [0.0]
-    for learner in (whole, again):
-        learner.update(episodes_of(learner, [0.5, -1.0], advantage=1.0), iteration=2)
-    assert scored(again, states(4)) == scored(whole, states(4))
-    ours, theirs = tensors_of(whole), tensors_of(again)
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-
-
-def test_a_run_that_goes_from_a_head_to_layers_of_its_own_says_so_and_begins_fresh(tokenizer, tmp_path: Path):
-    learner = critic_of(tokenizer)
-    learner.update(episodes_of(learner, [1.0, -2.0]), iteration=1)
-    learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
-    assert told_on_resume("gae", tmp_path / "iteration_1", critic="own") == (
-        "iteration_1 has no critic with layers of its own, which training.critic = 'own' needs: a fresh one "
-        "begins, all values 0"
-    )
-    again, _ = LocalLearner.resumed(own_critic_of(tokenizer).config, tmp_path / "iteration_1")
-    assert scored(again, states(1)) == {"r0": [0.0]}
-
-
-def test_a_run_that_goes_back_to_a_head_says_so_and_begins_fresh(tokenizer, tmp_path: Path):
-    learner = own_critic_of(tokenizer)
-    learner.update(episodes_of(learner, [1.0, -2.0]), iteration=1)
-    learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
-    assert told_on_resume("gae", tmp_path / "iteration_1", critic="own") is None
-    assert told_on_resume("gae", tmp_path / "iteration_1", critic="head") == (
-        "the critic of iteration_1 has layers of its own and is left behind: training.critic = 'head' reads "
-        "the policy's; a fresh one begins, all values 0"
-    )
-    again, _ = LocalLearner.resumed(critic_of(tokenizer).config, tmp_path / "iteration_1")
-    assert scored(again, states(1)) == {"r0": [0.0]}
-
-
-def test_a_broken_file_is_refused_with_its_path(tokenizer, tmp_path: Path):
-    learner = own_critic_of(tokenizer)
-    scored(learner, states(1))
-    learner.save(tmp_path / "iteration_1", Progress())
-    (tmp_path / "iteration_1/training_state" / CRITIC_FILE).write_bytes(b"half")
-    with pytest.raises(CheckpointError, match=r"training_state/critic\.safetensors: the critic cannot"):
-        LocalLearner.resumed(learner.config, tmp_path / "iteration_1")
-
-
 def test_a_loss_that_is_not_finite_leaves_the_critic_as_it_was(tokenizer):
-    learner = own_critic_of(tokenizer)
-    episodes = episodes_of(learner, [1.0, 1.0])
+    learner = make_own_critic(tokenizer)
+    episodes = make_episodes(learner, [1.0, 1.0])
     broken = [replace(episode, critic=CriticTargets([0.0], [3e38])) for episode in episodes]
     with pytest.raises(NonFiniteLoss, match=r"critic.*Lower training\.critic_learning_rate"):
         learner.update(broken, iteration=1)
@@ -157,14 +109,14 @@ def test_a_loss_that_is_not_finite_leaves_the_critic_as_it_was(tokenizer):
 
 @pytest.mark.parametrize(("policy_learns", "steps"), [(False, 1), (True, 2)], ids=["critic alone", "both"])
 def test_an_error_of_its_second_step_counts_its_first_one_and_the_policy_s(tokenizer, policy_learns, steps):
-    learner = own_critic_of(
+    learner = make_own_critic(
         tokenizer,
         training__critic_batch_decisions=1,
         training__critic_passes=1,
         training__critic_warmup=0 if policy_learns else 1,
         training__update_passes=1,
     )
-    episodes = episodes_of(learner, [1.0, 1.0], advantage=1.0)
+    episodes = make_episodes(learner, [1.0, 1.0], advantage=1.0)
     Shortage(learner._critic._scorer, 2)
     with pytest.raises(OutOfMemory, match="the critic ran out of memory") as caught:
         learner.update(episodes, iteration=1)
@@ -174,9 +126,11 @@ def test_an_error_of_its_second_step_counts_its_first_one_and_the_policy_s(token
 def test_checkpointed_layers_are_computed_again_and_give_the_same_gradient(tokenizer):
     found = []
     for checkpointing in (False, 1):
-        learner = own_critic_of(tokenizer, training__gradient_checkpointing=checkpointing)
-        learner.update(episodes_of(learner, [1.0, -1.0]), iteration=1)  # so that the head's weights are not 0
-        episodes, critic, calls = episodes_of(learner, [2.0, 0.5]), learner._critic, []
+        learner = make_own_critic(tokenizer, training__gradient_checkpointing=checkpointing)
+        learner.update(
+            make_episodes(learner, [1.0, -1.0]), iteration=1
+        )  # so that the head's weights are not 0
+        episodes, critic, calls = make_episodes(learner, [2.0, 0.5]), learner._critic, []
         for number, layer in enumerate(critic._scorer.model.model.layers):
             layer.mlp.register_forward_pre_hook(lambda *_, of=calls, number=number: of.append(number))
         critic.gradient([item.segments[0] for item in episodes], {
@@ -192,10 +146,10 @@ def test_checkpointed_layers_are_computed_again_and_give_the_same_gradient(token
 def test_a_token_beyond_its_vocabulary_is_refused_with_its_place(tokenizer):
     foreign = segment("r0", [5, 6, 7], [20, 10**6], [-1.0, -1.0])
     with pytest.raises(SegmentError, match="rollout r0, turn 1, token 4: token id 1000000, and the actor"):
-        scored(own_critic_of(tokenizer), [foreign])
+        scored(make_own_critic(tokenizer), [foreign])
 
 
 def test_the_plan_of_memory_counts_its_layers(tokenizer):
-    config = learner_of(tokenizer).model.config
+    config = make_learner(tokenizer).model.config
     plain, own = (model_shape(config, None, critic=critic) for critic in (None, "own"))
     assert own.critic == plain.parameters + 97 and plain.critic == 0

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from tests.trainer_backend.learner.hand_made import tiny_tokenizer
 from trainer_backend.learner.ranks import Ranks
-from trainer_backend.learner.shares import sample_of
+from trainer_backend.learner.shares import checksum_model
 from trainer_backend.models import build_preset, train_tokenizer
 
 COUNTS = st.integers(1, 5)
@@ -23,7 +23,7 @@ def test_each_piece_counts_on_one_rank_and_all_ranks_make_as_many_passes(sizes: 
 def test_ranks_that_have_found_other_models_would_show_it():
     tokenizer = tiny_tokenizer()
     models = [build_preset("tiny-0.3m", tokenizer, seed=seed) for seed in (3, 3, 4)]
-    samples = [sample_of(model, tokenizer) for model in models]
+    samples = [checksum_model(model, tokenizer) for model in models]
     assert samples[0] == samples[1] != samples[2]
     other = train_tokenizer(["another text altogether"] * 20, 300)
-    assert sample_of(models[0], other) != samples[0]
+    assert checksum_model(models[0], other) != samples[0]

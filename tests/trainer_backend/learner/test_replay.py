@@ -27,7 +27,7 @@ from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.keys import EngineKeys
 from trainer_backend.learner.attention import SHARE_FROM
 from trainer_backend.learner.device import Placement
-from trainer_backend.learner.learner import scorer_of
+from trainer_backend.learner.learner import build_scorer
 from trainer_backend.learner.loading import copy_to_serve
 from trainer_backend.learner.scoring import refuse_unknown
 from trainer_backend.learner.stepping import checkpoint_layers, stepping
@@ -78,7 +78,7 @@ def prompts() -> list[list[int]]:
     return [*first, [*shared, *rests[2]], rests[2], rests[1]]
 
 
-def segment_of(ids: list[int], found: Generation) -> Segment:
+def segment_from(ids: list[int], found: Generation) -> Segment:
     experts = np.full((len(ids) + len(found.token_ids), found.experts.shape[1]), UNKNOWN, np.uint16)
     experts[:-1] = found.experts
     span = (len(ids), len(ids) + len(found.token_ids), 0, 0, 1.0)
@@ -94,12 +94,12 @@ def gradient(model, loss: torch.Tensor) -> torch.Tensor:
 
 def scorer_for(family: str, placement: Placement):
     model = tiny_model(family)
-    scorer = scorer_of(model, placement, why_apart=refuse_unsupported(model, longest=256))
+    scorer = build_scorer(model, placement, why_apart=refuse_unsupported(model, longest=256))
     return replace(scorer, share_from=SHARE_FROM if scorer.attention.takes_tries else None)
 
 
 def named_segments(asked: list[list[int]], found: list[Generation]) -> list[Segment]:
-    return [segment_of(ids, one) for ids, one in zip(asked, found, strict=True)]
+    return [segment_from(ids, one) for ids, one in zip(asked, found, strict=True)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -238,10 +238,10 @@ def test_experts_that_the_model_has_not_are_refused():
     count, routers = count_experts(model), len(Routers(model))
     known = np.full((5, routers * 2), count - 1, np.uint16)
     refuse_unknown(
-        [segment_of(ids, Generation((8, 9), (0.0, 0.0), "length", ((0, 0),), experts=known))], model
+        [segment_from(ids, Generation((8, 9), (0.0, 0.0), "length", ((0, 0),), experts=known))], model
     )
     known[1, 0] = count
-    part = segment_of(ids, Generation((8, 9), (0.0, 0.0), "length", ((0, 0),), experts=known))
+    part = segment_from(ids, Generation((8, 9), (0.0, 0.0), "length", ((0, 0),), experts=known))
     with pytest.raises(SegmentError, match=f"experts up to {count}, and a layer of the actor has {count}"):
         refuse_unknown([part], model)
     one_each = torch.zeros((1, 4, routers), dtype=torch.int64)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainer_backend.learner.hand_made import SIZE, episodes_of, learner_of, segment, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import SIZE, make_episodes, make_learner, segment, tiny_tokenizer
 from trainer_backend.core.segments import Segment
 from trainer_backend.learner import step_size
 from trainer_backend.learner.learner import LocalLearner
@@ -24,8 +24,8 @@ def tokenizer():
 
 
 def test_the_kl_is_that_of_the_sampled_tokens_before_and_after(tokenizer):
-    learner = learner_of(tokenizer, **DESIRED, training__desired_kl=100.0, training__iterations=1)
-    episodes = episodes_of(learner, [1.0, -1.0])
+    learner = make_learner(tokenizer, **DESIRED, training__desired_kl=100.0, training__iterations=1)
+    episodes = make_episodes(learner, [1.0, -1.0])
     before = [item.segments[0].logprobs for item in episodes]
     metrics = learner.update(episodes, iteration=1)
     after = learner.scorer.score([item.segments[0] for item in episodes], SIZE)
@@ -38,9 +38,9 @@ def test_the_kl_is_that_of_the_sampled_tokens_before_and_after(tokenizer):
 
 def test_a_bandit_of_a_tiny_model_gets_steps_of_the_desired_size(tokenizer):
     desired = {"training__desired_kl": 0.01, "training__update_passes": 1, "training__iterations": 40}
-    learner = learner_of(tokenizer, **DESIRED, **desired, training__max_grad_norm=1e9)
+    learner = make_learner(tokenizer, **DESIRED, **desired, training__max_grad_norm=1e9)
     told = [
-        learner.update(episodes_of(learner, [1.0, -1.0]), iteration=n)["kl/decision"] for n in range(1, 25)
+        learner.update(make_episodes(learner, [1.0, -1.0]), iteration=n)["kl/decision"] for n in range(1, 25)
     ]
     assert 0.003 < sum(told[-8:]) / 8 < 0.03
     assert not 0.003 < told[0] < 0.03
@@ -48,18 +48,18 @@ def test_a_bandit_of_a_tiny_model_gets_steps_of_the_desired_size(tokenizer):
 
 def test_the_desired_kl_falls_over_the_run(tokenizer):
     half = {"training__desired_kl": 1e-9, "training__desired_kl_final": 0.0, "training__iterations": 2}
-    learner = learner_of(tokenizer, **DESIRED, **half)
-    rates = [learner.update(episodes_of(learner, [1.0, -1.0]), iteration=n)["optim/lr"] for n in (1, 2, 3)]
+    learner = make_learner(tokenizer, **DESIRED, **half)
+    rates = [learner.update(make_episodes(learner, [1.0, -1.0]), iteration=n)["optim/lr"] for n in (1, 2, 3)]
     assert rates == [1e-3, 1e-3 / 1.5, 1e-3 / 1.5 / 1.5]
 
 
 def test_a_resume_has_the_rate_bit_for_bit_and_other_schedules_have_no_state(tokenizer, tmp_path: Path):
-    learner, other = learner_of(tokenizer, **DESIRED), learner_of(tokenizer)
+    learner, other = make_learner(tokenizer, **DESIRED), make_learner(tokenizer)
     for item in (learner, other):
-        item.update(episodes_of(item, [1.0, -1.0]), iteration=1)
+        item.update(make_episodes(item, [1.0, -1.0]), iteration=1)
     learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
     again, _ = LocalLearner.resumed(learner.config, tmp_path / "iteration_1")
-    episodes = episodes_of(learner, [0.5, -1.0])
+    episodes = make_episodes(learner, [0.5, -1.0])
     found = again.update(episodes, iteration=2)
     assert found == learner.update(episodes, iteration=2)
     assert found["optim/lr"] != 1e-3

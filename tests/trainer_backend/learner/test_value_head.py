@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.trainer_backend.learner.hand_made import learner_of, segment, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import make_learner, segment, tiny_tokenizer
 from trainer_backend.core.critic import CriticTargets, explained_variance, firsts, make_targets
 from trainer_backend.core.segments import Segment
 from trainer_backend.errors import CheckpointError, NonFiniteLoss
@@ -25,10 +25,12 @@ from trainer_backend.learner.value_head import ValueHead
 from trainer_backend.models import load_model_folder
 from trainer_backend.parts import CreditedEpisode, Progress
 from trainer_backend.run.beginning import told_on_resume
-from trainer_backend.rundir.checkpoint_paths import VALUE_HEAD_FILE
+from trainer_backend.rundir.checkpoint_paths import CRITIC_FILE, VALUE_HEAD_FILE
 
 LEVELS = ["gae", "gae_token"]
 TRUNK = {"training__value_trunk_gradient": True}
+OWN = {"training__critic": "own", "training__entropy_coef": 0.0}
+CRITICS = [pytest.param({}, id="head"), pytest.param(OWN, id="own layers")]
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +38,8 @@ def tokenizer():
     return tiny_tokenizer()
 
 
-def critic_of(tokenizer, advantage="gae", **overrides) -> LocalLearner:
-    return learner_of(tokenizer, **{"algorithm__advantage": advantage, **overrides})
+def make_critic(tokenizer, advantage="gae", **overrides) -> LocalLearner:
+    return make_learner(tokenizer, **{"algorithm__advantage": advantage, **overrides})
 
 
 def states(count: int) -> list[Segment]:
@@ -49,7 +51,9 @@ def scored(learner: LocalLearner, parts: list[Segment]):
     return learner.values({part.rollout_id: [part] for part in parts})
 
 
-def episodes_of(learner: LocalLearner, returns: list[float], advantage: float = 0.0) -> list[CreditedEpisode]:
+def make_episodes(
+    learner: LocalLearner, returns: list[float], advantage: float = 0.0
+) -> list[CreditedEpisode]:
     """Episodes of one decision whose value is to become its return; the policy's advantage is given."""
     found = []
     for (name, values), part, target in zip(
@@ -64,7 +68,7 @@ def episodes_of(learner: LocalLearner, returns: list[float], advantage: float = 
     return found
 
 
-def tensors_of(learner: LocalLearner) -> dict[str, torch.Tensor]:
+def copy_tensors(learner: LocalLearner) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in learner.model.state_dict().items()}
 
 
@@ -79,9 +83,10 @@ def test_an_input_whose_spread_is_rounding_alone_is_not_blown_up(tmp_path):
     assert load_file(tmp_path / VALUE_HEAD_FILE)["std"].tolist() == pytest.approx([1.0, 1.0, 1.0])
 
 
+@pytest.mark.parametrize("critic", CRITICS)
 @pytest.mark.parametrize("advantage", LEVELS)
-def test_at_first_every_value_is_0(tokenizer, advantage):
-    found = scored(critic_of(tokenizer, advantage), states(3))
+def test_at_first_every_value_is_0(tokenizer, advantage, critic):
+    found = scored(make_critic(tokenizer, advantage, **critic), states(3))
     assert [list(firsts(values)) for values in found.values()] == [[0.0]] * 3
     assert advantage == "gae" or found["r0"].rows_T == [[0.0] * 3]
 
@@ -92,20 +97,24 @@ def test_at_first_every_value_is_0(tokenizer, advantage):
     ids=["gae", "gae_token", "through the policy"],
 )
 def test_the_head_learns_a_simple_function_of_the_prompt(tokenizer, advantage, settings):
-    learner = critic_of(tokenizer, advantage, training__entropy_coef=0.0, **settings)
+    learner = make_critic(tokenizer, advantage, training__entropy_coef=0.0, **settings)
     wanted = [1.0 if i % 2 else -1.0 + i / 4 for i in range(8)]
-    losses = [learner.update(episodes_of(learner, wanted), iteration=1)["value/loss"] for _ in range(40)]
+    losses = [learner.update(make_episodes(learner, wanted), iteration=1)["value/loss"] for _ in range(40)]
     found = [firsts(values)[0] for values in scored(learner, states(8)).values()]
     assert losses[-1] < 0.1 * losses[0]
     assert explained_variance(found, wanted) > 0.9
 
 
 def test_the_policy_is_what_it_would_be_without_a_critic(tokenizer):
-    plain, with_critic, through = (learner_of(tokenizer), critic_of(tokenizer), critic_of(tokenizer, **TRUNK))
+    plain, with_critic, through = (
+        make_learner(tokenizer),
+        make_critic(tokenizer),
+        make_critic(tokenizer, **TRUNK),
+    )
     for learner in (with_critic, through):
-        learner.update(episodes_of(learner, [5.0, -3.0], advantage=1.0), iteration=1)
+        learner.update(make_episodes(learner, [5.0, -3.0], advantage=1.0), iteration=1)
     plain.update([CreditedEpisode(part.rollout_id, [part], [1.0]) for part in states(2)], iteration=1)
-    ours, theirs, third = (tensors_of(learner) for learner in (plain, with_critic, through))
+    ours, theirs, third = (copy_tensors(learner) for learner in (plain, with_critic, through))
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
     assert any(not torch.equal(tensor, third[name]) for name, tensor in ours.items())
 
@@ -116,11 +125,11 @@ def test_a_batch_cut_into_pieces_of_one_row_gives_the_same_gradients_of_the_valu
     tokenizer, advantage, clip
 ):
     clipped = {} if clip is None else {"training__value_clip": clip}
-    learner = critic_of(
+    learner = make_critic(
         tokenizer, advantage, **TRUNK, **clipped, training__entropy_coef=0.0, training__row_tokens=16
     )
-    learner.update(episodes_of(learner, [1.0, -1.0] * 6), iteration=1)  # so that no weight is 0
-    episodes, found = episodes_of(learner, [2.0, -1.0, 0.5] * 4), []
+    learner.update(make_episodes(learner, [1.0, -1.0] * 6), iteration=1)  # so that no weight is 0
+    episodes, found = make_episodes(learner, [2.0, -1.0, 0.5] * 4), []
     for tokens in (4096, 64):
         training = learner.config.training.model_copy(update={"micro_batch_tokens": tokens})
         learner.config = replace(learner.config, training=training)
@@ -136,105 +145,141 @@ def test_a_batch_cut_into_pieces_of_one_row_gives_the_same_gradients_of_the_valu
     torch.testing.assert_close(trunk_of_cut, trunk, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("overrides", [{}, {"lora__rank": 4}], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("overrides", [*CRITICS, pytest.param({"lora__rank": 4}, id="adapters")])
 @pytest.mark.parametrize("advantage", LEVELS)
 def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(
     tokenizer, tmp_path: Path, overrides, advantage
 ):
-    whole = critic_of(tokenizer, advantage, **overrides)
+    whole = make_critic(tokenizer, advantage, **overrides)
     whole.save(tmp_path / "iteration_0", Progress())
-    whole.update(episodes_of(whole, [1.0, -2.0]), iteration=1)
+    whole.update(make_episodes(whole, [1.0, -2.0]), iteration=1)
     whole.save(tmp_path / "iteration_1", Progress(1, 1, 2))
     again, _ = LocalLearner.resumed(whole.config, tmp_path / "iteration_1")
     assert scored(again, states(4)) == scored(whole, states(4))
     assert scored(again, states(2))["r0"] != [0.0]
     for learner in (whole, again):
-        learner.update(episodes_of(learner, [0.5, -1.0], advantage=1.0), iteration=2)
+        learner.update(make_episodes(learner, [0.5, -1.0], advantage=1.0), iteration=2)
     assert scored(again, states(4)) == scored(whole, states(4))
-    ours, theirs = tensors_of(whole), tensors_of(again)
+    ours, theirs = copy_tensors(whole), copy_tensors(again)
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
 def test_a_run_that_was_interrupted_before_anything_was_scored_begins_with_the_same_inputs(
     tokenizer, tmp_path: Path
 ):
-    whole = critic_of(tokenizer)
+    whole = make_critic(tokenizer)
     whole.save(tmp_path / "iteration_0", Progress())
     again, _ = LocalLearner.resumed(whole.config, tmp_path / "iteration_0")
     for learner in (whole, again):
-        learner.update(episodes_of(learner, [1.0, -2.0]), iteration=1)
+        learner.update(make_episodes(learner, [1.0, -2.0]), iteration=1)
     assert scored(again, states(4)) == scored(whole, states(4))
 
 
-def test_the_model_folder_of_a_checkpoint_is_a_plain_one_with_the_head_beside_it(tokenizer, tmp_path: Path):
-    learner = critic_of(tokenizer)
-    learner.update(episodes_of(learner, [1.0, -2.0]), iteration=1)
+def test_the_model_folder_of_a_checkpoint_is_a_plain_one_and_the_head_has_its_own_file(
+    tokenizer, tmp_path: Path
+):
+    learner = make_critic(tokenizer)
+    learner.update(make_episodes(learner, [1.0, -2.0]), iteration=1)
     learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
     model, _ = load_model_folder(tmp_path / "iteration_1")
-    assert model.state_dict().keys() == learner_of(tokenizer).model.state_dict().keys()
+    assert model.state_dict().keys() == make_learner(tokenizer).model.state_dict().keys()
     stored = load_file(tmp_path / "iteration_1/training_state" / VALUE_HEAD_FILE)
     assert set(stored) == {"weight", "bias", "mean", "std"} | {
         f"{name}.{part}" for name in ("weight", "bias") for part in ("step", "exp_avg", "exp_avg_sq")
     }
 
 
-def test_a_run_that_takes_up_a_critic_begins_with_a_fresh_head_and_says_so(tokenizer, tmp_path: Path):
-    learner_of(tokenizer).save(tmp_path / "iteration_1", Progress(1, 1, 2))
-    assert told_on_resume("gae", tmp_path / "iteration_1") == (
-        "iteration_1 has no value head, which algorithm.advantage = 'gae' needs: a fresh one begins, "
-        "all values 0"
-    )
-    again, _ = LocalLearner.resumed(critic_of(tokenizer).config, tmp_path / "iteration_1")
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        (
+            {"algorithm__advantage": "stepwise"},
+            {},
+            "iteration_1 has no value head, which algorithm.advantage = 'gae' needs: a fresh one begins, all "
+            "values 0",
+        ),
+        (
+            {},
+            OWN,
+            "iteration_1 has no critic with layers of its own, which training.critic = 'own' needs: a fresh "
+            "one begins, all values 0",
+        ),
+        (
+            OWN,
+            {},
+            "the critic of iteration_1 has layers of its own and is left behind: training.critic = 'head' "
+            "reads the policy's; a fresh one begins, all values 0",
+        ),
+    ],
+    ids=["none to head", "head to own", "own to head"],
+)
+def test_a_run_that_changes_its_critic_begins_with_a_fresh_one_and_says_so(
+    tokenizer, tmp_path: Path, before, after, told
+):
+    learner = make_critic(tokenizer, **before)
+    if learner.config.value_level is not None:
+        learner.update(make_episodes(learner, [1.0, -2.0]), iteration=1)
+    learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
+    critic = after.get("training__critic", "head")
+    assert told_on_resume("gae", tmp_path / "iteration_1", critic=critic) == told
+    assert (told_on_resume("gae", tmp_path / "iteration_1", critic="own") is None) == (before is OWN)
+    again, _ = LocalLearner.resumed(make_critic(tokenizer, **after).config, tmp_path / "iteration_1")
     assert scored(again, states(1)) == {"r0": [0.0]}
 
 
 def test_a_run_that_gives_its_critic_up_says_so_and_goes_on(tokenizer, tmp_path: Path):
-    learner = critic_of(tokenizer)
-    learner.update(episodes_of(learner, [1.0, -2.0]), iteration=1)
+    learner = make_critic(tokenizer)
+    learner.update(make_episodes(learner, [1.0, -2.0]), iteration=1)
     learner.save(tmp_path / "iteration_1", Progress(1, 1, 2))
     told = told_on_resume("stepwise", tmp_path / "iteration_1")
     assert told == "the value head of iteration_1 is left behind: algorithm.advantage = 'stepwise' needs none"
     assert told_on_resume("gae", tmp_path / "iteration_1") is None
-    again, progress = LocalLearner.resumed(learner_of(tokenizer).config, tmp_path / "iteration_1")
+    again, progress = LocalLearner.resumed(make_learner(tokenizer).config, tmp_path / "iteration_1")
     assert progress.iteration == 1
     again.save(tmp_path / "iteration_2", Progress(2, 2, 3))
     assert not (tmp_path / "iteration_2/training_state" / VALUE_HEAD_FILE).exists()
 
 
-def test_a_broken_head_is_refused_with_its_path(tokenizer, tmp_path: Path):
-    learner = critic_of(tokenizer)
+@pytest.mark.parametrize(
+    ("critic", "file", "says"),
+    [
+        ({}, VALUE_HEAD_FILE, r"value_head\.safetensors: the value head"),
+        (OWN, CRITIC_FILE, r"critic\.safetensors: the critic"),
+    ],
+)
+def test_a_broken_file_is_refused_with_its_path(tokenizer, tmp_path: Path, critic, file: str, says: str):
+    learner = make_critic(tokenizer, **critic)
+    scored(learner, states(1))
     learner.save(tmp_path / "iteration_1", Progress())
-    (tmp_path / "iteration_1/training_state" / VALUE_HEAD_FILE).write_bytes(b"half")
-    with pytest.raises(
-        CheckpointError, match=r"training_state/value_head\.safetensors: the value head cannot"
-    ):
+    (tmp_path / "iteration_1/training_state" / file).write_bytes(b"half")
+    with pytest.raises(CheckpointError, match=f"training_state/{says} cannot"):
         LocalLearner.resumed(learner.config, tmp_path / "iteration_1")
 
 
 def test_a_value_loss_that_is_not_finite_touches_neither_policy_nor_head(tokenizer):
-    learner = critic_of(tokenizer)
-    episodes = episodes_of(learner, [1.0, 1.0], advantage=1.0)
+    learner = make_critic(tokenizer)
+    episodes = make_episodes(learner, [1.0, 1.0], advantage=1.0)
     broken = [replace(episode, critic=CriticTargets([0.0], [3e38])) for episode in episodes]
-    before = tensors_of(learner)
+    before = copy_tensors(learner)
     with pytest.raises(NonFiniteLoss):
         learner.update(broken, iteration=1)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors_of(learner).items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in copy_tensors(learner).items())
     assert scored(learner, states(1)) == {"r0": [0.0]}
 
 
 def test_checkpointed_layers_give_the_same_values_and_steps(tokenizer):
     found = []
     for checkpointing in (False, True):
-        learner = critic_of(tokenizer, **TRUNK, training__gradient_checkpointing=checkpointing)
-        learner.update(episodes_of(learner, [1.0, -2.0], advantage=1.0), iteration=1)
+        learner = make_critic(tokenizer, **TRUNK, training__gradient_checkpointing=checkpointing)
+        learner.update(make_episodes(learner, [1.0, -2.0], advantage=1.0), iteration=1)
         found.append(scored(learner, states(4)))
     for name, values in found[0].items():
         assert found[1][name] == pytest.approx(values, abs=1e-6)
 
 
 def test_the_head_s_rate_falls_as_the_policy_s_does(tokenizer):
-    learner = critic_of(tokenizer, training__iterations=10, training__update_passes=1)
-    update, rates = episodes_of(learner, [1.0, -2.0]), []
+    learner = make_critic(tokenizer, training__iterations=10, training__update_passes=1)
+    update, rates = make_episodes(learner, [1.0, -2.0]), []
     for iteration in (1, 6):
         learner.update(update, iteration=iteration)
         rates.append([group["lr"] for group in learner._head._optimizer.param_groups])
@@ -244,7 +289,7 @@ def test_the_head_s_rate_falls_as_the_policy_s_does(tokenizer):
 
 
 def test_the_plan_of_memory_counts_the_head(tokenizer):
-    learner = critic_of(tokenizer, "gae_token")
+    learner = make_critic(tokenizer, "gae_token")
     config, use = (
         learner.model.config,
         memory_use(learner.config, place("cpu"), model_shape(learner.model.config, None)),
@@ -259,5 +304,5 @@ def test_the_plan_of_memory_counts_the_head(tokenizer):
     }  # fmt: skip
     assert more["values"] == learner.config.training.micro_batch * 96 * 8
     assert not memory_use(
-        learner_of(tokenizer).config, place("cpu"), model_shape(config, None)
+        make_learner(tokenizer).config, place("cpu"), model_shape(config, None)
     ).values_by_token

@@ -20,6 +20,8 @@ from trainer_backend.parts import Progress
 
 torch.set_num_threads(1)
 
+Change = Callable[[Path], object]
+
 
 @pytest.fixture
 def copied(model_folders: Mapping[str, Path], tmp_path: Path) -> Callable[[str], Path]:
@@ -35,60 +37,94 @@ def refused(folder: Path, says: str) -> None:
     assert str(folder) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("family", "file", "says"),
-    [
-        ("qwen3", "model.safetensors", r"no weights in this folder.*model\.safetensors"),
-        ("qwen3", "tokenizer.json", "the tokenizer is missing"),
-        ("mistral", "model-00002-of-00003.safetensors", "1 of 3 shards are missing, such as model-00002-of"),
-    ],
-)
-def test_a_file_that_was_not_copied(family: str, file: str, says: str, copied):
-    folder = copied(family)
-    (folder / file).unlink()
-    refused(folder, says)
+def without(name: str) -> Change:
+    return lambda folder: (folder / name).unlink()
+
+
+def with_text(name: str, text: str) -> Change:
+    return lambda folder: (folder / name).write_text(text)
+
+
+def with_keys(file: str, **changes: object) -> Change:
+    return lambda folder: edit_json(folder / f"{file}.json", **changes)
+
+
+def pickled(name: str) -> Change:
+    return lambda folder: (folder / "model.safetensors").rename(folder / name)
+
+
+def of_class(name: str, **changes: object) -> Change:
+    return with_keys("config", architectures=[name], **changes)
+
+
+def with_template(template: str | None) -> Change:
+    return with_keys("tokenizer_config", chat_template=template)
 
 
 INDEX = "model.safetensors.index.json"
+NEEDED = ".*a causal language model .decoder only. is needed"
+QUANTISED = {"quantization_config": {"quant_method": "fp8"}}
 
 
 @pytest.mark.parametrize(
-    ("family", "file", "text", "says"),
+    ("family", "change", "says"),
     [
-        ("mistral", INDEX, "{", "cannot be read"),
-        ("mistral", INDEX, '{"weight_map": 3}', "names no files"),
-        ("mistral", INDEX, "[]", "no JSON object"),
-        ("qwen3", "config.json", "{", "it cannot be read"),
-        ("qwen3", "config.json", "[]", "no JSON object"),
+        # a file that was not copied
+        ("qwen3", without("model.safetensors"), r"no weights in this folder.*model\.safetensors"),
+        ("qwen3", without("tokenizer.json"), "the tokenizer is missing"),
+        (
+            "mistral",
+            without("model-00002-of-00003.safetensors"),
+            "1 of 3 shards are missing, such as model",
+        ),
+        ("mistral", with_text(INDEX, "{"), "cannot be read"),
+        ("mistral", with_text(INDEX, '{"weight_map": 3}'), "names no files"),
+        ("mistral", with_text(INDEX, "[]"), "no JSON object"),
+        ("qwen3", with_text("config.json", "{"), "it cannot be read"),
+        ("qwen3", with_text("config.json", "[]"), "no JSON object"),
+        # weights of a deeper model are not cut in silence
+        ("llama", with_keys("config", num_hidden_layers=1), r"would be left out, such as model\.layers\.1\."),
+        ("llama", with_keys("config", intermediate_size=80), "the model cannot be loaded"),
+        (
+            "qwen3",
+            with_keys("config", model_type="qwen9"),
+            r"'qwen9', which transformers \d+\S* does not",
+        ),
+        (
+            "qwen3",
+            with_keys("generation_config", eos_token_id=[640]),
+            "id 640, which is None to the",
+        ),
+        ("qwen3", with_keys("config", **QUANTISED), "are quantised .*Take the model that it was made from"),
+        ("qwen3", pickled("pytorch_model.bin"), "only pickled weights, which are refused"),
+        ("qwen3", pickled("consolidated.00.pth"), "only pickled weights, which are refused"),
+        ("qwen3", pickled("model.ckpt"), "only pickled weights, which are refused"),
+        ("qwen3", of_class("BertForMaskedLM", model_type="bert"), f"it holds BertForMaskedLM{NEEDED}"),
+        ("qwen3", of_class("BertModel", model_type="bert"), f"it holds BertModel{NEEDED}"),
+        ("qwen3", of_class("ViTModel", model_type="vit"), f"it holds ViTModel{NEEDED}"),
+        ("qwen3", of_class("Qwen3ForSequenceClassification"), f"Qwen3ForSequenceClassification{NEEDED}"),
+        (
+            "qwen3",
+            of_class("T5ForConditionalGeneration", model_type="t5", is_encoder_decoder=True),
+            f"an encoder with a decoder{NEEDED}",
+        ),
+        # a chat template that cannot hold a conversation with tools
+        ("qwen3", with_template(None), "no chat template"),
+        ("qwen3", with_template("{{ raise_exception('no system role') }}"), "no system role"),
+        ("qwen3", with_template("{{ messages["), "it refuses a system message"),
+        (
+            "qwen3",
+            with_template("{% for m in messages %}{{ m.content }}{% endfor %}"),
+            "shows no tools to",
+        ),
+        ("qwen3", with_template("{{ tools }}<tool_call>"), "writes a call otherwise than 'hermes' reads it"),
+        ("qwen3", with_template("{{ tools }}"), "writes a call in no format that is known here"),
     ],
 )
-def test_an_index_of_shards_or_a_config_that_is_none(family: str, file: str, text: str, says: str, copied):
+def test_a_folder_that_holds_no_model_to_train_is_refused(family: str, change: Change, says: str, copied):
     folder = copied(family)
-    (folder / file).write_text(text)
+    change(folder)
     refused(folder, says)
-
-
-@pytest.mark.parametrize(
-    ("family", "file", "changes", "says"),
-    [
-        # Weights of a deeper model are not cut in silence.
-        ("llama", "config", {"num_hidden_layers": 1}, r"would be left out, such as model\.layers\.1\."),
-        ("llama", "config", {"intermediate_size": 80}, "the model cannot be loaded"),
-        ("qwen3", "config", {"model_type": "qwen9"}, r"'qwen9', which transformers \d+\S* does not know"),
-        ("qwen3", "generation_config", {"eos_token_id": [640]}, r"id 640, which is None to the tokenizer"),
-    ],
-)
-def test_a_setting_of_another_model(family: str, file: str, changes: dict[str, object], says: str, copied):
-    folder = copied(family)
-    edit_json(folder / f"{file}.json", **changes)
-    refused(folder, says)
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.ckpt"])
-def test_a_folder_with_pickled_weights_alone(name: str, copied):
-    folder = copied("qwen3")
-    (folder / "model.safetensors").rename(folder / name)
-    refused(folder, "only pickled weights, which are refused")
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "/etc/hostname", "sub/x", "x\0", "outside"])
@@ -96,8 +132,7 @@ def test_an_index_that_names_what_is_outside_of_its_folder(name: str, copied, tm
     folder = copied("mistral")
     (tmp_path / "x").touch()  # it is there: what is refused is its name
     written = str(tmp_path / "x") if name == "outside" else name
-    index = json.dumps({"weight_map": {"lm_head.weight": written}})
-    (folder / "model.safetensors.index.json").write_text(index)
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": written}}))
     refused(folder, "which is no name of a file in this folder")
 
 
@@ -122,31 +157,6 @@ def test_another_models_tokenizer_that_happens_to_fit(model_folders: Mapping[str
         shutil.copy(model_folders["llama"] / name, folder / name)
     edit_json(folder / "config.json", eos_token_id=300)
     refused(folder, r"config\.json ends texts with id 300, which is '.+' to the tokenizer and not special")
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "it holds BertForMaskedLM"),
-        ({"model_type": "bert", "architectures": ["BertModel"]}, "it holds BertModel"),
-        ({"model_type": "vit", "architectures": ["ViTModel"]}, "it holds ViTModel"),
-        ({"architectures": ["Qwen3ForSequenceClassification"]}, "it holds Qwen3ForSequenceClassification"),
-        (
-            {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
-            "an encoder with a decoder",
-        ),
-    ],
-)
-def test_a_model_that_continues_no_text(changes: dict[str, object], says: str, copied):
-    folder = copied("qwen3")
-    edit_json(folder / "config.json", **changes)
-    refused(folder, f"{says}.*a causal language model .decoder only. is needed")
-
-
-def test_a_quantised_model(copied):
-    folder = copied("qwen3")
-    edit_json(folder / "config.json", quantization_config={"quant_method": "fp8"})
-    refused(folder, r"its weights are quantised .*Take the model that it was made from")
 
 
 def test_a_tied_head_and_old_rotary_buffers_may_lie_in_the_file(copied):
@@ -176,29 +186,12 @@ def test_a_model_with_code_of_its_own_runs_none_of_it(copied):
     assert not ran.exists()
 
 
-@pytest.mark.parametrize(
-    ("template", "says"),
-    [
-        (None, "no chat template"),
-        ("{{ raise_exception('System role not supported') }}", "System role not supported"),
-        ("{{ messages[", "it refuses a system message"),
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", "shows no tools to the model"),
-        ("{{ tools }}<tool_call>", r"writes a call otherwise than 'hermes' reads it"),
-        ("{{ tools }}", "writes a call in no format that is known here"),
-    ],
-)
-def test_a_chat_template_that_cannot_hold_a_conversation_with_tools(template: str | None, says: str, copied):
-    folder = copied("qwen3")
-    edit_json(folder / "tokenizer_config.json", chat_template=template)
-    refused(folder, says)
-
-
 def test_a_tool_call_format_that_the_template_does_not_write(model_folders: Mapping[str, Path]):
     with pytest.raises(ModelFolderError, match=r"Set model\.tool_call_format to 'hermes'"):
         load_named(ModelTable(path=model_folders["qwen3"], tool_call_format="llama"))
 
 
-def test_a_checkpoint_of_another_architecture_is_named_beside_the_jobs_model(
+def test_a_checkpoint_of_another_architecture_is_named_with_the_jobs_model(
     model_folders: Mapping[str, Path], tmp_path: Path
 ):
     def job(family: str):

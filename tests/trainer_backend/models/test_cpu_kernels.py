@@ -121,7 +121,7 @@ def test_tokens_attend_to_their_own_rows_up_to_themselves(kernels: CpuKernels, s
         torch.testing.assert_close(lse[token].double(), scores.logsumexp(-1), **CLOSE)
 
 
-def gradients_of(found: tuple[Tensor, ...], by: tuple[Tensor, ...], inputs: list[Tensor]) -> list[Tensor]:
+def get_gradients(found: tuple[Tensor, ...], by: tuple[Tensor, ...], inputs: list[Tensor]) -> list[Tensor]:
     total = sum((one * weight).sum() for one, weight in zip(found, by, strict=True))
     assert isinstance(total, Tensor)
     return list(torch.autograd.grad(total, inputs))
@@ -132,7 +132,7 @@ def test_the_gradients_of_a_norm_are_those_of_the_definition(kernels: CpuKernels
     x, added, weight, by, by_sums = (drawn(130, 24, seed=seed) for seed in range(5))
     given = [x.clone().requires_grad_(), weight[0].clone().requires_grad_()]
     sums = given[0] + added if adds else given[0]
-    expected = gradients_of((normed(sums, given[1]), sums), (by, by_sums), given)
+    expected = get_gradients((normed(sums, given[1]), sums), (by, by_sums), given)
     kept = torch.empty_like(x) if adds else x
     kernels.rms_norm(x, added if adds else None, weight[0], 1e-6, sums_TW=kept)
     dtype = torch.float32 if adds else None
@@ -154,7 +154,7 @@ def test_the_gradients_of_turned_heads_are_those_of_the_definition(
     x = normed(*given) if has_norm else given[0]
     first, second = x.chunk(2, -1)
     turned = x * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
-    expected = gradients_of((turned,), (by,), given if has_norm else given[:1])
+    expected = get_gradients((turned,), (by,), given if has_norm else given[:1])
     by_heads = torch.empty(70, 5, size)[:, :3]
     by_weight = kernels.rotary_backward(
         heads, weight if has_norm else None, cos, sin, by, by_heads_TSD=by_heads, eps=1e-6, weighs=True
@@ -166,7 +166,7 @@ def test_the_gradients_of_turned_heads_are_those_of_the_definition(
 def test_the_gradients_of_a_gate_are_those_of_the_definition(kernels: CpuKernels):
     gate, up, by = (drawn(9, 40, seed=seed) for seed in range(3))
     given = [gate.clone().requires_grad_(), up.clone().requires_grad_()]
-    expected = gradients_of((F.silu(given[0]) * given[1],), (by,), given)
+    expected = get_gradients((F.silu(given[0]) * given[1],), (by,), given)
     found = kernels.swiglu_backward(gate, up, by).chunk(2, dim=1)
     torch.testing.assert_close(list(found), expected, **CLOSE)
 
@@ -211,7 +211,7 @@ def test_attention_over_tries_and_its_gradients_equal_those_under_a_mask(
     torch.testing.assert_close(out.double(), expected.detach(), **CLOSE)
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1).T.detach(), **CLOSE)
     found = kernels.path_backward(depths, by, q, k, v, out, lse, 0.1)
-    for one, other in zip(found, gradients_of((expected,), (by.double(),), given), strict=True):
+    for one, other in zip(found, get_gradients((expected,), (by.double(),), given), strict=True):
         assert float((one.double() - other).norm() / other.norm()) < 1e-6
 
 

@@ -119,6 +119,8 @@ async def test_a_learner_that_was_restarted_between_two_calls_is_lost_and_not_ta
         await process.__aenter__()
     port = int(url.rpartition(":")[2])
     with learner(machine, port=port):
-        with pytest.raises(LearnerLost, match="was started anew, and has not what came before this call"):
+        with pytest.raises(
+            LearnerLost, match="has been restarted, and lacks the state from before this call"
+        ):
             process.plan_memory(None, [])
         await process.__aexit__(None, None, None)

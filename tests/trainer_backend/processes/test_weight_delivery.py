@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.trainer_backend.inference.fake_vllm import FakeVllm, fake_vllm
-from tests.trainer_backend.learner.hand_made import learner_of, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import make_learner, tiny_tokenizer
 from trainer_backend.errors import LearnerLost
 from trainer_backend.inference.servers import Servers
 from trainer_backend.learner.learner import LocalLearner
@@ -19,7 +19,7 @@ from trainer_backend.processes.weight_delivery import WeightBroadcast
 
 @pytest.fixture
 def learner() -> LocalLearner:
-    return learner_of(tiny_tokenizer())
+    return make_learner(tiny_tokenizer())
 
 
 def change(learner: LocalLearner) -> None:

@@ -16,7 +16,7 @@ from shared_schemas.trajectory import Sampling
 from tests.conftest import policy_server, tiny_job
 from tests.model_folders import edit_json
 from tests.trainer_backend.inference.test_gateway_edges import BrokenRule
-from tests.trainer_backend.learner.hand_made import learner_of, tiny_tokenizer
+from tests.trainer_backend.learner.hand_made import make_learner, tiny_tokenizer
 from trainer_backend import job_parts
 from trainer_backend.collect.plan import Inference
 from trainer_backend.errors import EngineStopped, JobError, ModelFolderError, TrainerError
@@ -43,7 +43,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def folder(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of the same tokens as `learner_of(tokenizer)`, with other weights."""
+    """A model of the same tokens as `make_learner(tokenizer)`, with other weights."""
     path = tmp_path_factory.mktemp("fixed") / "model"
     save_model_folder(path, build_preset("tiny-0.3m", tokenizer, seed=8), tokenizer)
     return path
@@ -162,7 +162,7 @@ def test_a_folder_that_cannot_be_served_with_the_actor_is_refused_by_its_name(
     shutil.copytree(folder, tmp_path / "copy")
     damage(tmp_path / "copy", tokenizer)
     with pytest.raises(error, match=words):
-        FixedPolicies.of((), {"fixed": tmp_path / "copy"}, learner_of(tokenizer).facts(), server.table)
+        FixedPolicies.of((), {"fixed": tmp_path / "copy"}, make_learner(tokenizer).facts(), server.table)
 
 
 def test_ids_that_the_actor_does_not_embed_are_never_sampled(
@@ -171,7 +171,7 @@ def test_ids_that_the_actor_does_not_embed_are_never_sampled(
     model = build_preset("tiny-0.3m", tokenizer, seed=8)
     model.resize_token_embeddings(len(tokenizer) + 28, mean_resizing=False)
     save_model_folder(tmp_path, model, tokenizer)
-    learner = learner_of(tokenizer)
+    learner = make_learner(tokenizer)
     found = FixedPolicies.of((), {"large": tmp_path}, learner.facts(), server.table)
     assert found._local[0].line.endswith(
         "; it never samples the 28 ids that no tokenizer has and the actor does not embed"
@@ -188,7 +188,7 @@ def one_fixed(learner: Any, folder: Path, server: PolicyServer) -> FixedPolicies
 async def test_weights_that_changed_while_they_served_are_told_and_published_ones_change_none(
     tokenizer: PreTrainedTokenizerFast, folder: Path, server: PolicyServer
 ):
-    learner = learner_of(tokenizer)
+    learner = make_learner(tokenizer)
     found = one_fixed(learner, folder, server)
     async with server.serving(learner, found) as actor:
         await actor.publish(1)
@@ -208,7 +208,7 @@ async def test_weights_that_changed_while_they_served_are_told_and_published_one
 async def test_an_update_has_the_memory_of_their_caches_too(
     tokenizer: PreTrainedTokenizerFast, folder: Path, server: PolicyServer
 ):
-    learner = learner_of(tokenizer)
+    learner = make_learner(tokenizer)
     found = one_fixed(learner, folder, server)
     (policy,) = found._local
     engine = LocalEngine(policy.engine._weights._model, stop_ids=[], keys=server.table, paged=True)
@@ -225,7 +225,7 @@ async def test_what_waits_for_an_engine_that_ends_by_itself_ends_with_its_reason
     tokenizer: PreTrainedTokenizerFast, folder: Path, server: PolicyServer
 ):
     """Also that of a fixed policy: a rollout would only ask again until its patience is over."""
-    learner = learner_of(tokenizer)
+    learner = make_learner(tokenizer)
     found = one_fixed(learner, folder, server)
     async with server.serving(learner, found) as actor:
         assert await actor.while_serving(asyncio.sleep(0, "done")) == "done"

@@ -83,7 +83,7 @@ class Place:
             return ProcessGroupNCCL(own, self.rank, self.size, options)
 
     def device(self, own: torch.device) -> torch.device:
-        """Where a tensor is that the group moves; `own` is that of the model."""
+        """The device of the tensors that the group moves; `own` is that of the model."""
         return torch.device("cpu") if self.backend == "gloo" else own
 
 
@@ -108,7 +108,7 @@ def receive(
     device: torch.device,
     wait_s: float,
 ) -> None:
-    """Have `load` take the weights that the learner sends; where a pass fails, it takes the next one anew.
+    """Have `load` take the weights that the learner sends; after a failed pass it takes all of the next one.
 
     The learner's store has the address, and may take `wait_s` to call this worker. `load` takes name and
     value of each weight, one at a time. RuntimeError or OSError: it does not call, or has other weights by

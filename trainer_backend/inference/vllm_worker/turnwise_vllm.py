@@ -90,7 +90,7 @@ class TurnwiseTransfer(WeightTransferEngine):  # type: ignore[misc]
         """There is nothing to set up."""
 
     def start_weight_update(self: Any) -> None:
-        """A pass that fails begins anew, so each begins and ends within the update."""
+        """Do nothing: a failed pass is repeated, so each one starts and finishes inside `update_weights`."""
 
     def update_weights(self: Any, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -140,7 +140,7 @@ def _load(model: Any, config: Any, weights: Iterable[tuple[str, Tensor]]) -> Non
 
 
 def _forget_packed_experts(model: Any) -> None:
-    """Let the experts be packed anew: on a CPU vLLM packs them once, where their kernel is set up."""
+    """Have vLLM pack the experts again: on a CPU it packs them only when their kernel is set up."""
     for layer in model.modules():
         method: Any = getattr(layer, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
@@ -148,7 +148,7 @@ def _forget_packed_experts(model: Any) -> None:
 
 
 def _refresh_tied_head(model: Any) -> None:
-    """Pack the head's matrix anew: on a CPU vLLM multiplies by a packed copy, which a tied head keeps old."""
+    """Pack the head's matrix again: on a CPU vLLM multiplies by a packed copy of a tied head."""
     head = getattr(model, "lm_head", None)
     if head is not None and hasattr(head, "cpu_linear"):
         head.quant_method.process_weights_after_loading(head)

@@ -2,7 +2,7 @@
 
     W = W_0 + (alpha / rank) * B A        A [rank, in], B [out, rank]
 
-The sum is float32, and rounded once, by whoever takes it. This file runs in vLLM's own environment and
+The sum is float32; the caller rounds it once. This file runs in vLLM's own environment and
 imports nothing of Turnwise, nor vLLM. Adapters are in peft's layout.
 """
 
