@@ -1,6 +1,7 @@
 """The boundary around foreign code: all that it raises becomes one error; a stop of our own stays one."""
 
 import asyncio
+import signal
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -129,7 +130,9 @@ def test_a_coroutine_that_is_closed_from_outside_ends():
         assert coroutine.cr_frame is None, "it has ended"
 
 
-def test_ctrl_c_stays_one_where_a_signal_raises_it():
+def test_ctrl_c_stays_one_where_a_signal_raises_it(monkeypatch):
+    # A shell starts what runs in the background with the signal ignored.
+    monkeypatch.setattr("signal.getsignal", lambda number: signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt), Boundary("plug.step", Failed):
         raise KeyboardInterrupt  # outside an event loop the main thread's handler raises just this
 

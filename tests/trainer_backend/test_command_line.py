@@ -145,7 +145,7 @@ def test_a_mistake_that_only_a_task_app_sees_is_told_before_anything_is_played(t
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
     assert done.stderr.startswith(
         "error: rollout.env_config.txt: unknown key 'txt'. Did you mean 'text'? "
-        "Known: history, length, max_actions, text (says the task app at http://127.0.0.1:"
+        "Known: history, length, max_actions, memory, text (says the task app at http://127.0.0.1:"
     )
     assert done.stdout.endswith(f"{run} is removed again: nothing was done in it\n")
     assert list((tmp_path / "runs").iterdir()) == []

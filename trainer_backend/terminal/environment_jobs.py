@@ -132,11 +132,11 @@ _BABYAI = EnvironmentJob(
             "batch_decisions": 64, "learning_rate": 3e-3,
         },
         "training": {
-            "iterations": 5, "learning_rate": 1e-3, "learning_rate_rise": 0.05, "learning_rate_final": 0.2,
+            "iterations": 20, "learning_rate": 1e-3, "learning_rate_rise": 0.05, "learning_rate_final": 0.2,
             "batch_decisions": 256,
         },
         "algorithm": {"gamma": 0.95},
-        "evaluation": {"every_n_iters": 5, "instances": 300},
+        "evaluation": {"every_n_iters": 20, "instances": 300},
     },
 )  # fmt: skip
 

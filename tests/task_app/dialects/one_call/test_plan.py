@@ -76,7 +76,10 @@ def test_a_missing_seed_is_derived_from_the_run_id_as_it_always_was():
     ("changes", "words"),
     [
         ({"env_config": {"difficulty": "hard"}}, "env.config.difficulty is ignored"),
-        ({"env_config": {"zoo": 1}}, "env.config.zoo is ignored; known: history, length, max_actions, text"),
+        (
+            {"env_config": {"zoo": 1}},
+            "env.config.zoo is ignored; known: history, length, max_actions, memory, text",
+        ),
         ({"config": {"use_vision": True}}, "policy.config.use_vision is ignored"),
         ({"config": {"use_tools": False}}, "policy.config.use_tools is ignored"),
         ({"branch": {"max_branches": 2}}, "branch is ignored; POST /branch"),
