@@ -640,6 +640,16 @@ def start_claims() -> Iterator[Claim]:
         yield Claim(FIGURES, row, f"| {sum(end == 3 for end in ends)} of {len(ends)} |")
 
 
+def babyai_claims() -> Iterator[Claim]:
+    """Success on missions that no choice of a setting has seen."""
+    runs = data("babyai")["unseen"]["by_seed"].values()
+    least = min((run["gain"] for run in runs), key=lambda gain: (gain["mean"], gain["low"]))
+    words = "+{mean:.2f} | 95 % {low:.2f} to {high:.2f}".format(**least)
+    yield Claim(FIGURES, "**BabyAI GoToLocal**", f"| {words} |")
+    for when, row in (("before", "BabyAI: success after imitation"), ("after", "BabyAI: success after RL")):
+        yield Claim(FIGURES, row, columns([run[when]["mean"] for run in runs]))
+
+
 def limit_claims() -> Iterator[Claim]:
     """Scripted players of whole games of Crafter."""
     rows = (
@@ -663,8 +673,8 @@ def mutant_claims() -> Iterator[Claim]:
 def claims() -> list[Claim]:
     """All of them."""
     parts = (
-        start_claims, limit_claims, shared_prefix_claims, demo_claims, reward_mode_claims, credit_claims,
-        study_claims, captured_claims,
+        start_claims, babyai_claims, limit_claims, shared_prefix_claims, demo_claims, reward_mode_claims,
+        credit_claims, study_claims, captured_claims,
         cost_claims, gpu_claims, agreement_claims, gpu_curve_claims, coverage_claims, fault_claims,
         rank_claims, server_claims, truth_claims, mutant_claims,
     )  # fmt: skip
