@@ -113,8 +113,8 @@ setup: $(VENV)/.ready ## make .venv alone
 study-demo: $(VENV)/.ready ## the demo with five seeds (an hour; resumable)
 	$(BIN)/python -m bench.studies demo --seeds 0 1 2 3 4
 
-study-reward-modes: $(VENV)/.ready ## decision rewards against outcome only, 3 seeds each (an hour; resumable)
-	$(BIN)/python -m bench.studies reward_modes
+study-reward-modes: $(VENV)/.ready ## decision rewards against outcome only, 5 seeds each (two hours; resumable)
+	$(BIN)/python -m bench.studies reward_modes --seeds 0 1 2 3 4
 
 study-credit: $(VENV)/.ready ## five estimators of credit, one warm start and equal decisions, 3 seeds each (an hour; resumable)
 	$(BIN)/python -m bench.studies credit
