@@ -640,12 +640,16 @@ def start_claims() -> Iterator[Claim]:
         yield Claim(FIGURES, row, f"| {sum(end == 3 for end in ends)} of {len(ends)} |")
 
 
+def _with_bounds(item: Mapping[str, Any], name: str) -> str:
+    """A figure and its 95 % interval, in two cells."""
+    return f"{item[name]:.2f} | 95 % {item['low']:.2f} to {item['high']:.2f}"
+
+
 def babyai_claims() -> Iterator[Claim]:
     """Success on missions that no choice of a setting has seen."""
     runs = data("babyai")["unseen"]["by_seed"].values()
     least = min((run["gain"] for run in runs), key=lambda gain: (gain["mean"], gain["low"]))
-    words = "+{mean:.2f} | 95 % {low:.2f} to {high:.2f}".format(**least)
-    yield Claim(FIGURES, "**BabyAI GoToLocal**", f"| {words} |")
+    yield Claim(FIGURES, "**BabyAI GoToLocal**", f"| +{_with_bounds(least, 'mean')} |")
     for when, row in (("before", "BabyAI: success after imitation"), ("after", "BabyAI: success after RL")):
         yield Claim(FIGURES, row, columns([run[when]["mean"] for run in runs]))
 
@@ -659,8 +663,7 @@ def limit_claims() -> Iterator[Claim]:
     )  # fmt: skip
     players = data("player_limits")["players"]
     for name, row in rows:
-        words = "{unique_achievements:.2f} | 95 % {low:.2f} to {high:.2f}".format(**players[name])
-        yield Claim(FIGURES, row, f"| {words} |")
+        yield Claim(FIGURES, row, f"| {_with_bounds(players[name], 'unique_achievements')} |")
 
 
 def mutant_claims() -> Iterator[Claim]:

@@ -22,18 +22,15 @@ Functions = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Change(NamedTuple):
-    """One field of a node gets another value.
-
-    Attributes:
-        lines: of the node's statement, without its body.
-        imported: whether an import runs it, and not a call.
-    """
+    """One field of a node gets another value."""
 
     node: ast.AST
     field: str
     value: Any
     lines: range
+    """Those of the node's statement, without its body."""
     imported: bool
+    """Whether an import runs it, and not a call."""
 
     @property
     def place(self) -> tuple[int, int]:

@@ -87,7 +87,9 @@ class CrafterEnvironment:
                 f"config.length is {self.config.length}"
             )
         if self._memory is not None:  # a snapshot without one begins to remember here
-            self._memory.restore(memory or MapMemory().snapshot())
+            self._memory = MapMemory()
+            if memory is not None:
+                self._memory.restore(memory)
         self._engine = engine
         return self._observe(reward, news)
 

@@ -84,7 +84,7 @@ def compact_text(data: Mapping[str, Any], remembered: Facts | None = None) -> st
         head += ["lava", *_leg_words(facts.lava)]
     for kind in KINDS:
         if walk := facts.walks.get(kind):
-            shown = walk.cut(MAX_CELLS)
+            shown = walk.cut(MAX_CELLS) if remembered else walk  # those of a view are cut already
             rest = "far" if remembered and walk.cells > NEAR_CELLS else "more"
             words = [kind, *_leg_words(shown.legs), *[rest] * shown.more]
             # A crowded view loses the kinds that come last.
