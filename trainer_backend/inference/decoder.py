@@ -281,21 +281,21 @@ class Decoder:
     ) -> None:
         assert unsupported_because(model) is None, "another way of computing it must be taken"
         base: Any = model.model
-        self._embedding: Tensor = base.embed_tokens.weight
-        self._head: Callable[[Tensor], Tensor] = model.lm_head
-        self._low = None if self._embedding.dtype == torch.float32 else self._embedding.dtype
+        self.embedding: Tensor = base.embed_tokens.weight
+        self.head: Callable[[Tensor], Tensor] = model.lm_head
+        self._low = None if self.embedding.dtype == torch.float32 else self.embedding.dtype
         if self._low is None and type(model.lm_head) is nn.Linear:
-            self._head = fused([model.lm_head], cpu)
-        self._turns = Rotation(*rotation_tables(base.rotary_emb, max_len, self._embedding.device))
+            self.head = fused([model.lm_head], cpu)
+        self.turns = Rotation(*rotation_tables(base.rotary_emb, max_len, self.embedding.device))
         self._stream: Callable[[Tensor, Rotation, Tensor], Stream] = Stream
         if by_kernel:
             from trainer_backend.models import kernels
 
-            self._stream = partial(KernelStream, kernels=kernels, dtype=self._embedding.dtype)
+            self._stream = partial(KernelStream, kernels=kernels, dtype=self.embedding.dtype)
         elif cpu is not None:
             self._stream = partial(CpuStream, kernels=cpu, dtype=torch.float32)
-        self._norm = _norm(base.norm)
-        self._layers = [_layer(layer, cpu) for layer in base.layers]
+        self.norm = _norm(base.norm)
+        self.layers = [_layer(layer, cpu) for layer in base.layers]
         self._places = {weight: weight.data_ptr() for weight in model.parameters()}
 
     def assert_in_place(self) -> None:
@@ -305,32 +305,28 @@ class Decoder:
 
     @property
     def heads(self) -> Heads:
-        return self._layers[0].heads
-
-    @property
-    def layers(self) -> int:
-        return len(self._layers)
+        return self.layers[0].heads
 
     def prefill(self, ids_T: Tensor, positions_T: Tensor, attention: TokenAttention) -> None:
         """Store keys and values of T tokens, [T] int64; logits are not computed."""
         stream = self._new_stream(ids_T, positions_T)
-        last = len(self._layers) - 1
+        last = len(self.layers) - 1
         for number in range(last):
-            self._layers[number].run(number, stream, attention)
-        self._layers[last].write_only(last, stream, attention)
+            self.layers[number].run(number, stream, attention)
+        self.layers[last].write_only(last, stream, attention)
 
     def logits(self, ids_T: Tensor, positions_T: Tensor, attention: TokenAttention) -> Tensor:
         """Store keys and values of T tokens, [T] int64; return [T, V] logits of what follows each."""
         stream = self._new_stream(ids_T, positions_T)
-        for number, layer in enumerate(self._layers):
+        for number, layer in enumerate(self.layers):
             layer.run(number, stream, attention)
-        low, normed_TW = self._low, stream.norm(self._norm)
+        low, normed_TW = self._low, stream.norm(self.norm)
         with nullcontext() if low is None else torch.autocast(normed_TW.device.type, dtype=low):
-            return self._head(normed_TW)
+            return self.head(normed_TW)
 
     def _new_stream(self, ids_T: Tensor, positions_T: Tensor) -> Stream:
         """The residual stream of embedded tokens, in memory of its own."""
-        return self._stream(F.embedding(ids_T, self._embedding).float(), self._turns, positions_T)
+        return self._stream(F.embedding(ids_T, self.embedding).float(), self.turns, positions_T)
 
 
 def unsupported_because(model: PreTrainedModel) -> str | None:

@@ -68,10 +68,10 @@ class PagedRunner:
         device = model.device
         limit = (slots + kept) * pages_for(max_len)
         if most_bytes is not None:
-            size = page_bytes(self._decoder.layers, heads.keys, heads.size, model.dtype)
+            size = page_bytes(len(self._decoder.layers), heads.keys, heads.size, model.dtype)
             limit = max(pages_for(max_len), whole_slabs(size, min(limit, most_bytes // size)))
         memory = PageMemory(
-            layers=self._decoder.layers, heads=heads.keys, dim=heads.size, dtype=model.dtype, device=device,
+            layers=len(self._decoder.layers), heads=heads.keys, dim=heads.size, dtype=model.dtype, device=device,
             limit=limit, least=pages_for(max_len),
         )  # fmt: skip
         self.cache = PagedCache(memory, slots=slots, max_len=max_len, limit=limit)

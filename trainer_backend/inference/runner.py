@@ -15,6 +15,7 @@ from trainer_backend.inference.layer_runner import LayerRunner, Pass
 from trainer_backend.inference.paged_runner import BY_DEVICE, PagedRunner, PageLimits
 from trainer_backend.inference.request import Request, read_rests
 from trainer_backend.inference.row_attention import RowAttentions
+from trainer_backend.inference.small_pass import small_pass
 from trainer_backend.models.cpu_kernels import kernels_for
 from trainer_backend.models.kinds import read_head_dim, why_not_by_position
 from trainer_backend.models.part_attention import why_no_parts
@@ -85,6 +86,7 @@ class DecoderRunner:
             most_waste=CALL_NUMBERS // (2 * heads.keys * heads.size),
             cpu=cpu,
         )
+        self.small = small_pass(self._decoder, self.cache, cpu)
 
     def prefill(self, requests: Sequence[Request], *, first_row: int) -> None:
         """Compute prompts but for their last tokens, in the rows `first_row` and on.
@@ -94,12 +96,18 @@ class DecoderRunner:
         """
         for chunk in self._chunks(_to_compute(requests)):
             ids_T, starts_B, counts_B = read_rests(chunk)
+            if self.small is not None:
+                self.small.prefill(ids_T, first_row=first_row, starts_B=starts_B, counts_B=counts_B)
+                first_row += len(chunk)
+                continue
             attention = self._attentions.prefill(first_row=first_row, starts_B=starts_B, counts_B=counts_B)
             self._decoder.prefill(self._on_device(ids_T), attention.positions_T, attention)
             first_row += len(chunk)
 
     def decode(self, ids_B: NDArray[np.int64], cached_B: NDArray[np.int64]) -> Tensor:
         """Feed a token to each of the first B rows, which have `cached` tokens; return [B, V] logits."""
+        if self.small is not None:
+            return torch.from_numpy(self.small.logits(ids_B, cached_B))
         attention = self._attentions.decode(cached_B)
         return self._decoder.logits(self._on_device(ids_B), attention.positions_T, attention)
 
@@ -107,6 +115,8 @@ class DecoderRunner:
         """Compute with the model's new weights from now on."""
         self._decoder.assert_in_place()
         self.cache.forget_trunks()
+        if self.small is not None:
+            self.small.take_weights()
 
     def _chunks(self, requests: Sequence[Request]) -> Iterator[Sequence[Request]]:
         most = CHUNK_TOKENS if self._device.type == "cpu" else sum(request.cached for request in requests)

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
+# One source, since the second calls what the first has, inline.
+_SOURCES = ("cpu_kernels.c", "cpu_pass.c")
 # NaN and infinity stay what they are, so `-ffast-math` is not among them.
 _FLAGS = ["-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
 _FLAGS += ["-fassociative-math", "-fno-signed-zeros", "-freciprocal-math"]
@@ -24,13 +26,14 @@ def built_library(compiler: str, *, openmp: bool) -> Path:
         subprocess.SubprocessError: the compiler fails.
     """
     flags = [*_FLAGS, "-fopenmp"] if openmp else _FLAGS
-    source = files("trainer_backend.models").joinpath("cpu_kernels.c").read_bytes()
+    folder = files("trainer_backend.models")
+    source = b"".join(folder.joinpath(name).read_bytes() for name in _SOURCES)
     about = f"{compiler} {flags} {platform.platform()} {_processor()}"
     name = f"cpu_kernels_{hashlib.sha256(source + about.encode()).hexdigest()[:24]}.so"
-    for folder in _folders():
+    for home in _folders():
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path = folder / name
+            home.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = home / name
             if not (path.exists() and path.stat().st_uid == os.getuid()):
                 _build(compiler, flags, source, path)
             return path

@@ -7,12 +7,14 @@
     store       keys and values of tokens to their rows of a cache
     attend      causal attention of tokens over their own rows, without padding
     path_*      the same over a row of tries in depth-first order, and its gradients
+    small_pass  a whole pass of a small decoder (`inference.small_pass`)
+    draw        a token of each row of logits
 
 In a model of under a million parameters, starting torch's operators and what they leave in between take more
 time than the products. In larger ones it is torch's products of few tokens, which take up to 1.7 times as
 long as these. The sums' order differs from torch's, and nothing else: numbers agree to 1e-6.
 
-The source is `cpu_kernels.c`. It is compiled in some seconds, into `~/.cache/turnwise`. Threads are those of
+The source is `cpu_kernels.c` and, for the last two, `cpu_pass.c`. It is compiled in some seconds, into `~/.cache/turnwise`. Threads are those of
 torch's own pool. Sources: as `models.kernels`.
 """
 
@@ -25,8 +27,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import structlog
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer_backend.models.cpu_build import built_library
@@ -57,6 +61,8 @@ _ARGUMENTS = {
     "attend": "pippiiiiiippfppn",
     "path_forward": "pppnn",
     "path_backward": "ppnn",
+    "small_pass": "pppn",
+    "draw": "piipppp",
 }
 
 
@@ -123,10 +129,12 @@ class CpuKernels:
         for name, kinds in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes, function.restype = [_KINDS[kind] for kind in kinds], None
-        for name in ("path_forward", "path_backward"):
+        for name in ("path_forward", "path_backward", "small_pass", "draw"):
             getattr(library, name).restype = ctypes.c_int
-        library.vector_lanes.restype = ctypes.c_int64
+        for name in ("vector_lanes", "panel_outputs"):
+            getattr(library, name).restype = ctypes.c_int64
         self._lanes: int = library.vector_lanes()
+        self.panel: int = library.panel_outputs()  # outputs of `struct matrix` whose weights lie together
         self._library: Any = library
 
     def multiplies(self, tokens: int, weight_OI: Tensor) -> bool:
@@ -289,6 +297,27 @@ class CpuKernels:
         )  # fmt: skip
         return out_THD, lse_TH
 
+    def small_pass(self, model: ctypes.Structure, tokens: ctypes.Structure, logits: int | None) -> None:
+        """A pass of `inference.small_pass`."""
+        threads = torch.get_num_threads()
+        done = self._library.small_pass(ctypes.byref(model), ctypes.byref(tokens), logits, threads)
+        _refuse_shortage(done, "a pass of a small model")
+
+    def draw(
+        self, logits_BV: NDArray[np.float32], temperatures_B: NDArray[np.float64],
+        uniforms_B: NDArray[np.float64],
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:  # fmt: skip
+        """[B] ids and log-probs, as `inference.sampler.sample` draws them where nothing is truncated."""
+        rows, vocabulary = logits_BV.shape
+        ids_B, logprobs_B = np.empty(rows, np.int64), np.empty(rows, np.float64)
+        places = [
+            array.__array_interface__["data"][0]
+            for array in (np.ascontiguousarray(temperatures_B), uniforms_B, ids_B, logprobs_B)
+        ]
+        done = self._library.draw(logits_BV.__array_interface__["data"][0], rows, vocabulary, *places)
+        _refuse_shortage(done, "a vocabulary's probabilities")
+        return ids_B, logprobs_B
+
 
 def _at(tensor: Tensor | None) -> int | None:
     """The address of numbers; of another type, a kernel would read and write beyond them."""
@@ -321,9 +350,9 @@ def _parts(keys: Tensor, threads: int) -> int:
     return 1 if keys.shape[1] % threads == 0 else threads
 
 
-def _refuse_shortage(done: int) -> None:
+def _refuse_shortage(done: int, what: str = "what attention keeps by depth") -> None:
     if not done:
-        raise RuntimeError("not enough memory: you tried to allocate what attention keeps by depth")
+        raise RuntimeError(f"not enough memory: you tried to allocate {what}")
 
 
 def kernels_for(device: torch.device, *, in_float32: bool, head_dim: int) -> CpuKernels | None:

@@ -215,7 +215,7 @@ def test_there_is_one_copy_of_the_weights_and_tied_ones_stay_tied():
     model = make_model("qwen3")
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     decoder = Decoder(model, max_len=8)
-    layer, attention = decoder._layers[0], model.model.layers[0].self_attn
+    layer, attention = decoder.layers[0], model.model.layers[0].self_attn
     assert layer.query_key_value.weight.data_ptr() == attention.q_proj.weight.data_ptr()
     memory = {weight.untyped_storage().data_ptr(): weight.untyped_storage() for weight in model.parameters()}
     assert sum(storage.nbytes() for storage in memory.values()) == 4 * model.num_parameters()

@@ -1,0 +1,186 @@
+"""The passes of a small decoder, each by one call of C (`models/cpu_pass.c`), on a CPU in float32.
+
+Between two of torch's operators lie some microseconds of Python. A pass of a model of under a million
+parameters has fifty of them, which take longer than its products; and threads that serve requests wait
+meanwhile, while a call of C lets them run.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainer_backend.inference.cache import SlotCache
+from trainer_backend.inference.decoder import Decoder, Product
+from trainer_backend.inference.trunks import Trunk
+from trainer_backend.models.cpu_kernels import CpuKernels
+
+Wholes = NDArray[np.int64]
+# Numbers in the weights of a model. Those of a larger one leave a core's caches, and its products take longer
+# than what lies between them.
+MOST_WEIGHTS = 4_000_000
+
+
+class _Matrix(ctypes.Structure):
+    """`struct matrix` of the source, as each of these is the struct of its name."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("panels", "bias")),
+        *((name, ctypes.c_int64) for name in ("outputs", "inputs")),
+    ]
+
+
+class _Layer(ctypes.Structure):
+    products = ("query_key_value", "out", "gate_up", "down")
+    _fields_ = [
+        *((name, _Matrix) for name in products),
+        *((name, ctypes.c_void_p) for name in ("attention_norm", "query_norm", "key_norm", "mlp_norm")),
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        *((name, ctypes.c_int64) for name in ("key_room", "value_room")),
+    ]
+
+
+class _Model(ctypes.Structure):
+    _fields_ = [
+        ("layers", ctypes.c_void_p),
+        ("head", _Matrix),
+        *((name, ctypes.c_void_p) for name in ("embedding", "norm", "cos", "sin")),
+        *((name, ctypes.c_int64) for name in ("layer_count", "width", "heads", "kv_heads", "size", "mlp")),
+        ("eps", ctypes.c_float),
+    ]
+
+
+class _Trunk(ctypes.Structure):
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("keys", "values")), ("length", ctypes.c_int64)]
+
+
+class _Tokens(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("id", "position", "row", "column", "trunk")),
+        ("count", ctypes.c_int64),
+    ]
+
+
+class _Front:
+    """A trunk as the source reads it; its tensors are kept where they are."""
+
+    def __init__(self, trunk: Trunk) -> None:
+        self._tensors = [tensor.contiguous() for tensor in trunk.tensors]
+        self._places = np.array([tensor.data_ptr() for tensor in self._tensors], dtype=np.uint64)
+        keys = _at(self._places)
+        self._struct = _Trunk(keys, keys + self._places.nbytes // 2, len(trunk))
+        self.address = ctypes.addressof(self._struct)
+
+
+class SmallPass:
+    """Passes of a decoder over the rows of a cache. Belongs to the engine thread.
+
+    It computes with a copy of the weights in another order, which `take_weights` makes again.
+    """
+
+    def __init__(self, decoder: Decoder, cache: SlotCache, kernels: CpuKernels) -> None:
+        self._decoder, self._cache, self._kernels = decoder, cache, kernels
+        self._fronts: WeakKeyDictionary[Trunk, _Front] = WeakKeyDictionary()
+        self._layers = (_Layer * len(decoder.layers))()
+        self.take_weights()
+        # Keys and values of no token: the cache allocates its tensors for their shape.
+        heads = decoder.heads
+        self._none = decoder.embedding.new_empty((heads.keys, 0, heads.size))
+
+    def take_weights(self) -> None:
+        """Compute with the decoder's new weights from now on."""
+        decoder, heads, turns = self._decoder, self._decoder.heads, self._decoder.turns
+        self._kept: list[Tensor] = []  # what the structs point to
+        for layer, packed in zip(decoder.layers, self._layers, strict=True):
+            for name in _Layer.products:
+                setattr(packed, name, self._matrix(getattr(layer, name)))
+            packed.attention_norm = self._keep(layer.attention_norm.weight)
+            packed.mlp_norm = self._keep(layer.mlp_norm.weight)
+            if layer.head_norms is not None:
+                packed.query_norm = self._keep(layer.head_norms.queries.weight)
+                packed.key_norm = self._keep(layer.head_norms.keys.weight)
+        assert isinstance(decoder.head, Product), "`small_pass` has seen that it is one"
+        tensors = decoder.embedding, decoder.norm.weight, turns.cos_T1D, turns.sin_T1D
+        self._model = _Model(
+            ctypes.addressof(self._layers), self._matrix(decoder.head), *map(self._keep, tensors),
+            len(decoder.layers), decoder.embedding.shape[1], heads.queries, heads.keys, heads.size,
+            decoder.layers[0].down.weight.shape[1], decoder.norm.eps,
+        )  # fmt: skip
+
+    def prefill(self, ids_T: Wholes, *, first_row: int, starts_B: Wholes, counts_B: Wholes) -> None:
+        """Store keys and values of each of B rows' `counts_B` tokens from `start` on."""
+        rows_T = np.repeat(np.arange(first_row, first_row + len(counts_B)), counts_B)
+        befores_B = counts_B.cumsum() - counts_B
+        positions_T = np.arange(len(rows_T)) + np.repeat(starts_B - befores_B, counts_B)
+        self._run(ids_T, rows_T, positions_T, None)
+
+    def logits(self, ids_B: Wholes, cached_B: Wholes) -> NDArray[np.float32]:
+        """Feed a token to each of the first B rows, which have `cached` tokens; return [B, V] logits."""
+        logits_BV = np.empty((len(ids_B), self._model.head.outputs), np.float32)
+        self._run(ids_B, np.arange(len(ids_B)), cached_B, logits_BV)
+        return logits_BV
+
+    def _run(
+        self, ids_T: Wholes, rows_T: Wholes, positions_T: Wholes, logits_TV: NDArray[np.float32] | None
+    ) -> None:
+        starts, fronts = self._read_trunks(int(rows_T[-1]) + 1)
+        columns_T = positions_T - starts[rows_T]
+        self._cache.reserve(int(columns_T.max()) + 1)
+        for number, layer in enumerate(self._layers):
+            keys, values = self._cache.layer(number, self._none, self._none)
+            layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+            layer.key_room, layer.value_room = keys.shape[2], values.shape[2]
+        arrays = ids_T, positions_T, rows_T, columns_T, fronts[rows_T]
+        tokens = _Tokens(*map(_at, arrays), len(ids_T))
+        logits = None if logits_TV is None else _at(logits_TV)
+        self._kernels.small_pass(self._model, tokens, logits)
+
+    def _read_trunks(self, rows: int) -> tuple[Wholes, NDArray[np.uint64]]:
+        """[rows] the tokens of each row's trunk, and the addresses of these trunks; 0 for none."""
+        starts, fronts = np.zeros(rows, np.int64), np.zeros(rows, np.uint64)
+        for row, trunk in self._cache.trunks.items():
+            if row < rows:
+                if trunk not in self._fronts:
+                    self._fronts[trunk] = _Front(trunk)
+                starts[row], fronts[row] = len(trunk), self._fronts[trunk].address
+        return starts, fronts
+
+    def _matrix(self, product: Product) -> _Matrix:
+        (outputs, inputs), panel = product.weight.shape, self._kernels.panel
+        padded = F.pad(product.weight, (0, 0, 0, -outputs % panel))
+        panels = padded.view(-1, panel, inputs).transpose(1, 2)
+        bias = None if product.bias is None else self._keep(product.bias)
+        return _Matrix(self._keep(panels), bias, outputs, inputs)
+
+    def _keep(self, tensor: Tensor) -> int:
+        """The address of numbers, which stay there as long as the weights."""
+        whole = tensor.detach().contiguous()
+        assert whole.dtype == torch.float32, "the source reads such numbers"
+        self._kept.append(whole)
+        return whole.data_ptr()
+
+
+def small_pass(decoder: Decoder, cache: SlotCache, kernels: CpuKernels | None) -> SmallPass | None:
+    """The passes of a decoder by `kernels`, where it is small and they compute all of it."""
+    if kernels is None or not isinstance(decoder.head, Product):
+        return None
+    products = [decoder.head]
+    for layer in decoder.layers:
+        products += [layer.query_key_value, layer.out, layer.gate_up, layer.down]
+    weights = sum(product.weight.numel() for product in products)
+    if weights > MOST_WEIGHTS or any(product.adapters is not None for product in products):
+        return None
+    norms = [decoder.norm, *(norm for layer in decoder.layers for norm in (layer.attention_norm, layer.mlp_norm))]
+    norms += [layer.head_norms.queries for layer in decoder.layers if layer.head_norms is not None]
+    return SmallPass(decoder, cache, kernels) if len({norm.eps for norm in norms}) == 1 else None
+
+
+def _at(numbers: NDArray[np.int64] | NDArray[np.uint64] | NDArray[np.float32] | NDArray[np.float64]) -> int:
+    """The address of an array without gaps."""
+    assert numbers.flags.c_contiguous, "the source reads one number after the other"
+    return int(numbers.__array_interface__["data"][0])

@@ -1,0 +1,246 @@
+/* A whole pass of a small decoder on a CPU, in float32, and the drawing of tokens; it follows cpu_kernels.c, whose
+   functions it uses. Between two calls of Python lie some microseconds, and in a model of under a million parameters
+   a pass has fifty of them. During a call of C, Python's other threads run. */
+
+#define VECTORS 3
+#define PANEL (VECTORS * LANES) /* outputs whose weights lie together */
+#if LANES == 16
+#define BAND 8 /* tokens: with PANEL outputs, their sums fill the registers */
+#else
+#define BAND 4
+#endif
+whole panel_outputs(void) { return PANEL; }
+
+#define PORTION 64 /* tokens at a time: what is computed of them stays near the core */
+
+/* y = x w' + b. `panels` are [panels, inputs, PANEL], the last one filled up with zeros; `bias` may be null. */
+struct matrix {
+    const float *panels, *bias;
+    whole outputs, inputs;
+};
+
+/* Matrices with the same input are one. Norms of single heads may be null. */
+struct layer {
+    struct matrix query_key_value, out, gate_up, down;
+    const float *attention_norm, *query_norm, *key_norm, *mlp_norm;
+    float *keys, *values; /* the cache: [rows, kv_heads, room, size] */
+    whole key_room, value_room;
+};
+
+struct model {
+    struct layer *layers;
+    struct matrix head;
+    const float *embedding, *norm, *cos, *sin; /* [vocabulary, width], [width], and [positions, size] twice */
+    whole layer_count, width, heads, kv_heads, size, mlp;
+    float eps;
+};
+
+/* Of one trunk the keys and values of each layer, [kv_heads, length, size]. */
+struct trunk {
+    const float *const *keys, *const *values;
+    whole length;
+};
+
+/* Tokens of a pass: ids, positions, rows of the cache and columns in them; of the rows, the trunks, null for none. */
+struct tokens {
+    const whole *id, *position, *row, *column;
+    const struct trunk *const *trunk;
+    whole count;
+};
+
+/* [rows, PANEL] products; `outputs` of them are written, or added. */
+INLINE void multiply_band(const float *x, whole x_stride, const float *w, whole inputs, const float *bias, float *out,
+                          whole out_stride, whole outputs, int rows, int adds) {
+    lanes sums[BAND][VECTORS] = {0};
+    for (whole k = 0; k < inputs; k++, w += PANEL)
+        for (int n = 0; n < VECTORS; n++) {
+            lanes of_w = *(const lanes *)(w + n * LANES);
+            for (int i = 0; i < rows; i++) sums[i][n] += x[i * x_stride + k] * of_w;
+        }
+    for (int i = 0; i < rows; i++) {
+        float *to = out + i * out_stride;
+        if (outputs >= PANEL && !bias)
+            for (int n = 0; n < VECTORS; n++) {
+                lanes *at = (lanes *)(to + n * LANES);
+                if (adds) sums[i][n] += *at;
+                *at = sums[i][n];
+            }
+        else {
+            const float *sum = (const float *)sums[i];
+            for (whole o = 0; o < outputs && o < PANEL; o++)
+                to[o] = sum[o] + (bias ? bias[o] : 0.0f) + (adds ? to[o] : 0.0f);
+        }
+    }
+}
+
+/* Products of tokens by all outputs from that of a panel on. */
+static void multiply(const struct matrix *of, const float *x, whole x_stride, whole tokens, whole panel, float *out,
+                     whole out_stride, int adds) {
+#define PRODUCT(rows)                                                                                   \
+    multiply_band(x + t * x_stride, x_stride, w, of->inputs, of->bias ? of->bias + first : 0,           \
+                  out + t * out_stride + first, out_stride, of->outputs - first, rows, adds)
+    for (whole first = panel * PANEL; first < of->outputs; first += PANEL) {
+        const float *w = of->panels + first * of->inputs;
+        whole t = 0;
+        for (; t + BAND <= tokens; t += BAND) PRODUCT(BAND);
+        for (; t + 4 <= tokens; t += 4) PRODUCT(4);
+        for (; t + 2 <= tokens; t += 2) PRODUCT(2);
+        if (t < tokens) PRODUCT(1);
+    }
+#undef PRODUCT
+}
+
+INLINE void norm_row(const float *x, const float *weight, float eps, whole width, float *out) {
+    float inverse = 1.0f / sqrtf(dot(x, x, width) / (float)width + eps);
+    for (whole d = 0; d < width; d++) out[d] = x[d] * inverse * weight[d];
+}
+
+/* What a pass keeps of all its tokens, and what a thread computes of a PORTION. */
+struct space {
+    float *states, *heads; /* [tokens, width], and [tokens, heads + 2 kv_heads, size] */
+    float *near, *wide; /* [PORTION, width or heads * size], [PORTION, 2 mlp] */
+};
+
+INLINE void turn_heads(const struct model *model, const struct layer *layer, float *heads, const float *cos,
+                       const float *sin, whole size) {
+    float turned[WIDEST];
+    for (whole h = 0; h < model->heads + model->kv_heads; h++) {
+        const float *weight = h < model->heads ? layer->query_norm : layer->key_norm;
+        norm_and_turn(heads + h * size, weight, model->eps, cos, sin, size, turned);
+        memcpy(heads + h * size, turned, size * sizeof(float));
+    }
+}
+
+/* Heads of a layer, rotated; keys and values go to the cache. With `keys_only`, queries are not computed. */
+static void open_layer(const struct model *model, const struct layer *layer, const struct tokens *tokens,
+                       const struct space *space, whole first, whole count, int keys_only) {
+    whole size = model->size, queries = model->heads * size, keys = model->kv_heads * size, all = queries + 2 * keys;
+    float *heads = space->heads + first * all;
+    for (whole t = 0; t < count; t++)
+        norm_row(space->states + (first + t) * model->width, layer->attention_norm, model->eps, model->width,
+                 space->near + t * model->width);
+    multiply(&layer->query_key_value, space->near, model->width, count, keys_only ? queries / PANEL : 0, heads, all, 0);
+    for (whole t = 0; t < count; t++, heads += all) {
+        const float *cos = model->cos + tokens->position[first + t] * size;
+        const float *sin = model->sin + tokens->position[first + t] * size;
+        if (size == 32) turn_heads(model, layer, heads, cos, sin, 32);
+        else if (size == 64) turn_heads(model, layer, heads, cos, sin, 64);
+        else turn_heads(model, layer, heads, cos, sin, size);
+        for (whole h = 0; h < model->kv_heads; h++) {
+            whole row = tokens->row[first + t] * model->kv_heads + h, column = tokens->column[first + t];
+            memcpy(layer->keys + (row * layer->key_room + column) * size, heads + queries + h * size, size * 4);
+            memcpy(layer->values + (row * layer->value_room + column) * size, heads + queries + keys + h * size, size * 4);
+        }
+    }
+}
+
+/* Adjacent queries of one key-value head over their row's trunk and the row's own columns, under one softmax. */
+INLINE void attend_row(const float *q, whole times, const struct layer *layer, const struct trunk *trunk, whole number,
+                       whole row, whole head, whole count, whole size, float *out) {
+    float lse[WIDEST], scale = 1.0f / sqrtf((float)size);
+    const float *k = layer->keys + row * layer->key_room * size, *v = layer->values + row * layer->value_room * size;
+    attend_head(q, times, k, v, k, count, scale, size, out, lse);
+    if (!trunk) return;
+    for (whole h = 0; h < times; h++) {
+        float part[WIDEST], of_part;
+        const float *keys = trunk->keys[number] + head * trunk->length * size;
+        const float *values = trunk->values[number] + head * trunk->length * size;
+        attend_some(q + h * size, 1, keys, values, keys, trunk->length, scale, size, part, &of_part);
+        float most = lse[h] > of_part ? lse[h] : of_part;
+        float own = power_of_e(lse[h] - most), other = power_of_e(of_part - most), sum = own + other;
+        for (whole d = 0; d < size; d++) out[h * size + d] = (out[h * size + d] * own + part[d] * other) / sum;
+    }
+}
+
+/* The rest of a layer is added to the states. */
+static void close_layer(const struct model *model, whole number, const struct tokens *tokens, const struct space *space,
+                        whole first, whole count) {
+    const struct layer *layer = model->layers + number;
+    whole size = model->size, queries = model->heads * size, all = queries + 2 * model->kv_heads * size;
+    whole times = model->heads / model->kv_heads, width = model->width, mlp = model->mlp;
+    float *states = space->states + first * width;
+    for (whole t = 0; t < count; t++)
+        for (whole head = 0; head < model->kv_heads; head++) {
+            whole token = first + t, row = tokens->row[token] * model->kv_heads + head;
+            const float *q = space->heads + token * all + head * times * size;
+            const struct trunk *trunk = tokens->trunk[token];
+            float *out = space->near + t * queries + head * times * size;
+            whole seen = tokens->column[token] + 1;
+            if (size == 32) attend_row(q, times, layer, trunk, number, row, head, seen, 32, out);
+            else if (size == 64) attend_row(q, times, layer, trunk, number, row, head, seen, 64, out);
+            else attend_row(q, times, layer, trunk, number, row, head, seen, size, out);
+        }
+    multiply(&layer->out, space->near, queries, count, 0, states, width, 1);
+    for (whole t = 0; t < count; t++)
+        norm_row(states + t * width, layer->mlp_norm, model->eps, width, space->near + t * width);
+    multiply(&layer->gate_up, space->near, width, count, 0, space->wide, 2 * mlp, 0);
+    for (whole t = 0; t < count; t++) {
+        float *gate = space->wide + 2 * t * mlp, *up = gate + mlp;
+        for (whole d = 0; d < mlp; d++) gate[d] = gate[d] / (1.0f + power_of_e(-gate[d])) * up[d];
+    }
+    multiply(&layer->down, space->wide, 2 * mlp, count, 0, states, width, 1);
+}
+
+/* Store keys and values of tokens; [tokens, vocabulary] logits of what follows each, where `logits` is not null.
+   Returns 0 where there is no memory. */
+int small_pass(const struct model *model, const struct tokens *tokens, float *logits, int threads) {
+    whole width = model->width, queries = model->heads * model->size, last = model->layer_count - 1;
+    whole all = queries + 2 * model->kv_heads * model->size, near = width > queries ? width : queries;
+    whole portions = (tokens->count + PORTION - 1) / PORTION;
+    threads = threads < portions ? threads : (int)portions;
+    whole of_thread = PORTION * (near + 2 * model->mlp) + 16;
+    float *memory = malloc(sizeof(float) * (tokens->count * (width + all) + threads * of_thread));
+    if (!memory) return 0;
+    for (whole t = 0; t < tokens->count; t++)
+        memcpy(memory + t * width, model->embedding + tokens->id[t] * width, width * sizeof(float));
+    for (whole step = 0; step < 2 * model->layer_count + 1; step++) {
+        whole number = step / 2;
+        if (!logits && step > 2 * last) break;
+#pragma omp parallel for schedule(static, 1) num_threads(threads) if (threads > 1)
+        for (int part = 0; part < threads; part++) {
+            struct space space = {memory, memory + tokens->count * width};
+            space.near = space.heads + tokens->count * all + part * of_thread;
+            space.wide = space.near + PORTION * near;
+            for (whole portion = part; portion < portions; portion += threads) {
+                whole first = portion * PORTION;
+                whole count = tokens->count - first < PORTION ? tokens->count - first : PORTION;
+                if (number == model->layer_count) {
+                    for (whole t = 0; t < count; t++)
+                        norm_row(memory + (first + t) * width, model->norm, model->eps, width, space.near + t * width);
+                    multiply(&model->head, space.near, width, count, 0, logits + first * model->head.outputs,
+                             model->head.outputs, 0);
+                } else if (step % 2 == 0)
+                    open_layer(model, model->layers + number, tokens, &space, first, count, !logits && number == last);
+                else
+                    close_layer(model, number, tokens, &space, first, count);
+            }
+        }
+    }
+    free(memory);
+    return 1;
+}
+
+/* One token of each row of logits, as `inference.sampler.sample` draws without truncation: the first one whose
+   cumulated probability exceeds uniform * total, or the likeliest where the temperature is 0. Of logits with NaN or
+   +inf the log-prob is NaN. Returns 0 where there is no memory. */
+int draw(const float *logits, whole rows, whole vocabulary, const double *temperature, const double *uniform,
+         whole *ids, double *logprobs) {
+    float *share = malloc(sizeof(float) * vocabulary);
+    if (!share) return 0;
+    for (whole row = 0; row < rows; row++, logits += vocabulary) {
+        float divisor = temperature[row] == 0.0 ? 1.0f : (float)temperature[row], highest = -INFINITY;
+        double total = 0.0, seen = 0.0;
+        whole token = 0;
+        for (whole v = 0; v < vocabulary; v++) highest = logits[v] > highest ? logits[v] : highest;
+        for (whole v = 0; v < vocabulary; v++) share[v] = power_of_e((logits[v] - highest) / divisor);
+        for (whole v = 0; v < vocabulary; v++) total += share[v];
+        if (temperature[row] == 0.0)
+            while (token < vocabulary - 1 && logits[token] != highest) token++;
+        else
+            for (seen = share[0]; token < vocabulary - 1 && !(seen > uniform[row] * total);) seen += share[++token];
+        ids[row] = token;
+        logprobs[row] = (float)((double)((logits[token] - highest) / divisor) - log(total));
+    }
+    free(share);
+    return 1;
+}
