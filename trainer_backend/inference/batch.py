@@ -17,7 +17,8 @@ from trainer_backend.inference.prefixes import NOTHING, Prefix, Prefixes, Prefix
 from trainer_backend.inference.request import Request
 from trainer_backend.inference.row_columns import Columns
 from trainer_backend.inference.runner import DecoderRunner, TransformersRunner, choose_runner
-from trainer_backend.inference.sampler import RowSettings, likeliest, sample, uniforms
+from trainer_backend.inference.sampler import TEMPERATURE, RowSettings, likeliest, sample, uniforms
+from trainer_backend.inference.small_pass import SmallPass
 from trainer_backend.models.kinds import refuse_rotations_by_length
 from trainer_backend.models.routers import Routers
 
@@ -129,11 +130,13 @@ class RunningBatch:
 
     def _step_now(self, runner: DecoderRunner | TransformersRunner | LayerRunner) -> "SampledTokens":
         count, columns = len(self.rows), self._columns
+        uniforms_B = uniforms(columns.keys[:count], columns.counters[:count])
+        if isinstance(runner, DecoderRunner) and runner.small is not None and self._is_plain():
+            return self._draw_small(runner.small, uniforms_B)
         logits_BV = runner.decode(columns.ids[:count], columns.cached[:count]).to(self._draws_on)
         if self._settings is None:
             processed = columns.processed[:count] if columns.truncated[:count].any() else None
             self._settings = RowSettings.lean(columns.options[:count], processed, device=self._draws_on)
-        uniforms_B = uniforms(columns.keys[:count], columns.counters[:count])
         draw = sample(logits_BV, self._settings, torch.from_numpy(uniforms_B).to(self._draws_on))
         # Ids up to 2**53 and fp32 log-probs are exact in float64: one transfer from the device suffices.
         parts = [draw.tokens_B.double(), draw.logprobs_B.double()]
@@ -146,6 +149,19 @@ class RunningBatch:
         columns.ids[:count] = host[:, 0]
         columns.advance(slice(count))
         return SampledTokens.of(list(self.rows), host, tops, columns.truncated[:count])
+
+    def _is_plain(self) -> bool:
+        """Whether no row truncates, or reports other tokens than those it draws."""
+        is_truncated = self._columns.truncated[: len(self.rows)].any()
+        return not is_truncated and not any(row.extras.likeliest for row in self.rows)
+
+    def _draw_small(self, passes: SmallPass, uniforms_B: NDArray[np.float64]) -> "SampledTokens":
+        count, columns = len(self.rows), self._columns
+        logits_BV = passes.logits(columns.ids[:count], columns.cached[:count])
+        ids_B, logprobs_B = passes.draw(logits_BV, columns.options[:count, TEMPERATURE], uniforms_B)
+        columns.ids[:count] = ids_B
+        columns.advance(slice(count))
+        return SampledTokens(list(self.rows), ids_B.tolist(), logprobs_B.tolist(), None, None)
 
     def drop(self, index: int) -> None:
         """Free a row, keeping a copy of its prefix; the last row moves into the gap."""

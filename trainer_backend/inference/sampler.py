@@ -21,6 +21,7 @@ from shared_schemas.trajectory import Sampling, SamplingKeys
 
 # The columns of a row's options, their values in a request, and values without effect.
 OPTIONS = tuple(SamplingKeys.model_fields)
+TEMPERATURE = OPTIONS.index("temperature")
 read_options = attrgetter(*OPTIONS)
 PLAIN_OPTIONS: tuple[float, ...] = read_options(Sampling())
 # Tokens that are cumulated together: see `inverse_cdf`.
@@ -83,7 +84,7 @@ class RowSettings:
         """As `of`, on the device that samples and without what no row needs."""
         processed = None if processed_B is None else torch.tensor(processed_B, device=device)
         settings = cls.of(torch.tensor(options_BN, device=device), processed)
-        temperatures = set(options_BN[:, OPTIONS.index("temperature")].tolist())
+        temperatures = set(options_BN[:, TEMPERATURE].tolist())
         return replace(
             settings,
             temperatures_B=settings.temperatures_B if temperatures - {0.0, 1.0} else None,

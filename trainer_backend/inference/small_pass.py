@@ -21,6 +21,7 @@ from trainer_backend.inference.trunks import Trunk
 from trainer_backend.models.cpu_kernels import CpuKernels
 
 Wholes = NDArray[np.int64]
+Floats = NDArray[np.float64]
 # Numbers in the weights of a model. Those of a larger one leave a core's caches, and its products take longer
 # than what lies between them.
 MOST_WEIGHTS = 4_000_000
@@ -124,6 +125,12 @@ class SmallPass:
         logits_BV = np.empty((len(ids_B), self._model.head.outputs), np.float32)
         self._run(ids_B, np.arange(len(ids_B)), cached_B, logits_BV)
         return logits_BV
+
+    def draw(
+        self, logits_BV: NDArray[np.float32], temperatures_B: Floats, uniforms_B: Floats
+    ) -> tuple[Wholes, Floats]:
+        """[B] ids and log-probs, as `sampler.sample` draws them where nothing is truncated."""
+        return self._kernels.draw(logits_BV, temperatures_B, uniforms_B)
 
     def _run(
         self, ids_T: Wholes, rows_T: Wholes, positions_T: Wholes, logits_TV: NDArray[np.float32] | None
