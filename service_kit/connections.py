@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from service_kit.boundary import Boundary
 from service_kit.errors import HeadTooLarge, InternalError, MalformedRequest, ServiceError
-from service_kit.gate import WHOLE_BODY
+from service_kit.gate import LEAVING, WHOLE_BODY, Leaving
 from service_kit.problems import Respond, problem_response
 from service_kit.settings import ConnectionSettings
 
@@ -89,6 +89,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._head_bytes = 0
         # The body so far of a request that may be answered at once; None: the app has it.
         self._body: bytes | None = None
+        self._leaving = Leaving()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -100,6 +101,7 @@ class BoundedConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect_nothing()
         super().connection_lost(exc)
+        self._leaving.tell()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -148,7 +150,7 @@ class BoundedConnection(HttpToolsProtocol):
                 return
             self._pass_on()
         super().on_message_complete()
-        self.scope["extensions"] = {WHOLE_BODY: {}}
+        self.scope["extensions"] = {WHOLE_BODY: {}, LEAVING: self._leaving}
         self._expect_nothing()
 
     def _may_answer(self) -> bool:

@@ -36,6 +36,8 @@ Result = TypeVar("Result")
 DENIAL = "websocket.http.response"
 # Key in a scope's extensions: the body has arrived, so reading needs no timeout (service_kit.connections).
 WHOLE_BODY = "turnwise.whole_body"
+# Key in a scope's extensions: the `Leaving` of its client (service_kit.connections).
+LEAVING = "turnwise.leaving"
 # Key in a scope: the value of its JSON body, for the first reader.
 JSON_BODY = "turnwise.json_body"
 # RFC 6455: the endpoint refuses because of its own policy.
@@ -292,6 +294,29 @@ def _host_error(scope: Scope) -> ServiceError | None:
     return None
 
 
+class Leaving:
+    """Tells that a client's connection is lost, at once and to those who ask later."""
+
+    def __init__(self) -> None:
+        self._calls: set[Callable[[], None]] | None = set()
+
+    def add(self, call: Callable[[], None]) -> None:
+        """Call this when the client leaves, or now if it has left."""
+        if self._calls is None:
+            call()
+        else:
+            self._calls.add(call)
+
+    def discard(self, call: Callable[[], None]) -> None:
+        if self._calls is not None:
+            self._calls.discard(call)
+
+    def tell(self) -> None:
+        calls, self._calls = self._calls or (), None
+        for call in calls:
+            call()
+
+
 class _BoundedBody:
     """A receive channel with limits on the body's size and time."""
 
@@ -312,6 +337,12 @@ class _BoundedBody:
         if self._rest_bytes < 0:
             raise BodyError(self._too_large())
         return message
+
+    @property
+    def leaving(self) -> Leaving | None:
+        """That of the client; None where the server tells of none."""
+        found: Leaving | None = self._scope.get("extensions", {}).get(LEAVING)
+        return found
 
     @property
     def _is_whole(self) -> bool:
@@ -349,21 +380,31 @@ async def whole_body(receive: Receive) -> bytes:
 async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
     """The result of the work. Raises ClientDisconnect if the client leaves first, which cancels the work.
 
-    The work runs in the caller's task; only the watch for the client needs one of its own.
+    The work runs in the caller's task. A server that does not call back (`LEAVING`) is asked in another one.
     """
+
+    def cancel() -> None:
+        scope.reschedule(0.0)  # a time that is over: this cancels the work
 
     async def cancel_on_disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        scope.reschedule(0.0)  # a time that is over: this cancels the work
+        cancel()
 
+    leaving: Leaving | None = getattr(receive, "leaving", None)
     try:
         async with asyncio.timeout(None) as scope:
-            watch = asyncio.create_task(cancel_on_disconnect())
+            if leaving is None:
+                watch = asyncio.create_task(cancel_on_disconnect())
+            else:
+                leaving.add(cancel)
             try:
                 return await work
             finally:
-                watch.cancel()
+                if leaving is None:
+                    watch.cancel()
+                else:
+                    leaving.discard(cancel)
     except TimeoutError:
         if not scope.expired():
             raise

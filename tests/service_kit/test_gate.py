@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+from types import SimpleNamespace
 
 import pytest
 from pydantic import SecretStr
@@ -11,6 +12,7 @@ from service_kit.errors import ServiceError
 from service_kit.gate import (
     Gate,
     KeyDoor,
+    Leaving,
     _says_json,
     asks_for_a_page,
     is_cross_site,
@@ -178,14 +180,32 @@ async def test_work_for_a_client_that_stays_has_its_own_result_or_error():
             await while_connected(fail(error), Client().receive)
 
 
+class ToldClient(Client):
+    """A client of a server that tells when it leaves."""
+
+    def __init__(self):
+        super().__init__()
+        told = Leaving()
+        self.left, self.receive = SimpleNamespace(set=told.tell), SimpleNamespace(leaving=told)
+
+
+@pytest.mark.parametrize("kind", [Client, ToldClient])
 @pytest.mark.parametrize(("end", "error"), [("leave", ClientDisconnect), ("cancel", asyncio.CancelledError)])
-async def test_work_is_cancelled_when_its_client_leaves_or_others_cancel_the_request(end, error):
-    client = Client()
+async def test_work_is_cancelled_when_its_client_leaves_or_others_cancel_the_request(kind, end, error):
+    client = kind()
     request = asyncio.ensure_future(while_connected(client.work(), client.receive))
     await client.began.wait()
     client.left.set() if end == "leave" else request.cancel()
     with pytest.raises(error):
         await request
+    assert client.ended == "cancelled"
+
+
+async def test_work_for_a_client_that_has_left_before_is_cancelled_too():
+    client = ToldClient()
+    client.left.set()
+    with pytest.raises(ClientDisconnect):
+        await while_connected(client.work(), client.receive)
     assert client.ended == "cancelled"
 
 

@@ -157,8 +157,10 @@ class RunningBatch:
 
     def _draw_small(self, passes: SmallPass, uniforms_B: NDArray[np.float64]) -> "SampledTokens":
         count, columns = len(self.rows), self._columns
-        logits_BV = passes.logits(columns.ids[:count], columns.cached[:count])
-        ids_B, logprobs_B = passes.draw(logits_BV, columns.options[:count, TEMPERATURE], uniforms_B)
+        temperatures_B = np.ascontiguousarray(columns.options[:count, TEMPERATURE])
+        ids_B, logprobs_B = passes.step(
+            columns.ids[:count], columns.cached[:count], temperatures_B, uniforms_B
+        )
         columns.ids[:count] = ids_B
         columns.advance(slice(count))
         return SampledTokens(list(self.rows), ids_B.tolist(), logprobs_B.tolist(), None, None)

@@ -71,8 +71,8 @@ class PagedRunner:
             size = page_bytes(len(self._decoder.layers), heads.keys, heads.size, model.dtype)
             limit = max(pages_for(max_len), whole_slabs(size, min(limit, most_bytes // size)))
         memory = PageMemory(
-            layers=len(self._decoder.layers), heads=heads.keys, dim=heads.size, dtype=model.dtype, device=device,
-            limit=limit, least=pages_for(max_len),
+            layers=len(self._decoder.layers), heads=heads.keys, dim=heads.size, dtype=model.dtype,
+            device=device, limit=limit, least=pages_for(max_len),
         )  # fmt: skip
         self.cache = PagedCache(memory, slots=slots, max_len=max_len, limit=limit)
         self._heads, self._memory = heads.queries, memory

@@ -13,6 +13,7 @@ from jinja2 import Environment
 from jinja2.meta import find_undeclared_variables
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.utils import chat_template_utils
 
 from shared_schemas.base import did_you_mean, is_among
 from trainer_backend.core.prompt_lengths import LongPrompt
@@ -60,6 +61,17 @@ _PROBE: Sequence[JsonObject] = (
 )
 
 
+_PROBE_TOOLS: Sequence[JsonObject] = (
+    {
+        "type": "function",
+        "function": {"name": _PROBE_NAME, "description": "?", "parameters": {"type": "object"}},
+    },
+)
+# What the library compiles a template by. Around it, the library copies every message and tool at each call,
+# which takes twice the time of the rendering; messages and tools of ours are plain already.
+_COMPILE: Any = getattr(chat_template_utils, "_compile_jinja_template", None)
+
+
 # Variables of a chat template that the library or jinja sets, in addition to the special tokens.
 _SET_FOR_TEMPLATES = {
     "messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now",
@@ -92,6 +104,8 @@ class ChatRenderer:
         added = tokenizer.added_tokens_decoder.values()
         self._specials = tuple([token.content for token in added if token.special])
         self._arguments_as_text = False  # until a template concatenates them
+        self._special_texts = dict(tokenizer.special_tokens_map)
+        self._renders_alone = _COMPILE is not None and self._renders_as_the_library()
         self.template_digest = hashlib.blake2b(settings.encode(), digest_size=6).hexdigest()
         # SentencePiece decoders drop a leading space; after another token it stays.
         self._before: list[int] = self._backend.encode("x", add_special_tokens=False).ids
@@ -151,14 +165,48 @@ class ChatRenderer:
     ) -> list[str]:
         if self._arguments_as_text:
             conversations = [list(map(_with_text_arguments, messages)) for messages in conversations]
+        render = self._render_alone if self._renders_alone else self._render_by_library
+        return render(conversations, [dict(tool) for tool in tools] or None, add_generation_prompt)
+
+    def _render_by_library(
+        self,
+        conversations: list[list[dict[str, Any]]],
+        tools: list[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+    ) -> list[str]:
         texts = self.tokenizer.apply_chat_template(
             conversations,
-            tools=[dict(tool) for tool in tools] or None,
+            tools=tools,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             **self._template_kwargs,
         )
         return [str(text) for text in texts]
+
+    def _render_alone(
+        self,
+        conversations: list[list[dict[str, Any]]],
+        tools: list[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+    ) -> list[str]:
+        template = _COMPILE(self.tokenizer.get_chat_template(None, tools))
+        given = {**self._special_texts, **self._template_kwargs, "tools": tools, "documents": None}
+        return [
+            str(template.render(messages=messages, add_generation_prompt=add_generation_prompt, **given))
+            for messages in conversations
+        ]
+
+    def _renders_as_the_library(self) -> bool:
+        """Whether the template gives the same text without the library's copies, as it should."""
+        messages = [list(map(_plain_message, _PROBE))]
+        with suppress(Exception):  # a template that cannot render the probe is the library's
+            for tools in (None, [dict(tool) for tool in _PROBE_TOOLS]):
+                for add_generation_prompt in (False, True):
+                    given = messages, tools, add_generation_prompt
+                    if self._render_alone(*given) != self._render_by_library(*given):
+                        return False
+            return True
+        return False
 
     def prompt_ids(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject]) -> list[int]:
         """Return the ids that the model continues."""
@@ -429,7 +477,8 @@ def _plain_message(message: JsonObject) -> dict[str, Any]:
     digits is replaced in call and result alike by nine characters derived from it. Reasoning has every name
     that a template may read it under.
     """
-    plain = {**message, "content": _text(message.get("content"))}
+    plain = {name: value for name, value in message.items() if value is not None}
+    plain["content"] = _text(message.get("content"))
     if reasoning := next((message[key] for key in _REASONING_KEYS if message.get(key)), None):
         plain |= dict.fromkeys(_REASONING_KEYS, reasoning)
     if calls := plain.pop("tool_calls", None):

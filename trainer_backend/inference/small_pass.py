@@ -6,7 +6,6 @@ meanwhile, while a call of C lets them run.
 """
 
 import ctypes
-from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -118,7 +117,7 @@ class SmallPass:
         rows_T = np.repeat(np.arange(first_row, first_row + len(counts_B)), counts_B)
         befores_B = counts_B.cumsum() - counts_B
         positions_T = np.arange(len(rows_T)) + np.repeat(starts_B - befores_B, counts_B)
-        self._run(ids_T, rows_T, positions_T, None)
+        self._run(ids_T, rows_T, positions_T)
 
     def logits(self, ids_B: Wholes, cached_B: Wholes) -> NDArray[np.float32]:
         """Feed a token to each of the first B rows, which have `cached` tokens; return [B, V] logits."""
@@ -126,15 +125,27 @@ class SmallPass:
         self._run(ids_B, np.arange(len(ids_B)), cached_B, logits_BV)
         return logits_BV
 
-    def draw(
-        self, logits_BV: NDArray[np.float32], temperatures_B: Floats, uniforms_B: Floats
+    def step(
+        self, ids_B: Wholes, cached_B: Wholes, temperatures_B: Floats, uniforms_B: Floats
     ) -> tuple[Wholes, Floats]:
-        """[B] ids and log-probs, as `sampler.sample` draws them where nothing is truncated."""
-        return self._kernels.draw(logits_BV, temperatures_B, uniforms_B)
+        """As `logits`, but return [B] next ids and their log-probs.
+
+        They are drawn as by `sampler.sample` where nothing is truncated.
+        """
+        count = len(ids_B)
+        logits_BV = np.empty((count, self._model.head.outputs), np.float32)
+        drawn = np.empty(count, np.int64), np.empty(count, np.float64)
+        self._run(ids_B, np.arange(count), cached_B, logits_BV, temperatures_B, uniforms_B, *drawn)
+        return drawn
 
     def _run(
-        self, ids_T: Wholes, rows_T: Wholes, positions_T: Wholes, logits_TV: NDArray[np.float32] | None
+        self,
+        ids_T: Wholes,
+        rows_T: Wholes,
+        positions_T: Wholes,
+        *numbers: NDArray[np.float32] | Floats | Wholes,
     ) -> None:
+        """Run a pass; the numbers are logits, temperatures, uniforms, ids and log-probs, as far as wanted."""
         starts, fronts = self._read_trunks(int(rows_T[-1]) + 1)
         columns_T = positions_T - starts[rows_T]
         self._cache.reserve(int(columns_T.max()) + 1)
@@ -144,8 +155,8 @@ class SmallPass:
             layer.key_room, layer.value_room = keys.shape[2], values.shape[2]
         arrays = ids_T, positions_T, rows_T, columns_T, fronts[rows_T]
         tokens = _Tokens(*map(_at, arrays), len(ids_T))
-        logits = None if logits_TV is None else _at(logits_TV)
-        self._kernels.small_pass(self._model, tokens, logits)
+        places = [*map(_at, numbers), *[None] * (5 - len(numbers))]
+        self._kernels.small_pass(self._model, tokens, *places)
 
     def _read_trunks(self, rows: int) -> tuple[Wholes, NDArray[np.uint64]]:
         """[rows] the tokens of each row's trunk, and the addresses of these trunks; 0 for none."""
@@ -182,7 +193,10 @@ def small_pass(decoder: Decoder, cache: SlotCache, kernels: CpuKernels | None) -
     weights = sum(product.weight.numel() for product in products)
     if weights > MOST_WEIGHTS or any(product.adapters is not None for product in products):
         return None
-    norms = [decoder.norm, *(norm for layer in decoder.layers for norm in (layer.attention_norm, layer.mlp_norm))]
+    norms = [
+        decoder.norm,
+        *(norm for layer in decoder.layers for norm in (layer.attention_norm, layer.mlp_norm)),
+    ]
     norms += [layer.head_norms.queries for layer in decoder.layers if layer.head_norms is not None]
     return SmallPass(decoder, cache, kernels) if len({norm.eps for norm in norms}) == 1 else None
 

@@ -7,15 +7,14 @@
     store       keys and values of tokens to their rows of a cache
     attend      causal attention of tokens over their own rows, without padding
     path_*      the same over a row of tries in depth-first order, and its gradients
-    small_pass  a whole pass of a small decoder (`inference.small_pass`)
-    draw        a token of each row of logits
+    small_pass  a whole pass of a small decoder, and the drawing of its tokens (`inference.small_pass`)
 
 In a model of under a million parameters, starting torch's operators and what they leave in between take more
 time than the products. In larger ones it is torch's products of few tokens, which take up to 1.7 times as
 long as these. The sums' order differs from torch's, and nothing else: numbers agree to 1e-6.
 
-The source is `cpu_kernels.c` and, for the last two, `cpu_pass.c`. It is compiled in some seconds, into `~/.cache/turnwise`. Threads are those of
-torch's own pool. Sources: as `models.kernels`.
+The source is `cpu_kernels.c` and, for the last one, `cpu_pass.c`. It is compiled in some seconds, into
+`~/.cache/turnwise`. Threads are those of torch's own pool. Sources: as `models.kernels`.
 """
 
 import ctypes
@@ -27,10 +26,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import structlog
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer_backend.models.cpu_build import built_library
@@ -61,8 +58,7 @@ _ARGUMENTS = {
     "attend": "pippiiiiiippfppn",
     "path_forward": "pppnn",
     "path_backward": "ppnn",
-    "small_pass": "pppn",
-    "draw": "piipppp",
+    "small_pass": "pppppppn",
 }
 
 
@@ -129,7 +125,7 @@ class CpuKernels:
         for name, kinds in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes, function.restype = [_KINDS[kind] for kind in kinds], None
-        for name in ("path_forward", "path_backward", "small_pass", "draw"):
+        for name in ("path_forward", "path_backward", "small_pass"):
             getattr(library, name).restype = ctypes.c_int
         for name in ("vector_lanes", "panel_outputs"):
             getattr(library, name).restype = ctypes.c_int64
@@ -297,26 +293,11 @@ class CpuKernels:
         )  # fmt: skip
         return out_THD, lse_TH
 
-    def small_pass(self, model: ctypes.Structure, tokens: ctypes.Structure, logits: int | None) -> None:
-        """A pass of `inference.small_pass`."""
+    def small_pass(self, model: ctypes.Structure, tokens: ctypes.Structure, *places: int | None) -> None:
+        """A pass of `inference.small_pass`, which has the addresses of its arrays."""
         threads = torch.get_num_threads()
-        done = self._library.small_pass(ctypes.byref(model), ctypes.byref(tokens), logits, threads)
+        done = self._library.small_pass(ctypes.byref(model), ctypes.byref(tokens), *places, threads)
         _refuse_shortage(done, "a pass of a small model")
-
-    def draw(
-        self, logits_BV: NDArray[np.float32], temperatures_B: NDArray[np.float64],
-        uniforms_B: NDArray[np.float64],
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:  # fmt: skip
-        """[B] ids and log-probs, as `inference.sampler.sample` draws them where nothing is truncated."""
-        rows, vocabulary = logits_BV.shape
-        ids_B, logprobs_B = np.empty(rows, np.int64), np.empty(rows, np.float64)
-        places = [
-            array.__array_interface__["data"][0]
-            for array in (np.ascontiguousarray(temperatures_B), uniforms_B, ids_B, logprobs_B)
-        ]
-        done = self._library.draw(logits_BV.__array_interface__["data"][0], rows, vocabulary, *places)
-        _refuse_shortage(done, "a vocabulary's probabilities")
-        return ids_B, logprobs_B
 
 
 def _at(tensor: Tensor | None) -> int | None:

@@ -181,9 +181,35 @@ static void close_layer(const struct model *model, whole number, const struct to
     multiply(&layer->down, space->wide, 2 * mlp, count, 0, states, width, 1);
 }
 
-/* Store keys and values of tokens; [tokens, vocabulary] logits of what follows each, where `logits` is not null.
-   Returns 0 where there is no memory. */
-int small_pass(const struct model *model, const struct tokens *tokens, float *logits, int threads) {
+/* One token of each row of logits, as `inference.sampler.sample` draws without truncation: the first one whose
+   cumulated probability exceeds uniform * total, or the likeliest where the temperature is 0. Of logits with NaN or
+   +inf the log-prob is NaN. Returns 0 where there is no memory. */
+static int draw(const float *logits, whole rows, whole vocabulary, const double *temperature, const double *uniform,
+         whole *ids, double *logprobs) {
+    float *share = malloc(sizeof(float) * vocabulary);
+    if (!share) return 0;
+    for (whole row = 0; row < rows; row++, logits += vocabulary) {
+        float divisor = temperature[row] == 0.0 ? 1.0f : (float)temperature[row], highest = -INFINITY;
+        double total = 0.0, seen = 0.0;
+        whole token = 0;
+        for (whole v = 0; v < vocabulary; v++) highest = logits[v] > highest ? logits[v] : highest;
+        for (whole v = 0; v < vocabulary; v++) share[v] = power_of_e((logits[v] - highest) / divisor);
+        for (whole v = 0; v < vocabulary; v++) total += share[v];
+        if (temperature[row] == 0.0)
+            while (token < vocabulary - 1 && logits[token] != highest) token++;
+        else
+            for (seen = share[0]; token < vocabulary - 1 && !(seen > uniform[row] * total);) seen += share[++token];
+        ids[row] = token;
+        logprobs[row] = (float)((double)((logits[token] - highest) / divisor) - log(total));
+    }
+    free(share);
+    return 1;
+}
+
+/* Store keys and values of tokens; [tokens, vocabulary] logits of what follows each, where `logits` is not null, and
+   a token drawn of them, where `uniform` is not. Returns 0 where there is no memory. */
+int small_pass(const struct model *model, const struct tokens *tokens, float *logits, const double *temperature,
+               const double *uniform, whole *ids, double *logprobs, int threads) {
     whole width = model->width, queries = model->heads * model->size, last = model->layer_count - 1;
     whole all = queries + 2 * model->kv_heads * model->size, near = width > queries ? width : queries;
     whole portions = (tokens->count + PORTION - 1) / PORTION;
@@ -217,30 +243,6 @@ int small_pass(const struct model *model, const struct tokens *tokens, float *lo
         }
     }
     free(memory);
-    return 1;
+    return !uniform || draw(logits, tokens->count, model->head.outputs, temperature, uniform, ids, logprobs);
 }
 
-/* One token of each row of logits, as `inference.sampler.sample` draws without truncation: the first one whose
-   cumulated probability exceeds uniform * total, or the likeliest where the temperature is 0. Of logits with NaN or
-   +inf the log-prob is NaN. Returns 0 where there is no memory. */
-int draw(const float *logits, whole rows, whole vocabulary, const double *temperature, const double *uniform,
-         whole *ids, double *logprobs) {
-    float *share = malloc(sizeof(float) * vocabulary);
-    if (!share) return 0;
-    for (whole row = 0; row < rows; row++, logits += vocabulary) {
-        float divisor = temperature[row] == 0.0 ? 1.0f : (float)temperature[row], highest = -INFINITY;
-        double total = 0.0, seen = 0.0;
-        whole token = 0;
-        for (whole v = 0; v < vocabulary; v++) highest = logits[v] > highest ? logits[v] : highest;
-        for (whole v = 0; v < vocabulary; v++) share[v] = power_of_e((logits[v] - highest) / divisor);
-        for (whole v = 0; v < vocabulary; v++) total += share[v];
-        if (temperature[row] == 0.0)
-            while (token < vocabulary - 1 && logits[token] != highest) token++;
-        else
-            for (seen = share[0]; token < vocabulary - 1 && !(seen > uniform[row] * total);) seen += share[++token];
-        ids[row] = token;
-        logprobs[row] = (float)((double)((logits[token] - highest) / divisor) - log(total));
-    }
-    free(share);
-    return 1;
-}
