@@ -185,24 +185,25 @@ static void close_layer(const struct model *model, whole number, const struct to
    cumulated probability exceeds uniform * total, or the likeliest where the temperature is 0. Of logits with NaN or
    +inf the log-prob is NaN. Returns 0 where there is no memory. */
 static int draw(const float *logits, whole rows, whole vocabulary, const double *temperature, const double *uniform,
-         whole *ids, double *logprobs) {
-    float *share = malloc(sizeof(float) * vocabulary);
-    if (!share) return 0;
+                whole *ids, double *logprobs) {
+    double *cumulated = malloc((sizeof(double) + sizeof(float)) * vocabulary);
+    float *share = (float *)(cumulated + vocabulary);
+    if (!cumulated) return 0;
     for (whole row = 0; row < rows; row++, logits += vocabulary) {
         float divisor = temperature[row] == 0.0 ? 1.0f : (float)temperature[row], highest = -INFINITY;
-        double total = 0.0, seen = 0.0;
+        double total = 0.0;
         whole token = 0;
         for (whole v = 0; v < vocabulary; v++) highest = logits[v] > highest ? logits[v] : highest;
         for (whole v = 0; v < vocabulary; v++) share[v] = power_of_e((logits[v] - highest) / divisor);
-        for (whole v = 0; v < vocabulary; v++) total += share[v];
+        for (whole v = 0; v < vocabulary; v++) cumulated[v] = total += share[v];
         if (temperature[row] == 0.0)
             while (token < vocabulary - 1 && logits[token] != highest) token++;
-        else
-            for (seen = share[0]; token < vocabulary - 1 && !(seen > uniform[row] * total);) seen += share[++token];
+        else /* one exceeds it, since a uniform is below 1: not one of probability 0 */
+            while (token < vocabulary - 1 && !(cumulated[token] > uniform[row] * total)) token++;
         ids[row] = token;
         logprobs[row] = (float)((double)((logits[token] - highest) / divisor) - log(total));
     }
-    free(share);
+    free(cumulated);
     return 1;
 }
 
