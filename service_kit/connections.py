@@ -150,7 +150,7 @@ class BoundedConnection(HttpToolsProtocol):
                 return
             self._pass_on()
         super().on_message_complete()
-        self.scope["extensions"] = {WHOLE_BODY: {}, LEAVING: self._leaving}
+        cast(Scope, self.scope)["extensions"] = {WHOLE_BODY: {}, LEAVING: self._leaving}
         self._expect_nothing()
 
     def _may_answer(self) -> bool:

@@ -171,7 +171,7 @@ class ChatRenderer:
     def _render_by_library(
         self,
         conversations: list[list[dict[str, Any]]],
-        tools: list[dict[str, Any]] | None,
+        tools: list[Any] | None,
         add_generation_prompt: bool,
     ) -> list[str]:
         texts = self.tokenizer.apply_chat_template(

@@ -6,6 +6,7 @@ meanwhile, while a call of C lets them run.
 """
 
 import ctypes
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -143,7 +144,7 @@ class SmallPass:
         ids_T: Wholes,
         rows_T: Wholes,
         positions_T: Wholes,
-        *numbers: NDArray[np.float32] | Floats | Wholes,
+        *numbers: NDArray[Any],
     ) -> None:
         """Run a pass; the numbers are logits, temperatures, uniforms, ids and log-probs, as far as wanted."""
         starts, fronts = self._read_trunks(int(rows_T[-1]) + 1)
@@ -201,7 +202,7 @@ def small_pass(decoder: Decoder, cache: SlotCache, kernels: CpuKernels | None) -
     return SmallPass(decoder, cache, kernels) if len({norm.eps for norm in norms}) == 1 else None
 
 
-def _at(numbers: NDArray[np.int64] | NDArray[np.uint64] | NDArray[np.float32] | NDArray[np.float64]) -> int:
+def _at(numbers: NDArray[Any]) -> int:
     """The address of an array without gaps."""
     assert numbers.flags.c_contiguous, "the source reads one number after the other"
     return int(numbers.__array_interface__["data"][0])
