@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 import structlog
@@ -130,12 +131,19 @@ class RequestObserver:
         """Observe an immediate answer (service_kit.connections.Posts); without one, count nothing."""
         start_s = time.perf_counter()
         request_id = self._begin(scope)
-        reply = plain(scope, body)
+        try:
+            reply = plain(scope, body)
+        except Exception:
+            self._answered(scope, HTTPStatus.INTERNAL_SERVER_ERROR, start_s)
+            raise
         if reply is None:
             return None
-        self._requests.count(scope["method"], find_route(scope), reply.status)
-        self._end(scope, reply.status, start_s)
+        self._answered(scope, reply.status, start_s)
         return reply._replace(headers=_with_id(reply.headers, request_id))
+
+    def _answered(self, scope: Scope, status: int, start_s: float) -> None:
+        self._requests.count(scope["method"], find_route(scope), status)
+        self._end(scope, status, start_s)
 
     def _begin(self, scope: Scope) -> bytes:
         """The request's id, which further log lines have."""

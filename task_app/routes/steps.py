@@ -159,6 +159,7 @@ def answer_at_once(
     if decision is None:
         return None
     env_id, tool_calls = decision
+    scope["route"] = ROUTE
     try:
         session = services.environments.get(env_id, where="env_id")
         if not session.steps_at_once:
@@ -168,7 +169,6 @@ def answer_at_once(
         reply = PlainReply(200, [JSON], reply_body(step_json(session, *session.take(requests))))
     except TaskAppError as error:
         reply = plain_problem(error)
-    scope["route"] = ROUTE
     return reply
 
 

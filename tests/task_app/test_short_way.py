@@ -205,13 +205,15 @@ async def test_what_the_gate_refuses_is_refused_before_a_step_at_once(headers, s
     assert (refusal.status_code, answer.json()["step_idx"]) == (status, 1)
 
 
-async def test_a_fault_of_the_service_is_a_500_and_the_connection_ends():
+async def test_a_fault_of_the_service_is_a_500_that_is_counted_and_the_connection_ends(monkeypatch):
     def fault(*_):
         raise KeyError("ours")
 
-    async with served_app(quick_boards()) as (client, server):
+    monkeypatch.setattr("task_app.routes.steps.step_json", fault)
+    async with served_app(quick_boards()) as (client, _):
         env_id = (await created(client, env_name="quick"))["env_id"]
-        server.config.app.posts[b"/env/step"] = fault
         answer = await client.post("/env/step", content=build_body(env_id, calls("a")), headers=JSON)
+        text = (await client.get("/metrics")).text
     assert (answer.status_code, answer.json()["code"]) == (500, "internal_error")
     assert answer.headers["connection"] == "close"
+    assert 'turnwise_http_requests_total{method="POST",route="/env/step",status="500"} 1.0' in text
