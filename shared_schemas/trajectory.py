@@ -66,7 +66,7 @@ class AgentState(StrEnum):
 # Further options of a server, at the values without effect. vLLM takes its own values from the model's
 # generation_config.json, often with top_k or a penalty: without these it would sample from a distribution
 # other than the recorded one.
-PLAIN_SAMPLING = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+PLAIN_SAMPLING = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _EVERY_TOKEN = -1  # top_k on the wire
 
 
@@ -94,6 +94,12 @@ class SamplingKeys(Body):
         ge=0,
         le=MOST_TOKENS,
         description="only so many of the likeliest tokens are sampled; 0 keeps the whole vocabulary",
+    )
+    min_p: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="only tokens with this share of the likeliest one's probability are sampled; 0 keeps all",
     )
 
     @property

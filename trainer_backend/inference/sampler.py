@@ -187,24 +187,26 @@ def _first_above(threshold_B1: Tensor, cdf_BN: Tensor) -> Tensor:
 
 
 def truncation_mask(probs_BV: Tensor, options: Mapping[str, Tensor]) -> Tensor:
-    """[B, V] True for the tokens that top_k and then top_p keep; the most likely one always stays.
+    """[B, V] True for the tokens that top_k and min_p and then top_p keep; the most likely one always stays.
 
-    top_p keeps the smallest set of the likeliest tokens whose mass, after top_k, reaches top_p. The mass is
+    min_p keeps those with this share of the likeliest one's probability (Nguyen et al., arXiv:2407.01082).
+    top_p keeps the smallest set of the likeliest tokens whose mass, after these, reaches top_p. The mass is
     cumulated as in `inverse_cdf`: it is off by 1e-7 of a block's at most. `options` are [B] each, by name;
     fp32 holds the rank of any token exactly.
     """
-    top_ps_B, top_ks_B = options["top_p"], options["top_k"]
+    top_ps_B, top_ks_B, min_ps_B = options["top_p"], options["top_k"], options["min_p"]
     sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
     ranks_V = torch.arange(probs_BV.shape[1], device=probs_BV.device)
-    in_top_k_BV = (ranks_V < top_ks_B[:, None]) | (top_ks_B[:, None] == 0)
-    blocks_BNK = _blocks(torch.where(in_top_k_BV, sorted_BV, 0.0))
+    among_BV = (ranks_V < top_ks_B[:, None]) | (top_ks_B[:, None] == 0)
+    among_BV &= sorted_BV >= min_ps_B[:, None] * sorted_BV[:, :1]
+    blocks_BNK = _blocks(torch.where(among_BV, sorted_BV, 0.0))
     sums_BN = blocks_BNK.sum(dim=-1, dtype=torch.float64)
     cdf_BN = sums_BN.cumsum(dim=-1)
     # What is left of the target where a block begins, in float32 since it is compared within the block alone.
     left_BN = (top_ps_B[:, None].double() * cdf_BN[:, -1:] - (cdf_BN - sums_BN)).float()
     in_top_p_BV = (blocks_BNK.cumsum(dim=-1) - blocks_BNK < left_BN[:, :, None]).flatten(1)[:, : len(ranks_V)]
     # top_p = 1 must keep everything, even if the rounded sum reaches 1 before the last token.
-    mask_BV = in_top_k_BV & (in_top_p_BV | (top_ps_B[:, None] >= 1.0))
+    mask_BV = among_BV & (in_top_p_BV | (top_ps_B[:, None] >= 1.0))
     mask_BV[:, 0] = True
     return torch.zeros_like(mask_BV).scatter(1, order_BV, mask_BV)
 

@@ -15,7 +15,7 @@ from trainer_backend.inference.text_completion import TextRequest
 from trainer_backend.inference.vllm_engine import VllmEngine
 
 # None has its default's value.
-OTHER = Sampling(temperature=0.5, top_p=0.9, top_k=7, seed=3, max_tokens=9)
+OTHER = Sampling(temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=3, max_tokens=9)
 
 
 class Newer(Sampling):
