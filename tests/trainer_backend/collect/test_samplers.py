@@ -104,7 +104,7 @@ def test_a_thousand_rollouts_of_several_policies_are_shared_out():
 
 
 def config_with_seed(policy: PolicySpec) -> dict[str, Any]:
-    """Until there was `policy.seed`, the seed of a scripted policy was one of its settings; `min_p` was none."""
+    """Until there was `policy.seed`, it was a setting of a scripted policy, and `min_p` was none."""
     config = {name: value for name, value in policy.config.items() if name != "min_p"}
     return config if policy.seed is None else {"seed": policy.seed, **config}
 

@@ -148,7 +148,7 @@ def make_mask(probs: Tensor, samplings: list[Sampling]) -> Tensor:
         ({"top_p": 1e-9}, [True, False, False, False]),  # one always stays
         ({"min_p": 0.3}, [True, True, True, False]),  # of 0.5: at least 0.15
         ({"min_p": 0.31}, [True, False, True, False]),
-        ({"min_p": 0.5, "top_p": 0.62}, [True, False, False, False]),  # 0.62 of the 0.8 that min_p left is 0.496
+        ({"min_p": 0.5, "top_p": 0.62}, [True, False, False, False]),  # 0.62 of the 0.8 left
         ({"top_p": 0.9, "top_k": 3}, [True, True, True, False]),  # 0.9 of the 0.95 that top_k left is 0.855
     ],
 )
