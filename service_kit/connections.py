@@ -150,6 +150,9 @@ class BoundedConnection(HttpToolsProtocol):
                 return
             self._pass_on()
         super().on_message_complete()
+        if not self.pipeline:
+            # A large body has paused the reading, and who does not read learns of no lost connection.
+            self.flow.resume_reading()
         cast(Scope, self.scope)["extensions"] = {WHOLE_BODY: {}, LEAVING: self._leaving}
         self._expect_nothing()
 

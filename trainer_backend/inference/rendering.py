@@ -479,8 +479,8 @@ def _plain_message(message: JsonObject) -> dict[str, Any]:
     """
     plain = {name: value for name, value in message.items() if value is not None}
     plain["content"] = _text(message.get("content"))
-    if reasoning := next((message[key] for key in _REASONING_KEYS if message.get(key)), None):
-        plain |= dict.fromkeys(_REASONING_KEYS, reasoning)
+    if told := [message[key] for key in _REASONING_KEYS if message.get(key) is not None]:
+        plain |= dict.fromkeys(_REASONING_KEYS, next(filter(None, told), ""))
     if calls := plain.pop("tool_calls", None):
         plain["tool_calls"] = list(map(_plain_call, calls))
     if message.get("tool_call_id") is not None:

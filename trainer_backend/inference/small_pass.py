@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -88,15 +87,25 @@ class SmallPass:
         self._decoder, self._cache, self._kernels = decoder, cache, kernels
         self._fronts: WeakKeyDictionary[Trunk, _Front] = WeakKeyDictionary()
         self._layers = (_Layer * len(decoder.layers))()
+        self._kept: list[Tensor] = []  # what the structs point to, besides the panels
+        self._panels: list[tuple[Tensor, Tensor]] = []  # of each weight its copy and itself
+        self._fill_structs()
         self.take_weights()
         # Keys and values of no token: the cache allocates its tensors for their shape.
         heads = decoder.heads
         self._none = decoder.embedding.new_empty((heads.keys, 0, heads.size))
 
     def take_weights(self) -> None:
-        """Compute with the decoder's new weights from now on."""
+        """Compute with the decoder's new weights from now on. It allocates nothing, and so cannot fail."""
+        for panels, weight in self._panels:
+            (outputs, inputs), panel = weight.shape, self._kernels.panel
+            whole, rest = divmod(outputs, panel)
+            panels[:whole] = weight[: whole * panel].view(whole, panel, inputs).transpose(1, 2)
+            if rest:
+                panels[whole, :, :rest] = weight[whole * panel :].t()
+
+    def _fill_structs(self) -> None:
         decoder, heads, turns = self._decoder, self._decoder.heads, self._decoder.turns
-        self._kept: list[Tensor] = []  # what the structs point to
         for layer, packed in zip(decoder.layers, self._layers, strict=True):
             for name in _Layer.products:
                 setattr(packed, name, self._matrix(getattr(layer, name)))
@@ -122,7 +131,7 @@ class SmallPass:
 
     def logits(self, ids_B: Wholes, cached_B: Wholes) -> NDArray[np.float32]:
         """Feed a token to each of the first B rows, which have `cached` tokens; return [B, V] logits."""
-        logits_BV = np.empty((len(ids_B), self._model.head.outputs), np.float32)
+        logits_BV = self._logits(len(ids_B))
         self._run(ids_B, np.arange(len(ids_B)), cached_B, logits_BV)
         return logits_BV
 
@@ -134,10 +143,14 @@ class SmallPass:
         They are drawn as by `sampler.sample` where nothing is truncated.
         """
         count = len(ids_B)
-        logits_BV = np.empty((count, self._model.head.outputs), np.float32)
+        logits_BV = self._logits(count)
         drawn = np.empty(count, np.int64), np.empty(count, np.float64)
         self._run(ids_B, np.arange(count), cached_B, logits_BV, temperatures_B, uniforms_B, *drawn)
         return drawn
+
+    def _logits(self, rows: int) -> NDArray[np.float32]:
+        """Memory by torch, whose shortage the engine recognises."""
+        return torch.empty((rows, self._model.head.outputs)).numpy()
 
     def _run(
         self,
@@ -171,8 +184,9 @@ class SmallPass:
 
     def _matrix(self, product: Product) -> _Matrix:
         (outputs, inputs), panel = product.weight.shape, self._kernels.panel
-        padded = F.pad(product.weight, (0, 0, 0, -outputs % panel))
-        panels = padded.view(-1, panel, inputs).transpose(1, 2)
+        weight = product.weight.detach()
+        panels = weight.new_zeros((-(-outputs // panel), inputs, panel))
+        self._panels.append((panels, weight))
         bias = None if product.bias is None else self._keep(product.bias)
         return _Matrix(self._keep(panels), bias, outputs, inputs)
 
@@ -192,6 +206,9 @@ def small_pass(decoder: Decoder, cache: SlotCache, kernels: CpuKernels | None) -
     for layer in decoder.layers:
         products += [layer.query_key_value, layer.out, layer.gate_up, layer.down]
     weights = sum(product.weight.numel() for product in products)
+    heads = decoder.heads
+    if heads.queries > 256 * heads.keys:  # more than `attend_row` has room for
+        return None
     if weights > MOST_WEIGHTS or any(product.adapters is not None for product in products):
         return None
     norms = [

@@ -333,7 +333,7 @@ def _parts(keys: Tensor, threads: int) -> int:
 
 def _refuse_shortage(done: int, what: str = "what attention keeps by depth") -> None:
     if not done:
-        raise RuntimeError(f"not enough memory: you tried to allocate {what}")
+        raise RuntimeError(f"out of memory: there is none for {what}")
 
 
 def kernels_for(device: torch.device, *, in_float32: bool, head_dim: int) -> CpuKernels | None:

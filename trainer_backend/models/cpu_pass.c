@@ -190,13 +190,13 @@ static int draw(const float *logits, whole rows, whole vocabulary, const double 
     float *share = (float *)(cumulated + vocabulary);
     if (!cumulated) return 0;
     for (whole row = 0; row < rows; row++, logits += vocabulary) {
-        float divisor = temperature[row] == 0.0 ? 1.0f : (float)temperature[row], highest = -INFINITY;
+        float given = (float)temperature[row], divisor = given == 0.0f ? 1.0f : given, highest = -INFINITY;
         double total = 0.0;
         whole token = 0;
         for (whole v = 0; v < vocabulary; v++) highest = logits[v] > highest ? logits[v] : highest;
         for (whole v = 0; v < vocabulary; v++) share[v] = power_of_e((logits[v] - highest) / divisor);
         for (whole v = 0; v < vocabulary; v++) cumulated[v] = total += share[v];
-        if (temperature[row] == 0.0)
+        if (given == 0.0f)
             while (token < vocabulary - 1 && logits[token] != highest) token++;
         else /* one exceeds it, since a uniform is below 1: not one of probability 0 */
             while (token < vocabulary - 1 && !(cumulated[token] > uniform[row] * total)) token++;
