@@ -151,7 +151,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._pass_on()
         super().on_message_complete()
         if not self.pipeline:
-            # A large body has paused the reading, and who does not read learns of no lost connection.
+            # A large body pauses the reading, and without reading no lost connection is noticed.
             self.flow.resume_reading()
         cast(Scope, self.scope)["extensions"] = {WHOLE_BODY: {}, LEAVING: self._leaving}
         self._expect_nothing()

@@ -340,7 +340,7 @@ class _BoundedBody:
 
     @property
     def leaving(self) -> Leaving | None:
-        """That of the client; None where the server tells of none."""
+        """What tells that the client has left; None if the server has nothing of the kind."""
         found: Leaving | None = self._scope.get("extensions", {}).get(LEAVING)
         return found
 
@@ -380,7 +380,7 @@ async def whole_body(receive: Receive) -> bytes:
 async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
     """The result of the work. Raises ClientDisconnect if the client leaves first, which cancels the work.
 
-    The work runs in the caller's task. A server that does not call back (`LEAVING`) is asked in another one.
+    The work runs in the caller's task. Where the server does not call back (`LEAVING`), another task asks it.
     """
 
     def cancel() -> None:

@@ -1,8 +1,10 @@
 """Clients that say nothing, or never finish, over real sockets: of the gateway and of the trainer."""
 
+import asyncio
 import json
 import resource
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPResponse
@@ -12,8 +14,11 @@ from typing import Any
 import httpx
 import pytest
 from pydantic import SecretStr
+from starlette.requests import ClientDisconnect
 
 from service_kit.connections import connections_at_most
+from service_kit.gate import Gate, KeyDoor, while_connected, whole_body
+from service_kit.keys import Keys
 from service_kit.server import Listener, ServerThread
 from service_kit.settings import ConnectionSettings
 from task_app.app import create_app
@@ -207,3 +212,25 @@ def test_connections_leave_half_of_the_descriptors_to_their_process():
         assert (connections_at_most(4096), connections_at_most(10)) == (150, 10)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("size", [10, 1_000_000])
+def test_a_client_that_leaves_after_its_body_is_noticed_however_large_that_is(size):
+    began, left = threading.Event(), threading.Event()
+
+    async def work(scope, receive, send):
+        if scope["type"] == "http":
+            await whole_body(receive)
+            began.set()
+            with suppress(ClientDisconnect):
+                await while_connected(asyncio.Event().wait(), receive)
+            left.set()
+
+    door = KeyDoor(Keys([SecretStr(KEY)], variable="KEY"), open_paths=["/work"])
+    app = Gate(work, door=door, max_body_bytes=2 * size, max_body_s=LONG_S, unreadable=None)
+    with ServerThread(app, Listener("127.0.0.1", 0), ConnectionSettings(), respond=error_response) as url:
+        with connected(url) as client:
+            client.sendall(b"POST /work HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % size)
+            client.sendall(b"x" * size)
+            assert began.wait(LONG_S)
+        assert left.wait(LONG_S)

@@ -67,8 +67,8 @@ _PROBE_TOOLS: Sequence[JsonObject] = (
         "function": {"name": _PROBE_NAME, "description": "?", "parameters": {"type": "object"}},
     },
 )
-# What the library compiles a template by. Around it, the library copies every message and tool at each call,
-# which takes twice the time of the rendering; messages and tools of ours are plain already.
+# The library's function that compiles a template. Its usual way copies every message and tool at each call.
+# The copies take twice the time of the rendering, and messages and tools of ours are plain already.
 _COMPILE: Any = getattr(chat_template_utils, "_compile_jinja_template", None)
 
 
@@ -198,7 +198,8 @@ class ChatRenderer:
 
     def _renders_as_the_library(self) -> bool:
         """Whether the template gives the same text without the library's copies, as it should."""
-        messages = [list(map(_plain_message, _PROBE))]
+        empty = {"role": "assistant", "content": f"<think>{_PROBE_THOUGHT}</think>?", _REASONING_KEYS[1]: ""}
+        messages = [list(map(_plain_message, (*_PROBE, QUESTION, empty)))]
         with suppress(Exception):  # a template that cannot render the probe is the library's
             for tools in (None, [dict(tool) for tool in _PROBE_TOOLS]):
                 for add_generation_prompt in (False, True):

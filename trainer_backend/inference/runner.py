@@ -96,7 +96,7 @@ class DecoderRunner:
         """
         for chunk in self._chunks(_to_compute(requests)):
             ids_T, starts_B, counts_B = read_rests(chunk)
-            if self.small is not None:
+            if self.small is not None and self.small.pays(starts_B, counts_B):
                 self.small.prefill(ids_T, first_row=first_row, starts_B=starts_B, counts_B=counts_B)
                 first_row += len(chunk)
                 continue

@@ -21,13 +21,18 @@ from trainer_backend.models.cpu_kernels import CpuKernels
 
 Wholes = NDArray[np.int64]
 Floats = NDArray[np.float64]
-# Numbers in the weights of a model. Those of a larger one leave a core's caches, and its products take longer
-# than what lies between them.
+# Numbers in the products' weights. Those of a larger model leave a core's caches, and its products take
+# longer than what lies between them.
 MOST_WEIGHTS = 4_000_000
+# Numbers of a row's queries by the keys that they see, at most. Longer rows attend faster by torch, which
+# computes many queries together (measured on a CPU).
+MOST_ATTENTION = 20_000_000
+# Queries of one head of keys, for which the source has room.
+_MOST_QUERIES = 256
 
 
 class _Matrix(ctypes.Structure):
-    """`struct matrix` of the source, as each of these is the struct of its name."""
+    """`struct matrix` of the source; the classes below are the structs with their names."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("panels", "bias")),
@@ -80,14 +85,14 @@ class _Front:
 class SmallPass:
     """Passes of a decoder over the rows of a cache. Belongs to the engine thread.
 
-    It computes with a copy of the weights in another order, which `take_weights` makes again.
+    It computes with a copy of the weights in another order; `take_weights` writes new ones there.
     """
 
     def __init__(self, decoder: Decoder, cache: SlotCache, kernels: CpuKernels) -> None:
         self._decoder, self._cache, self._kernels = decoder, cache, kernels
         self._fronts: WeakKeyDictionary[Trunk, _Front] = WeakKeyDictionary()
         self._layers = (_Layer * len(decoder.layers))()
-        self._kept: list[Tensor] = []  # what the structs point to, besides the panels
+        self._kept: list[Tensor] = []  # what the structs point to
         self._panels: list[tuple[Tensor, Tensor]] = []  # of each weight its copy and itself
         self._fill_structs()
         self.take_weights()
@@ -121,6 +126,11 @@ class SmallPass:
             len(decoder.layers), decoder.embedding.shape[1], heads.queries, heads.keys, heads.size,
             decoder.layers[0].down.weight.shape[1], decoder.norm.eps,
         )  # fmt: skip
+
+    def pays(self, starts_B: Wholes, counts_B: Wholes) -> bool:
+        """Whether a prefill of each row's `counts_B` tokens from `start` on is not faster by torch."""
+        seen = int((counts_B * (starts_B + counts_B)).max())
+        return seen * self._model.heads * self._model.size <= MOST_ATTENTION
 
     def prefill(self, ids_T: Wholes, *, first_row: int, starts_B: Wholes, counts_B: Wholes) -> None:
         """Store keys and values of each of B rows' `counts_B` tokens from `start` on."""
@@ -205,11 +215,9 @@ def small_pass(decoder: Decoder, cache: SlotCache, kernels: CpuKernels | None) -
     products = [decoder.head]
     for layer in decoder.layers:
         products += [layer.query_key_value, layer.out, layer.gate_up, layer.down]
+    is_plain = all(one.adapters is None and one.weight.dtype == torch.float32 for one in products)
     weights = sum(product.weight.numel() for product in products)
-    heads = decoder.heads
-    if heads.queries > 256 * heads.keys:  # more than `attend_row` has room for
-        return None
-    if weights > MOST_WEIGHTS or any(product.adapters is not None for product in products):
+    if not is_plain or weights > MOST_WEIGHTS or decoder.heads.queries > _MOST_QUERIES * decoder.heads.keys:
         return None
     norms = [
         decoder.norm,

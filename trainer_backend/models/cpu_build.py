@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
-# One source, since the second calls what the first has, inline.
+# They are compiled as one source: the second uses inline functions of the first.
 _SOURCES = ("cpu_kernels.c", "cpu_pass.c")
 # NaN and infinity stay what they are, so `-ffast-math` is not among them.
 _FLAGS = ["-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]

@@ -1,6 +1,6 @@
 /* A whole pass of a small decoder on a CPU, in float32, and the drawing of tokens; it follows cpu_kernels.c, whose
-   functions it uses. Between two calls of Python lie some microseconds, and in a model of under a million parameters
-   a pass has fifty of them. During a call of C, Python's other threads run. */
+   functions it uses. Each call from Python takes some microseconds more than its work, and a pass by torch makes fifty.
+   During a call of C, Python's other threads run. */
 
 #define VECTORS 3
 #define PANEL (VECTORS * LANES) /* outputs whose weights lie together */
@@ -11,7 +11,7 @@
 #endif
 whole panel_outputs(void) { return PANEL; }
 
-#define PORTION 64 /* tokens at a time: what is computed of them stays near the core */
+#define PORTION 64 /* tokens at a time, so that what is computed of them stays in the core's caches */
 
 /* y = x w' + b. `panels` are [panels, inputs, PANEL], the last one filled up with zeros; `bias` may be null. */
 struct matrix {
@@ -101,10 +101,10 @@ struct space {
     float *near, *wide; /* [PORTION, width or heads * size], [PORTION, 2 mlp] */
 };
 
-INLINE void turn_heads(const struct model *model, const struct layer *layer, float *heads, const float *cos,
-                       const float *sin, whole size) {
+INLINE void turn_heads(const struct model *model, const struct layer *layer, float *heads, whole first,
+                       const float *cos, const float *sin, whole size) {
     float turned[WIDEST];
-    for (whole h = 0; h < model->heads + model->kv_heads; h++) {
+    for (whole h = first; h < model->heads + model->kv_heads; h++) {
         const float *weight = h < model->heads ? layer->query_norm : layer->key_norm;
         norm_and_turn(heads + h * size, weight, model->eps, cos, sin, size, turned);
         memcpy(heads + h * size, turned, size * sizeof(float));
@@ -115,6 +115,7 @@ INLINE void turn_heads(const struct model *model, const struct layer *layer, flo
 static void open_layer(const struct model *model, const struct layer *layer, const struct tokens *tokens,
                        const struct space *space, whole first, whole count, int keys_only) {
     whole size = model->size, queries = model->heads * size, keys = model->kv_heads * size, all = queries + 2 * keys;
+    whole from = keys_only ? model->heads : 0;
     float *heads = space->heads + first * all;
     for (whole t = 0; t < count; t++)
         norm_row(space->states + (first + t) * model->width, layer->attention_norm, model->eps, model->width,
@@ -123,9 +124,9 @@ static void open_layer(const struct model *model, const struct layer *layer, con
     for (whole t = 0; t < count; t++, heads += all) {
         const float *cos = model->cos + tokens->position[first + t] * size;
         const float *sin = model->sin + tokens->position[first + t] * size;
-        if (size == 32) turn_heads(model, layer, heads, cos, sin, 32);
-        else if (size == 64) turn_heads(model, layer, heads, cos, sin, 64);
-        else turn_heads(model, layer, heads, cos, sin, size);
+        if (size == 32) turn_heads(model, layer, heads, from, cos, sin, 32);
+        else if (size == 64) turn_heads(model, layer, heads, from, cos, sin, 64);
+        else turn_heads(model, layer, heads, from, cos, sin, size);
         for (whole h = 0; h < model->kv_heads; h++) {
             whole row = tokens->row[first + t] * model->kv_heads + h, column = tokens->column[first + t];
             memcpy(layer->keys + (row * layer->key_room + column) * size, heads + queries + h * size, size * 4);
@@ -198,7 +199,7 @@ static int draw(const float *logits, whole rows, whole vocabulary, const double 
         for (whole v = 0; v < vocabulary; v++) cumulated[v] = total += share[v];
         if (given == 0.0f)
             while (token < vocabulary - 1 && logits[token] != highest) token++;
-        else /* one exceeds it, since a uniform is below 1: not one of probability 0 */
+        else /* a uniform is below 1, so a token exceeds it; the first one that does has a probability above 0 */
             while (token < vocabulary - 1 && !(cumulated[token] > uniform[row] * total)) token++;
         ids[row] = token;
         logprobs[row] = (float)((double)((logits[token] - highest) / divisor) - log(total));

@@ -1,6 +1,7 @@
 """A small decoder's pass by one call computes what the decoder computes, and draws what the sampler draws."""
 
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from trainer_backend.inference.cache import SlotCache
 from trainer_backend.inference.decoder import Decoder
 from trainer_backend.inference.sampler import RowSettings, sample
 from trainer_backend.inference.weights import ServedWeights
+from trainer_backend.models.folder import is_out_of_memory
 
 # Adapters are products of their own, and a decoder of other types has no such pass.
 COMPUTED = sorted(name for name in MODELS if "adapters" not in name)
@@ -114,11 +116,30 @@ def test_broken_weights_give_log_probs_that_are_no_numbers():
         assert np.isnan(logprob)
 
 
+@torch.inference_mode()
+def test_a_pass_without_memory_is_a_shortage_that_the_engine_knows(monkeypatch):
+    passes, _ = make_pass(make_model("llama"))
+    library = SimpleNamespace(small_pass=lambda *_: 0)
+    monkeypatch.setattr(passes._kernels, "_library", library)
+    with pytest.raises(RuntimeError) as shortage:
+        passes.logits(np.array([5]), np.array([0]))
+    assert is_out_of_memory(shortage.value)
+
+
+def test_long_prompts_are_left_to_torch():
+    passes, _ = make_pass(make_model("llama"))  # 4 heads of 16
+    for start, count, pays in ((0, 559, True), (0, 560, False), (3000, 100, True), (3100, 100, False)):
+        assert passes.pays(np.array([0, start]), np.array([1, count])) == pays
+
+
 def test_a_model_that_is_large_or_adapted_is_computed_otherwise(monkeypatch):
     kernels, cache = built_kernels(), SlotCache(slots=8, max_len=256)
     adapted = Decoder(make_model("qwen3, adapters"), max_len=256, cpu=kernels)
     plain = Decoder(make_model("qwen3"), max_len=256, cpu=kernels)
     assert small.small_pass(adapted, cache, kernels) is None
     assert small.small_pass(plain, cache, None) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(small, "_MOST_QUERIES", 1)
+        assert small.small_pass(plain, cache, kernels) is None  # two queries for each key
     monkeypatch.setattr(small, "MOST_WEIGHTS", 1000)
     assert small.small_pass(plain, cache, kernels) is None
