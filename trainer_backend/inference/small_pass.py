@@ -130,7 +130,7 @@ class SmallPass:
     def pays(self, starts_B: Wholes, counts_B: Wholes) -> bool:
         """Whether a prefill of each row's `counts_B` tokens from `start` on is not faster by torch."""
         seen = int((counts_B * (starts_B + counts_B)).max())
-        return seen * self._model.heads * self._model.size <= MOST_ATTENTION
+        return bool(seen * self._model.heads * self._model.size <= MOST_ATTENTION)
 
     def prefill(self, ids_T: Wholes, *, first_row: int, starts_B: Wholes, counts_B: Wholes) -> None:
         """Store keys and values of each of B rows' `counts_B` tokens from `start` on."""
