@@ -1,7 +1,7 @@
-"""`python -m tests.service_kit.parent FOLDER WHICH`: start processes as services do, print their ids, wait.
+"""`python -m tests.service_kit.parent FOLDER`: start processes as services do, print their ids, wait.
 
-WHICH is `all` roles, or `parents`: those whose processes start others. A command that is not ours starts one
-in another session.
+Those of roles that start others are there three times: to be killed alone, with this process, and not at all.
+A command that is not ours starts one in another session.
 """
 
 import asyncio
@@ -23,7 +23,6 @@ from task_app.settings import Reach, Settings
 from trainer_backend.job.tables import InferenceTable, LearnerTable
 from trainer_backend.jobs.check_process import CheckProcess
 from trainer_backend.learner.calls import learner_role
-from trainer_backend.processes.engine_calls import engine_role
 from trainer_backend.processes.gateway_calls import CONTROL_KEY, GATEWAY_KEY, gateway_command
 from trainer_backend.processes.launching import LOCAL, Resources, Role
 from trainer_backend.processes.vllm_servers import VllmServer
@@ -49,7 +48,10 @@ async def start_gateway(folder: Path) -> Any:
 
 async def start_engine(folder: Path) -> Any:
     kept.append(sockets := socket.socketpair())
-    return await LOCAL.start(engine_role(sockets[1].fileno()))
+    number = sockets[1].fileno()
+    # As `engine_role` has it, whose module imports torch.
+    command = [sys.executable, "-m", "trainer_backend.processes.engine_process", "--socket", str(number)]
+    return await LOCAL.start(Role("engine", lambda place: command, descriptors=(number,)))
 
 
 async def start_vllm(folder: Path) -> Any:
@@ -99,13 +101,19 @@ PARENTS: tuple[Start, ...] = (
 kept: list[Any] = []
 
 
-async def main(folder: Path, which: str) -> None:
-    starts = PARENTS if which == "parents" else (*ALONE, *PARENTS)
+async def start_all(folder: Path, starts: tuple[Start, ...]) -> list[int]:
+    folder.mkdir()
     processes = await asyncio.gather(*(start(folder) for start in starts))
     kept.extend(processes)
-    print(json.dumps([process.pid for process in processes]), flush=True)
+    return [process.pid for process in processes]
+
+
+async def main(folder: Path) -> None:
+    alone, both = [await start_all(folder / name, PARENTS) for name in ("alone", "both")]
+    await start_all(folder / "orphans", (*ALONE, *PARENTS))
+    print(json.dumps([alone, both]), flush=True)
     await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), sys.argv[2]))
+    asyncio.run(main(Path(sys.argv[1])))

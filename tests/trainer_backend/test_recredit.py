@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from contextlib import asynccontextmanager
 from shutil import copytree
 
 import pytest
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 from shared_schemas.messages import Message
 from tests.conftest import ListReporter, tiny_job
 from tests.trainer_backend.pages.hand_made import WOOD, rollout
-from trainer_backend import job_parts
+from trainer_backend import job_parts, learner_parts
 from trainer_backend.__main__ import app
 from trainer_backend.credit.inspect import episode_view, find_rollout
 from trainer_backend.credit.recredit import (
@@ -66,19 +67,32 @@ def test_every_estimator_is_computed_or_refused_by_name(trained, tmp_path):
     assert not {*"…│┃━"} & {*narrow.export_text()}, "every number is whole, however narrow the terminal is"
 
 
-def test_the_ranks_of_a_jobs_learner_find_the_same_cosines(trained, tmp_path):
+def test_the_ranks_of_a_jobs_learner_find_the_cosines_under_a_name_of_their_own(
+    trained, tmp_path, monkeypatch
+):
+    """Their numbers are those of one process (`test_learner_ranks.py`), whose factory stands for theirs."""
     directory, _, _ = trained
-    both = [
+    asked = []
+
+    @asynccontextmanager
+    async def ranks(job, run, *_):
+        asked.append((job.learner.ranks, run.run_id))
+        yield learner_parts.local_learners(job.model_copy(update={"learner": tiny_job().learner}))
+
+    monkeypatch.setattr(job_parts, "learner_process", ranks)
+    one, two = [
         recredit(
             directory, tmp_path / name, names=["grpo_no_std", "rloo", "stepwise"], iterations=[1],
             checkpoint=directory.checkpoints / "iteration_2", overrides=overrides,
         )[1]["pairs"]
         for name, overrides in (("one", ()), ("two", ("cluster.launcher=local", "learner.nproc_per_node=2")))
     ]  # fmt: skip
-    one, two = ({tuple(pair["estimators"]): pair["gradient_cosine"] for pair in pairs} for pairs in both)
-    assert one["grpo_no_std", "rloo"] == pytest.approx(1.0, abs=1e-5), "one is the other times G / (G - 1)"
-    assert -1.0 <= one["rloo", "stepwise"] < 1.0
-    assert len(two) == 3 and two == pytest.approx(one, abs=1e-6)
+    assert one == two and asked == [(2, f"{directory.run_id}.recredit")]
+    cosines = {tuple(pair["estimators"]): pair["gradient_cosine"] for pair in one}
+    assert cosines["grpo_no_std", "rloo"] == pytest.approx(1.0, abs=1e-5), (
+        "one is the other times G / (G - 1)"
+    )
+    assert -1.0 <= cosines["rloo", "stepwise"] < 1.0
 
 
 def test_an_estimator_whose_critic_was_never_trained_is_refused_by_name(trained, tmp_path):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer_backend.jobs.served import serving, settings_for
 from trainer_backend.errors import CheckEnded, JobError, TooManyChecks
 from trainer_backend.jobs.check_process import CheckProcess
 from trainer_backend.jobs.posted import parse_document
@@ -96,29 +95,29 @@ def long_texts() -> list[tuple[str, str]]:
     ]
 
 
-async def test_no_text_of_a_job_keeps_the_service_busy_or_gets_a_long_reply(tmp_path: Path):
-    async with serving(settings_for(tmp_path)) as served:
-        served.service.checks = checks = CheckProcess(at_most_s=60.0)
-        parser = await checks.ask(os.getppid)
-        for text, found in long_texts():
-            os.kill(parser, signal.SIGSTOP)  # as if the text took for ever
-            launch = {"job_type": "rl", "data": {"config": text[: MEBIBYTE // 3]}}
-            posts = [
-                asyncio.create_task(served.client.post("/jobs/check", content=text.encode()[:MEBIBYTE])),
-                asyncio.create_task(served.client.post("/rl/jobs", json=launch)),
-            ]
-            for _ in posts:
-                assert (await served.client.get("/jobs")).status_code == 200
-            assert not any(post.done() for post in posts), text[:80]
-            os.kill(parser, signal.SIGCONT)
-            answer, refusal = await asyncio.gather(*posts)
-            assert answer.status_code == 200, answer.text
-            assert max(len(answer.content), len(refusal.content)) < 100_000
-            findings = [finding["text"] for finding in answer.json()["findings"]]
-            assert len(findings) <= 21
-            assert any(found in finding for finding in findings), findings
-            assert refusal.status_code in (400, 422) and refusal.json()["detail"], refusal.text
-        checks.close()
+async def test_no_text_of_a_job_keeps_the_service_busy_or_gets_a_long_reply(
+    served, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(checks := served.service.checks, "_at_most_s", 60.0)
+    parser = await checks.ask(os.getppid)
+    for text, found in long_texts():
+        os.kill(parser, signal.SIGSTOP)  # as if the text took for ever
+        launch = {"job_type": "rl", "data": {"config": text[: MEBIBYTE // 3]}}
+        posts = [
+            asyncio.create_task(served.client.post("/jobs/check", content=text.encode()[:MEBIBYTE])),
+            asyncio.create_task(served.client.post("/rl/jobs", json=launch)),
+        ]
+        for _ in posts:
+            assert (await served.client.get("/jobs")).status_code == 200
+        assert not any(post.done() for post in posts), text[:80]
+        os.kill(parser, signal.SIGCONT)
+        answer, refusal = await asyncio.gather(*posts)
+        assert answer.status_code == 200, answer.text
+        assert max(len(answer.content), len(refusal.content)) < 100_000
+        findings = [finding["text"] for finding in answer.json()["findings"]]
+        assert len(findings) <= 21
+        assert any(found in finding for finding in findings), findings
+        assert refusal.status_code in (400, 422) and refusal.json()["detail"], refusal.text
 
 
 async def test_json_is_bounded_as_toml_is(served):
@@ -135,11 +134,11 @@ async def test_json_is_bounded_as_toml_is(served):
     assert (answer.status_code, answer.json()["detail"]) == (422, "tags: 9000 tags; at most 32")
 
 
-async def test_a_check_that_was_ended_is_told_as_that_and_not_as_a_store_that_is_away(tmp_path: Path):
-    async with serving(settings_for(tmp_path)) as served:
-        served.service.checks = checks = CheckProcess(at_most_s=1e-6)
-        for path in ("/jobs/check", "/jobs", "/jobs?dry_run=true"):
-            answer = await served.client.post(path, content=MODEL)
-            assert (answer.status_code, answer.json()["code"]) == (422, "check_ended"), answer.text
-            assert "checking the job took longer than 1e-06 s" in answer.json()["detail"]
-        checks.close()
+async def test_a_check_that_was_ended_is_told_as_that_and_not_as_a_store_that_is_away(
+    served, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(served.service.checks, "_at_most_s", 1e-6)
+    for path in ("/jobs/check", "/jobs", "/jobs?dry_run=true"):
+        answer = await served.client.post(path, content=MODEL)
+        assert (answer.status_code, answer.json()["code"]) == (422, "check_ended"), answer.text
+        assert "checking the job took longer than 1e-06 s" in answer.json()["detail"]

@@ -1,49 +1,44 @@
 """Hub names: found in the hub's own cache layout, and told apart when they are not there to be had."""
 
-import os
 import shutil
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from huggingface_hub import close_session, constants
 
-from trainer_backend.errors import JobError
+from trainer_backend.errors import JobError, ModelFolderError
 from trainer_backend.job.load import load_job
 from trainer_backend.job.tables import ModelTable
+from trainer_backend.learner.loading import load_named
 from trainer_backend.rundir.new_job import load_new_job
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-# The hub's client reads its environment when it is imported, so each case is a process of its own.
-# The garbage collector would take two of its seven seconds, in the imports and at the end.
-LOAD = """\
-import gc, sys
-gc.disable()
-from trainer_backend.errors import ModelFolderError
-from trainer_backend.job.tables import ModelTable
-from trainer_backend.learner.loading import load_named
-for name, revision in zip(sys.argv[1::2], sys.argv[2::2]):
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[str]]]:
+    """For each (name, revision) a line: what was loaded, or the error."""
+
+    def loaded(*wanted: tuple[str, str], **constants_of_hub: object) -> list[str]:
+        for name, value in constants_of_hub.items():
+            monkeypatch.setattr(constants, name, value)
+        return [line(ModelTable(name=name, revision=revision or None)) for name, revision in wanted]
+
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    close_session()  # the next one reads that
+    yield loaded
+    close_session()
+
+
+def line(table: ModelTable) -> str:
     try:
-        model, tokenizer = load_named(ModelTable(name=name, revision=revision or None))
+        model, tokenizer = load_named(table)
     except ModelFolderError as error:
-        print(error)
-    else:
-        print(type(model).__name__, len(tokenizer))
-gc.freeze()
-"""
-
-
-def loaded(*wanted: tuple[str, str], cache: Path, **environment: str) -> list[str]:
-    """A line for each (name, revision): what was loaded, or the error."""
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, *(part for pair in wanted for part in pair)],
-        env={**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_DISABLE_TELEMETRY": "1", **environment},
-        capture_output=True, text=True, check=True, timeout=120,
-    )  # fmt: skip
-    return done.stdout.splitlines()
+        return str(error)
+    return f"{type(model).__name__} {len(tokenizer)}"
 
 
 def cached(cache: Path, name: str, folder: Path) -> Path:
@@ -61,17 +56,19 @@ def cached(cache: Path, name: str, folder: Path) -> Path:
     return snapshot
 
 
-def test_a_cached_model_is_loaded_without_a_network(model_folders: Mapping[str, Path], tmp_path: Path):
+def test_a_cached_model_is_loaded_without_a_network(
+    load: Callable[..., list[str]], model_folders: Mapping[str, Path], tmp_path: Path
+):
     cached(tmp_path, "Qwen/Qwen3-Tiny", model_folders["qwen3"])
     half = cached(tmp_path, "mistralai/Half", model_folders["mistral"])
     (half / "model-00003-of-00003.safetensors").unlink()
-    by_branch, by_commit, other_branch, unknown, not_whole = loaded(
+    by_branch, by_commit, other_branch, unknown, not_whole = load(
         ("Qwen/Qwen3-Tiny", ""),
         ("Qwen/Qwen3-Tiny", COMMIT),
         ("Qwen/Qwen3-Tiny", "v2"),
         ("Qwen/Qwen3-Tinny", ""),
         ("mistralai/Half", ""),
-        cache=tmp_path, HF_HUB_OFFLINE="1",
+        HF_HUB_CACHE=str(tmp_path), HF_HUB_OFFLINE=True,
     )  # fmt: skip
     assert by_branch == by_commit and by_branch.startswith("Qwen3ForCausalLM")
     assert other_branch.startswith("model.name 'Qwen/Qwen3-Tiny' at 'v2': it is not whole in the hub's cache")
@@ -106,9 +103,9 @@ def hub() -> Iterator[str]:
         thread.join()
 
 
-def test_what_the_hub_refuses_is_told_apart(hub: str, tmp_path: Path):
-    unknown, gated = loaded(
-        ("org/none", ""), ("org/gated", ""), cache=tmp_path, HF_ENDPOINT=hub, NO_PROXY="127.0.0.1"
+def test_what_the_hub_refuses_is_told_apart(load: Callable[..., list[str]], hub: str, tmp_path: Path):
+    unknown, gated = load(
+        ("org/none", ""), ("org/gated", ""), HF_HUB_CACHE=str(tmp_path), ENDPOINT=hub, HF_HUB_OFFLINE=False
     )
     assert unknown.startswith("model.name 'org/none': the hub has no such model or revision")
     assert gated.startswith("model.name 'org/gated': the hub gives it out only to who accepted its terms")

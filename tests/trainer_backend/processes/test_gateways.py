@@ -16,7 +16,7 @@ import torch
 from pydantic import SecretStr
 
 from shared_schemas.rollouts import Rollout, RolloutRequest
-from tests.conftest import ListReporter, policy_server, tiny_job, warmed_up
+from tests.conftest import ListReporter, at_the_task_app, policy_server, tiny_job, warmed_up
 from tests.processes import until
 from trainer_backend import job_parts, learner_parts
 from trainer_backend.collect.batch import Batch
@@ -177,7 +177,9 @@ def story(trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Story:
 
     async def play() -> None:
         async with AsyncExitStack() as stack:
-            apps = await stack.enter_async_context(job_parts.task_apps(alone, folder / "log"))
+            apps = await stack.enter_async_context(
+                job_parts.task_apps(at_the_task_app(alone), folder / "log")
+            )
             dispatcher = Dispatcher(apps, timeout_s=300)
             await in_one_process(alone, make_learner(alone), dispatcher, story)
             await in_processes(apart, make_learner(apart), dispatcher, directory, story)

@@ -104,7 +104,7 @@ def read_files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-async def test_it_is_the_learner_of_this_process_bit_for_bit_and_its_errors_are_the_same(
+async def test_it_is_the_learner_of_this_process_bit_for_bit_with_its_errors_until_a_stop_and_a_kill(
     played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     expected = calls_in_order(learner_parts.local_learners(JOB), played, tmp_path / "here")
@@ -132,11 +132,41 @@ async def test_it_is_the_learner_of_this_process_bit_for_bit_and_its_errors_are_
         failed = await raised(LearnerFailed, learner.score, {"r": []})
         assert "an error inside the learner in 'score'" in str(failed)
         assert f"Its log is {tmp_path / 'learner.log'}." in str(failed)
+        await stopped_and_killed(process, played[0], tmp_path)
     assert plan.startswith("memory (cpu, float32)")
     assert results == expected
     assert read_files(tmp_path / "there") == read_files(tmp_path / "here")
     assert "iteration_2/training_state/optimizer.safetensors" in read_files(tmp_path / "there")
     assert "Traceback" in (tmp_path / "learner.log").read_text()
+
+
+async def stopped_and_killed(process: Any, teacher: Any, folder: Path) -> None:
+    """A kill in the middle of a call is told, and a stop ends a call."""
+
+    class Enough(Exception):
+        pass
+
+    told: list[int] = []
+
+    def stop(done: int, total: int) -> None:
+        told.append(done)
+        if done:
+            raise Enough
+
+    learner = await asyncio.to_thread(process.fresh, teacher, None)
+    with pytest.raises(Enough):
+        await asyncio.to_thread(learner.warm_up, teacher, stop)
+    assert max(told) < 3
+    assert len(await asyncio.to_thread(learner.score_ids, [3, 4])) == 1, "it serves the next call"
+
+    def kill(done: int, total: int) -> None:
+        os.kill(process.pid, signal.SIGKILL)
+
+    lost = r"ended with SIGKILL \(.*\) in the call 'warm_up'; the last line of its log, .*learner\.log: "
+    with pytest.raises(LearnerLost, match=lost):
+        await asyncio.to_thread(learner.warm_up, teacher, kill)
+    with pytest.raises(LearnerLost, match="in the call 'save'"):
+        await asyncio.to_thread(learner.save, folder / "iteration_0", Progress())
 
 
 async def test_the_last_progress_of_a_call_is_told_also_where_its_answer_comes_at_once():
@@ -146,35 +176,6 @@ async def test_the_last_progress_of_a_call_is_told_also_where_its_answer_comes_a
     call.end(b"result 1")
     lines = [line async for line in call.lines()]
     assert lines == [b"progress [2,2]\n", b"result 1\n"]
-
-
-async def test_a_kill_in_the_middle_of_a_call_is_told_and_a_stop_ends_a_call(played, tmp_path: Path):
-    class Enough(Exception):
-        pass
-
-    teacher, _ = played
-    told: list[int] = []
-
-    def stop(done: int, total: int) -> None:
-        told.append(done)
-        if done:
-            raise Enough
-
-    async with job_parts.learner_process(JOB, RunDirectory(tmp_path, "run"), ListReporter()) as process:
-        learner = await asyncio.to_thread(process.fresh, teacher, None)
-        with pytest.raises(Enough):
-            await asyncio.to_thread(learner.warm_up, teacher, stop)
-        assert max(told) < 3
-        assert len(await asyncio.to_thread(learner.score_ids, [3, 4])) == 1, "it serves the next call"
-
-        def kill(done: int, total: int) -> None:
-            os.kill(process.pid, signal.SIGKILL)
-
-        lost = r"ended with SIGKILL \(.*\) in the call 'warm_up'; the last line of its log, .*learner\.log: "
-        with pytest.raises(LearnerLost, match=lost):
-            await asyncio.to_thread(learner.warm_up, teacher, kill)
-        with pytest.raises(LearnerLost, match="in the call 'save'"):
-            await asyncio.to_thread(learner.save, tmp_path / "iteration_0", Progress())
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 import asyncio
 import os
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from service_kit.socket_calls import serve_calls
 from shared_schemas.trajectory import Sampling
 from trainer_backend import errors
 from trainer_backend.errors import ContextLengthExceeded, EngineStopped
@@ -16,7 +18,9 @@ from trainer_backend.inference.rendering import ChatRenderer
 from trainer_backend.inference.stop_strings import Decode, StopStrings
 from trainer_backend.inference.versions import PolicyVersion
 from trainer_backend.job.tables import InferenceTable, ModelTable
-from trainer_backend.processes.engine_calls import EngineSetup
+from trainer_backend.processes.engine_calls import ENGINE_CALLS, EngineSetup
+from trainer_backend.processes.engine_process import EngineHost
+from trainer_backend.processes.launching import Role
 from trainer_backend.processes.policy_server import engine_of_folder
 from trainer_backend.processes.process_engine import EngineLost, ProcessEngine
 
@@ -104,7 +108,24 @@ def test_it_samples_what_an_engine_of_this_process_samples(model_folders: dict[s
     assert stopped.stop_string is not None and len(ours[2][0]) == len(stopped.token_ids) - 1 < 11
 
 
-async def test_a_folder_that_cannot_be_served_is_refused_by_the_error_of_its_class(tmp_path: Path) -> None:
+class Here:
+    """A launcher, and a process that is this one."""
+
+    async def start(self, role: Role) -> "Here":
+        connected = socket.socket(fileno=os.dup(role.descriptors[0]))
+        self._serves = asyncio.ensure_future(serve_calls(ENGINE_CALLS, EngineHost(), connected))
+        return self
+
+    async def ended(self, grace_s: float = 0.0) -> None:
+        await asyncio.shield(self._serves)
+
+    end = ended
+
+
+async def test_a_folder_that_cannot_be_served_is_refused_by_the_error_of_its_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer_backend.processes.process_engine.LOCAL", Here())
     engine = engine_at(tmp_path)
     try:
         with pytest.raises(errors.ModelFolderError, match=f"{tmp_path}: "):

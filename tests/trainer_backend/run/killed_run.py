@@ -5,6 +5,7 @@ rollout that is used twice, or not, or of other weights, or in another order sho
 """
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -122,6 +123,7 @@ def start(folder: Path, *, kill_at: int | None = None, **settings: Any) -> None:
         kill_at: SIGKILL just before the n-th time that a file of the run is opened for writing, renamed or
             removed, from 0; absent: to its end. How many there were stands in `writes.txt`.
     """
+    gc.freeze()  # each iteration collects garbage: not among the imports, whose memory a fork shares
     resumed = (folder / "run" / "run.json").exists()
     job = tiny_job(
         training__iterations=ITERATIONS, training__group_size=2, rollout__episodes_per_batch=4,

@@ -73,7 +73,7 @@ def test_killed_just_before_any_write_and_started_again_it_ends_with_the_same_we
 ):
     writes = int((unbroken / "writes.txt").read_text())
     assert writes > 50
-    for number in range(0, writes, 3):  # all of them were tried once; a third finds what breaks the order
+    for number in range(0, writes, 5):  # all of them were tried once; a fifth finds what breaks the order
         folder = tmp_path / str(number)
         folder.mkdir()
         assert started(folder, kill_at=number) == -signal.SIGKILL
@@ -84,7 +84,7 @@ def test_killed_just_before_any_write_and_started_again_it_ends_with_the_same_we
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(1))
 def test_killed_again_and_again_it_ends_with_the_same_weights(unbroken: Path, tmp_path: Path, seed: int):
     draws = random.Random(seed)
     while started(tmp_path, kill_at=draws.randrange(5, 40)) != 0:
