@@ -17,6 +17,7 @@ from bench import (
 from bench.demo_iteration import JOB, QUICK, Played, played_in
 from bench.kit import ROOT
 from shared_schemas.trajectory import StopReason
+from tests.conftest import at_the_task_app
 from trainer_backend.job.load import load_job
 from trainer_backend.rundir.layout import open_run
 
@@ -43,7 +44,11 @@ def test_state_keys_that_take_too_long_fail(capsys: Printed):
     assert "TOO SLOW" in printed and "text_history" in printed
 
 
-def test_what_a_remote_policy_adds_to_its_latency_is_held_against_that(capsys: Printed):
+def test_what_a_remote_policy_adds_to_its_latency_is_held_against_that(
+    capsys: Printed, monkeypatch: pytest.MonkeyPatch
+):
+    job_at = remote_latency.job_at
+    monkeypatch.setattr(remote_latency, "job_at", lambda *words: at_the_task_app(job_at(*words)))
     size = ["--latency-ms", "5", "--episodes", "4", "--decisions", "2"]
     assert remote_latency.main([*size, "--limit", "0"]) == 1
     printed = capsys.readouterr().out
@@ -91,14 +96,19 @@ def test_what_recovery_costs_is_held_against_an_iteration_that_was_really_played
     assert "at most 0.00%): MISSED" in printed
 
 
-def test_the_store_is_held_against_an_iteration_that_was_really_played(iteration, capsys: Printed):
+def test_the_store_is_held_against_an_iteration_that_was_really_played(
+    iteration, capsys: Printed, monkeypatch: pytest.MonkeyPatch
+):
     found, _ = iteration
+    monkeypatch.setattr(iteration_cost, "ITERATIONS", 2)
     assert iteration_cost.report_store(found, limit=0.0) == 1
     assert "at most 0.00%): MISSED" in capsys.readouterr().out
     assert iteration_cost.report_store(found, limit=1e9) == 0
 
 
-def test_a_page_of_a_run_that_takes_too_long_fails(capsys: Printed):
+def test_a_page_of_a_run_that_takes_too_long_fails(capsys: Printed, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dashboard_pages, "REPEATS", 1)
+    monkeypatch.setattr(dashboard_pages, "LOG_LINES", 100)
     assert dashboard_pages.main(["--iterations", "2", "--decisions", "40", "--limit-ms", "0"]) == 1
     printed = capsys.readouterr().out
     assert len(re.findall(r"a decision among 25,200 tokens .* TOO SLOW", printed)) == 1

@@ -1,16 +1,23 @@
 """What needs a GPU is measured by code that runs everywhere, against limits that are counted right."""
 
 import json
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
 
 from bench import gpu, model_flops
 from bench.gpu_setup import Report, Task
 from tests.trainer_backend.learner.hand_made import make_learner, segment, tiny_tokenizer
+from trainer_backend.__main__ import app
 from trainer_backend.core.collate import pack_segments
 from trainer_backend.learner.shapes import ModelShape, model_shape
 
@@ -31,7 +38,19 @@ def test_without_a_gpu_it_says_why_in_a_line_and_ends_well(capsys: pytest.Captur
     assert "not measured" in printed and "sees no GPU" in printed
 
 
-def test_a_tiny_shape_goes_the_whole_way_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def run_here(command: Sequence[str], **_: Any) -> subprocess.CompletedProcess[str]:
+    """Of `subprocess.run`: the command of Turnwise, in this process, which has torch already."""
+    assert command[:3] == [sys.executable, "-m", "trainer_backend"]
+    done = CliRunner().invoke(app, command[3:], catch_exceptions=False)
+    return subprocess.CompletedProcess(command, done.exit_code, done.output, "")
+
+
+def test_a_tiny_shape_goes_the_whole_way_on_a_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, services: str
+):
+    here = SimpleNamespace(run=run_here, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(gpu, "subprocess", here)
+    monkeypatch.setattr(gpu, "SETTINGS", (*gpu.SETTINGS, services))
     assert gpu.main(["--smoke", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     kinds = ["agreement", "attention", "decode", "iteration", "learner", "lora", "memory", "plan", "prefill"]

@@ -1,10 +1,12 @@
 """The environment page in Chromium: it asks for the key, shows the game, and follows it by itself."""
 
+import httpx
 import pytest
 
 from tests.browser.watched import CHROMIUM, FITS, PHONE
-from tests.task_app.counting import KEY
-from tests.task_app.test_service_process import task_app
+from tests.conftest import TASK_APP_KEY, task_app
+
+KEY = TASK_APP_KEY.get_secret_value()
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; `apt-get install chromium`")
@@ -22,7 +24,7 @@ def browser():
 @pytest.fixture(scope="module")
 def game():
     """The service, a client with the key, and an environment whose first decision collects wood."""
-    with task_app() as (_, http):
+    with httpx.Client(base_url=task_app(), headers={"X-API-Key": KEY}) as http:
         env_id = http.post("/env/create", json={"env_name": "crafter", "seed": 17}).json()["env_id"]
         step(http, env_id, "move_right", "move_right", "move_right", "do")
         yield http, env_id, f"{str(http.base_url).rstrip('/')}/env/{env_id}/view"

@@ -1,7 +1,7 @@
 """Docstrings cite decisions and sources by number: every one stands in docs/decisions/README.md."""
 
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -14,12 +14,14 @@ SOURCE = re.compile(r"\b[Ss]ource (\d)\b(?!-)")
 DOCUMENT = re.compile(r"\b\d-[a-z-]+\.md\b")
 
 
-def files() -> Iterator[tuple[str, str]]:
+@cache
+def files() -> list[tuple[str, str]]:
     """Name and text of all code, line breaks and comment signs folded."""
-    for folder in ("shared_schemas", "task_app", "trainer_backend", "tests", "bench"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            text = path.read_text(encoding="utf-8")
-            yield path.relative_to(ROOT).as_posix(), re.sub(r"\s+(# )?", " ", text)
+    return [
+        (path.relative_to(ROOT).as_posix(), re.sub(r"\s+(# )?", " ", path.read_text(encoding="utf-8")))
+        for folder in ("shared_schemas", "task_app", "trainer_backend", "tests", "bench")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
 
 
 def numbers(cited: str) -> list[str]:

@@ -1,8 +1,9 @@
 """No file or pipe is read or written in the locale's encoding."""
 
 import ast
+import re
 
-from tests.house.sources import name_of, package_sources
+from tests.house.sources import PACKAGES, ROOT, name_of
 
 # Calls that open text, and the place of a mode that may say otherwise.
 _OPENERS = {"open": 0, "fdopen": 1, "read_text": None, "write_text": None}
@@ -28,10 +29,16 @@ def _lacks_encoding(call: ast.Call) -> bool:
 
 
 def test_each_text_file_has_its_encoding():
+    texts = {
+        path: path.read_text(encoding="utf-8")
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+    }
     without = [
         f"{name_of(path)}:{node.lineno}"
-        for path, tree in package_sources().items()
-        for node in ast.walk(tree)
+        for path, text in texts.items()
+        if re.search(r"open\(|(read|write)_text\(|text=|universal_newlines=", text)
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Call) and _lacks_encoding(node)
     ]
     assert without == []

@@ -42,17 +42,16 @@ def textures() -> int:
     return picture._textures.cache_info().currsize
 
 
-@pytest.mark.parametrize("seed", [1, 2**31 - 2])
-def test_random_play_equals_stock_in_everything_from_the_new_world_on(seed: int):
-    duel, steps = compare_episode(seed, 250)
+def test_random_play_equals_stock_in_everything_from_the_new_world_on():
+    duel, steps = compare_episode(2**31 - 2, 250)
     assert not duel.unequal
     assert steps > 50
 
 
 def test_play_with_refilled_inventory_equals_stock_and_crafts_and_places_everything():
-    duel, steps = compare_episode(1, 500, refill_every=7)
+    duel, steps = compare_episode(1, 300, refill_every=7)
     assert not duel.unequal
-    assert steps == 500
+    assert steps == 300
     crafted = {name for name, count in duel.engine.achievements.items() if count > 0}
     assert {"place_table", "place_furnace", "place_plant", "make_iron_pickaxe", "make_stone_sword"} <= crafted
 

@@ -31,11 +31,11 @@ def test_an_openenv_server_keeps_the_contract(openenv, promise, prompts):
     keeps(promise, openenv, {"prompts": prompts})
 
 
-@pytest.fixture(scope="module", params=["http", "process"])
+@pytest.fixture(scope="module", params=["http", "by_hand"])
 def mcp(request) -> Iterator[str]:
     pytest.importorskip("mcp", reason="the package `mcp` is not installed")
-    if request.param == "process":
-        yield "mcp:guess"
+    if request.param != "http":
+        yield f"mcp:{request.param}"
         return
     with served(sys.executable, "mcp_server.py") as url:
         yield f"mcp:{url}/mcp"
@@ -68,6 +68,7 @@ def guess(*numbers):
     return tuple(ToolRequest("guess", {"number": number}) for number in numbers)
 
 
+@pytest.mark.parametrize("mcp", ["http", "guess"], indirect=True)
 def test_the_reward_of_a_call_is_what_the_tools_result_says(mcp):
     game = build_game(mcp)
     assert isinstance(game, ConversationalEnvironment) and not isinstance(game, RestorableEnvironment)
