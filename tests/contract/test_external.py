@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from tests.conftest import ListReporter, at_the_task_app, free_port, rows_of, train_job
 from tests.contract.test_cluster import SHORT
-from tests.contract.test_killed_and_resumed import actions_of, exact_job, plan_of
+from tests.contract.test_killed_and_resumed import FORKED, actions_of, advantages_of, exact_job, plan_of
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.calls import LEARNER_KEY
 from trainer_backend.rundir.layout import create_run
@@ -94,10 +94,10 @@ def test_a_learner_of_somebody_else_that_goes_and_comes_back_gives_the_run_of_on
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv(LEARNER_KEY, KEY)
-    whole, _, _ = train_job(exact_job(**SHORT), tmp_path / "whole")
+    whole, _, _ = train_job(exact_job(**SHORT, **FORKED), tmp_path / "whole")
     with node(tmp_path) as learner:
         reporter = Restarting(learner)
-        job = at_the_task_app(external(exact_job(**SHORT), learner.url))
+        job = at_the_task_app(external(exact_job(**SHORT, **FORKED), learner.url))
         run = create_run(job, tmp_path / "run")
         asyncio.run(run_job(job, run, reporter, resume=False))
     lines = "\n".join(reporter.lines)
@@ -106,12 +106,14 @@ def test_a_learner_of_somebody_else_that_goes_and_comes_back_gives_the_run_of_on
     for number in (1, 2):
         assert plan_of(run, number) == plan_of(whole, number)
         assert actions_of(run, number) == actions_of(whole, number)
+        assert advantages_of(run, number) == advantages_of(whole, number) != {}, "of continuations"
     ours, expected = (
         load_file(item.checkpoints / "iteration_2" / "model.safetensors") for item in (run, whole)
     )
     assert all(torch.equal(ours[key], expected[key]) for key in expected)
     rows = rows_of(run, "iteration")
     assert updates(rows) == updates(rows_of(whole, "iteration"))
-    assert [row["recovery/rollouts_reused"] for row in rows] == [0.0, 4.0], "nothing is played twice"
+    again = [0.0, rows[1]["rollout/finished"] + rows[1]["forks/rollouts"]]
+    assert [row["recovery/rollouts_reused"] for row in rows] == again, "nothing is played twice"
     states = [state for _, role, state in reporter.processes if role == "learner"]
     assert states == ["starting", "serving", "lost", "starting", "serving"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.conftest import ListReporter, rows_of, tiny_job, train_job
+from tests.conftest import ListReporter, decisions_by_turn, rows_of, tiny_job, train_job
 from tests.trainer_backend.rundir.disk import make_read_only, mounted
 from trainer_backend.errors import RunDirectoryError, RunNotWritten, TaskAppError
 from trainer_backend.job.load import dump_job
@@ -27,19 +27,25 @@ from trainer_backend.start import run_job
 # Two of everything: threads of an update, its steps, siblings; and dropout, which draws.
 EXACT: dict[str, Any] = {
     "inference__deterministic": True,
-    "training__iterations": 6,
+    "training__iterations": 3,
     "training__group_size": 2,
     "training__threads": 2,
     "training__batch_decisions": 4,
-    "training__checkpoint_every": 2,
+    "training__checkpoint_every": 3,
     "rollout__episodes_per_batch": 4,
     "rollout__max_turns": 2,
     "warmup__episodes": 4,
     "warmup__epochs": 1,
     "evaluation__instances": 1,
-    "evaluation__every_n_iters": 6,
+    "evaluation__every_n_iters": 3,
     "lora__rank": 2,
     "lora__dropout": 0.1,
+}
+FORKED: dict[str, Any] = {
+    "algorithm__train_branches": True,
+    "algorithm__branches_per_episode": 2,
+    "algorithm__fork_rule": "surprise",
+    "rollout__max_turns": 4,
 }
 
 
@@ -49,12 +55,12 @@ def exact_job(**overrides: Any):
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    return train_job(exact_job(), tmp_path_factory.mktemp("unbroken") / "run")[0]
+    return train_job(exact_job(**FORKED), tmp_path_factory.mktemp("unbroken") / "run")[0]
 
 
-def killed(folder: Path, *, part: str, number: int, **overrides: Any) -> RunDirectory:
+def killed(folder: Path, *, part: str, number: int) -> RunDirectory:
     """A run of the job that was killed when it was about to write, see `tests.killed_turnwise`."""
-    (folder / "job.toml").write_text(dump_job(exact_job(**overrides)))
+    (folder / "job.toml").write_text(dump_job(exact_job(**FORKED)))
     command = [sys.executable, "-m", "tests.killed_turnwise", part, str(number)]
     command += ["train", str(folder / "job.toml"), "--run", str(folder / "run")]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -83,41 +89,52 @@ def actions_of(run: RunDirectory, iteration: int) -> list[tuple[str, ...]]:
     ]
 
 
+def advantages_of(run: RunDirectory, iteration: int) -> dict[tuple[Any, ...], float]:
+    """Of the decisions of an iteration's continuations."""
+    found = decisions_by_turn(run.rollouts_file(f"branches_{iteration}"))
+    return {(path.partition("/")[2], turn): item["advantage"] for (path, turn), item in found.items()}
+
+
 def paths(names: Any) -> list[str]:
     return sorted(name.partition("/")[2] for name in names)
 
 
 def is_the_run_that_it_would_have_been(run: RunDirectory, whole: RunDirectory) -> None:
-    for iteration in range(1, 7):
+    for iteration in (1, 2, 3):
         assert plan_of(run, iteration) == plan_of(whole, iteration)
         assert actions_of(run, iteration) == actions_of(whole, iteration)
+        assert advantages_of(run, iteration) == advantages_of(whole, iteration) != {}
     of_training = [f"training_state/{name}.safetensors" for name in ("optimizer", "rng")]
     for name in ("adapter/adapter_model.safetensors", *of_training):
-        found, expected = (load_file(item.checkpoints / "iteration_6" / name) for item in (run, whole))
+        found, expected = (load_file(item.checkpoints / "iteration_3" / name) for item in (run, whole))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], expected[key]) for key in expected), name
     lines, others = read_ledger(run.path), read_ledger(whole.path)
-    assert [line.iteration for line in lines] == list(range(1, 7))
+    assert [line.iteration for line in lines] == [1, 2, 3]
     assert [paths(line.rollout_ids) for line in lines] == [paths(line.rollout_ids) for line in others]
     names = [name for line in lines for name in line.rollout_ids]
-    assert len(names) == len(set(names)) == 24
+    assert len(names) == len(set(names)) > 12
     kept = [path.name for path in sorted(run.checkpoints.glob("iteration_*"))]
-    assert kept == ["iteration_0", "iteration_4", "iteration_6"]  # 2 was one of the last two, once
+    assert kept == ["iteration_0", "iteration_3"]  # 1 and 2 were the newest, once
 
 
 @pytest.mark.timeout(240)
-def test_six_iterations_are_three_and_a_kill_and_three_bit_for_bit(unbroken: RunDirectory, tmp_path: Path):
-    run = killed(tmp_path, part="rollouts/iteration_4.spool.jsonl", number=2)  # two of four are kept
+def test_three_iterations_are_one_and_a_kill_amid_forks_and_two_bit_for_bit(
+    unbroken: RunDirectory, tmp_path: Path
+):
+    # Four whole episodes are kept first, so this is the second continuation.
+    run = killed(tmp_path, part="rollouts/iteration_2.spool.jsonl", number=6)
     # The engine of the second half loads its weights from folders, and samples the same.
-    job = exact_job(weight_transfer__backend="folder")
+    job = exact_job(**FORKED, weight_transfer__backend="folder")
     resumed, reporter, progress = train_job(job, run.path, resume=run)
-    assert sorted(path.name for path in run.weights.iterdir()) == ["version_5", "version_6"]
-    assert f"resumed from {run.checkpoints}/iteration_3" in reporter.lines
-    assert progress.iteration == 6
+    assert sorted(path.name for path in run.weights.iterdir()) == ["version_2", "version_3"]
+    assert f"resumed from {run.checkpoints}/iteration_1" in reporter.lines
+    assert progress.iteration == 3
     rows = rows_of(resumed, "iteration")
-    assert [row["iteration"] for row in rows] == list(range(1, 7))
-    assert [row["recovery/resumes"] for row in rows] == [0.0] * 3 + [1.0] * 3
-    assert [row["recovery/rollouts_reused"] for row in rows] == [0.0] * 3 + [2.0] + [0.0] * 2
+    assert [row["iteration"] for row in rows] == [1, 2, 3]
+    assert [row["recovery/resumes"] for row in rows] == [0.0, 1.0, 1.0]
+    reused = [row["recovery/rollouts_reused"] for row in rows]
+    assert reused[1] >= 5.0 and reused[::2] == [0.0, 0.0]
     is_the_run_that_it_would_have_been(resumed, unbroken)
 
 
@@ -132,8 +149,10 @@ class KillsTheTaskApp(ListReporter):
 
 
 @pytest.mark.timeout(120)
-def test_a_run_whose_own_task_app_is_killed_says_so_and_goes_on_with_what_had_come(tmp_path: Path):
-    job, reporter = exact_job(training__iterations=2), KillsTheTaskApp()
+def test_a_run_whose_own_task_app_is_killed_says_so_and_goes_on_with_what_had_come(
+    unbroken: RunDirectory, tmp_path: Path
+):
+    job, reporter = exact_job(**FORKED), KillsTheTaskApp()
     run = create_run(job, tmp_path / "run")
     with pytest.raises(TaskAppError, match="no task app answers"):
         asyncio.run(run_job(job, run, reporter, resume=False))
@@ -143,9 +162,9 @@ def test_a_run_whose_own_task_app_is_killed_says_so_and_goes_on_with_what_had_co
     assert "no task app answers" in state.detail
     ((_, done, _),) = reporter.stages
     resumed, _, progress = train_job(job, run.path, resume=run)
-    assert progress.iteration == 2
+    assert progress.iteration == 3
     assert rows_of(resumed, "iteration")[1]["recovery/rollouts_reused"] >= done
-    assert [len(line.rollout_ids) for line in read_ledger(run.path)] == [4, 4]
+    is_the_run_that_it_would_have_been(resumed, unbroken)
 
 
 def test_a_second_trainer_on_a_run_directory_is_refused_and_changes_nothing_in_it(tmp_path: Path):
@@ -177,9 +196,9 @@ def test_a_run_of_a_version_without_lock_state_log_and_ledger_goes_on(unbroken: 
     run = open_run(tmp_path / "run")
     for name in ("lock", STATE_FILE, "run.log", LEDGER_FILE):
         (run.path / name).unlink()
-    resumed, _, progress = train_job(exact_job(training__iterations=7), run.path, resume=run)
-    assert progress.iteration == 7
-    assert [line.iteration for line in read_ledger(resumed.path)] == [7]
-    assert [row["iteration"] for row in rows_of(resumed, "iteration")] == list(range(1, 8))
+    resumed, _, progress = train_job(exact_job(**FORKED, training__iterations=4), run.path, resume=run)
+    assert progress.iteration == 4
+    assert [line.iteration for line in read_ledger(resumed.path)] == [4]
+    assert [row["iteration"] for row in rows_of(resumed, "iteration")] == [1, 2, 3, 4]
     state = read_state(run.path)
     assert state is not None and (state.state, state.starts) == ("ended", 1)

@@ -174,7 +174,7 @@ def run(model_folders, tmp_path_factory, plugins, url):
     job = tiny_job(
         model={"path": str(model_folders["qwen3"]), "device": "cpu"}, warmup=None,
         rollout__env_name="coins", rollout__env_config={}, rollout__max_turns=DECISIONS,
-        rollout__max_tokens=1, rollout__episodes_per_batch=16, rollout__max_concurrent_rollouts=96,
+        rollout__max_tokens=1, rollout__episodes_per_batch=8, rollout__max_concurrent_rollouts=96,
         rollout__max_invalid_decisions=DECISIONS + 1, services__task_plugins=[str(plugins)],
         inference__max_running=96, training__step_rewards_mode="env_sparse", training__iterations=1,
         algorithm__gamma=GAMMA, evaluation__instances=1,
@@ -262,7 +262,7 @@ def test_the_measured_truth_is_the_exact_one_within_its_standard_error(run):
     rollouts = {item.rollout_id: item for item in read_rollouts(directory.rollouts_file("iteration_1"))}
     chances = chance_of_a_vowel(directory, rollouts.values())
     decisions = sum(len(item.trajectory.steps) for item in rollouts.values())
-    assert len(measured.file.truths) == decisions < 16 * DECISIONS, "some episodes end where nothing fits"
+    assert len(measured.file.truths) == decisions < 8 * DECISIONS, "some episodes end where nothing fits"
     assert measured.lost == 0
     assert all(truth.pairs == 24 and truth.others <= 24 for truth in measured.file.truths.values())
     beyond = []
@@ -273,9 +273,9 @@ def test_the_measured_truth_is_the_exact_one_within_its_standard_error(run):
             assert abs(truth.advantage - known) < 1.0
             continue
         beyond.append((truth.advantage - known) / truth.error)
-    assert len(beyond) > 30
+    assert len(beyond) > 15
     assert max(map(abs, beyond)) < 4.5
-    assert 0.6 < math.fsum(z * z for z in beyond) / len(beyond) < 1.5, "the standard errors are right too"
+    assert 0.6 < math.fsum(z * z for z in beyond) / len(beyond) < 1.7, "the standard errors are right too"
 
 
 def test_continuations_end_where_gamma_leaves_a_twentieth_unless_the_end_pays(run):
@@ -314,15 +314,17 @@ def test_a_measurement_goes_on_where_it_was_stopped_and_ends_with_the_same_numbe
 
 def command(run, *options):
     """What `turnwise truth` prints, on one line."""
-    shown = CliRunner().invoke(app, ["truth", str(run[0].path), *map(str, options)])
+    key = {"ENVIRONMENT_API_KEY": TASK_APP_KEY.get_secret_value()}
+    shown = CliRunner().invoke(app, ["truth", str(run[0].path), *map(str, options)], env=key)
     assert shown.exit_code == 0, shown.output
     return " ".join(shown.output.split())
 
 
-def test_continuations_that_fail_are_counted_and_in_no_mean_and_lost_decisions_are_told(run, tmp_path):
+def test_continuations_that_fail_are_counted_and_in_no_mean_and_lost_decisions_are_told(run, url, tmp_path):
+    there = ("--set", f"services.task_url={url}", "--set", "services.task_plugins=[]")
     directory, path = run[0], tmp_path / "frail.jsonl"
     shown = command(
-        run, "--set", "rollout.env_config.frail=true", "--decisions", 24, "--continuations", 8,
+        run, *there, "--set", "rollout.env_config.frail=true", "--decisions", 12, "--continuations", 8,
         "--horizon", 1, "--out", path,
     )  # fmt: skip
     truths = TruthFile.read(path, directory).truths
@@ -330,14 +332,14 @@ def test_continuations_that_fail_are_counted_and_in_no_mean_and_lost_decisions_a
         r"(\d+) pairs were lost, and count nowhere",
         r"(\d+) decisions could not be played; the same command tries them again",
     ))  # fmt: skip
-    assert lost == 24 - len(truths) > 0 and pairs == sum(item.failed for item in truths.values()) > 0
+    assert lost == 12 - len(truths) > 0 and pairs == sum(item.failed for item in truths.values()) > 0
     assert all(item.pairs + item.failed == 8 for item in truths.values())
     assert not any(item.failed for item in truths.values() if item.turn == 1), "it ends before a world breaks"
     assert {item.turn for item in truths.values()} == {1, 2}, "no choice is left of a third decision"
-    path, budget = tmp_path / "short.jsonl", 400
+    path, budget = tmp_path / "short.jsonl", 200
     shown = command(
-        run, "--set", "rollout.env_config.frail=true", "--set", "rollout.max_concurrent_rollouts=8",
-        "--decisions", 24, "--continuations", 8, "--horizon", 1, "--budget", budget, "--out", path,
+        run, *there, "--set", "rollout.env_config.frail=true", "--set", "rollout.max_concurrent_rollouts=8",
+        "--decisions", 12, "--continuations", 8, "--horizon", 1, "--budget", budget, "--out", path,
     )  # fmt: skip
     lost = int(re.search(r"(\d+) decisions could not be played", shown)[1])
     played = sum(item.decisions for item in TruthFile.read(path, directory).truths.values())
@@ -364,11 +366,12 @@ BABYAI = {
 @pytest.mark.parametrize("given", [ORDERS, BABYAI], ids=["orders", "babyai"])
 def test_it_works_in_every_environment_with_snapshots(given, tmp_path):
     job = tiny_job(
-        **given, warmup__policy_config={"epsilon": 0.1}, rollout__max_turns=4, rollout__max_tokens=24,
-        rollout__episodes_per_batch=4, training__iterations=1, evaluation__instances=1, algorithm__gamma=0.9,
+        **given, warmup__policy_config={"epsilon": 0.1}, warmup__episodes=4, rollout__max_turns=4,
+        rollout__max_tokens=24, rollout__episodes_per_batch=4, training__iterations=1,
+        evaluation__instances=1, algorithm__gamma=0.9,
     )  # fmt: skip
     directory, _, _ = train_job(job, tmp_path / "run")
-    asked = options(directory, decisions=16, continuations=3)
+    asked = options(directory, decisions=16, continuations=2)
     measured = asyncio.run(measure_truth(directory, at_the_task_app(directory.job()), asked))
     truths = measured.file.truths.values()
     assert (measured.lost, sum(item.failed for item in truths)) == (0, 0)
