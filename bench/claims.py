@@ -654,6 +654,17 @@ def babyai_claims() -> Iterator[Claim]:
         yield Claim(FIGURES, row, columns([run[when]["mean"] for run in runs]))
 
 
+def sokoban_claims() -> Iterator[Claim]:
+    """Boards that are solved before and after RL."""
+    arms = Arms("sokoban", "outcome_reward")
+    yield Claim(FIGURES, "**Sokoban**, 300 boards of 6 by 6", f"| +{columns(arms.gain('sokoban'))} |")
+    for found, row in (
+        (arms.before, "Sokoban: solved after imitation"),
+        (arms.after, "Sokoban: solved after RL"),
+    ):
+        yield Claim(FIGURES, row, f"| {columns(found('sokoban'))} |")
+
+
 def limit_claims() -> Iterator[Claim]:
     """Scripted players of whole games of Crafter."""
     rows = (
@@ -676,7 +687,7 @@ def mutant_claims() -> Iterator[Claim]:
 def claims() -> list[Claim]:
     """All of them."""
     parts = (
-        start_claims, babyai_claims, limit_claims, shared_prefix_claims, demo_claims, reward_mode_claims,
+        start_claims, babyai_claims, sokoban_claims, limit_claims, shared_prefix_claims, demo_claims, reward_mode_claims,
         credit_claims, study_claims, captured_claims,
         cost_claims, gpu_claims, agreement_claims, gpu_curve_claims, coverage_claims, fault_claims,
         rank_claims, server_claims, truth_claims, mutant_claims,
