@@ -687,8 +687,8 @@ def mutant_claims() -> Iterator[Claim]:
 def claims() -> list[Claim]:
     """All of them."""
     parts = (
-        start_claims, babyai_claims, sokoban_claims, limit_claims, shared_prefix_claims, demo_claims, reward_mode_claims,
-        credit_claims, study_claims, captured_claims,
+        start_claims, babyai_claims, sokoban_claims, limit_claims, shared_prefix_claims, demo_claims,
+        reward_mode_claims, credit_claims, study_claims, captured_claims,
         cost_claims, gpu_claims, agreement_claims, gpu_curve_claims, coverage_claims, fault_claims,
         rank_claims, server_claims, truth_claims, mutant_claims,
     )  # fmt: skip

@@ -103,16 +103,16 @@ _SOKOBAN = EnvironmentJob(
     fresh={
         "inference": {"max_model_len": 192},
         "rollout": {
-            "env_config": {"text": "compact", "size": 5, "boxes": 2}, "max_turns": 20,
-            "episodes_per_batch": 256, "max_tokens": 6,
+            "env_config": {"text": "compact", "size": 6, "boxes": 1}, "max_turns": 20,
+            "episodes_per_batch": 256, "max_tokens": 6, "temperature": 1.3,
         },
         "warmup": {
-            "policy_name": "sokoban_teacher", "policy_config": {"epsilon": 0.2}, "episodes": 2500,
-            "epochs": 2, "batch_decisions": 64, "learning_rate": 3e-3,
+            "policy_name": "sokoban_teacher", "policy_config": {"epsilon": 0.2}, "episodes": 1000,
+            "epochs": 1, "batch_decisions": 64, "learning_rate": 3e-3,
         },
         "training": {
-            "iterations": 40, "group_size": 4, "learning_rate": 1e-3, "learning_rate_rise": 0.05,
-            "learning_rate_final": 0.2, "batch_decisions": 256, "checkpoint_every": 10,
+            "iterations": 60, "group_size": 8, "learning_rate": 2e-3, "learning_rate_rise": 0.05,
+            "learning_rate_final": 0.2, "batch_decisions": 256, "entropy_coef": 0.01, "checkpoint_every": 10,
         },
         "algorithm": {"gamma": 0.95},
         "evaluation": {"every_n_iters": 20, "instances": 300},
