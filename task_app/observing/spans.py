@@ -36,6 +36,14 @@ _IDS = ("run_id", "iteration", "group_id", "seed")
 _TOTALS = ("outcome_reward", "env_steps", "terminated", "truncated")
 
 
+# What the conventions name of a request's options.
+_REQUEST = frozenset({"temperature", "top_p", "top_k", "max_tokens", "seed"})
+
+
+def _name_option(name: str) -> str:
+    return f"gen_ai.request.{name}" if name in _REQUEST else f"turnwise.request.{name}"
+
+
 @dataclass(frozen=True, slots=True)
 class Notes:
     """Adds facts to a span when it ends; without a span it does nothing."""
@@ -57,7 +65,7 @@ class Notes:
             "gen_ai.usage.output_tokens": facts.get("completion_tokens"),
             "gen_ai.response.finish_reasons": None if finish_reason is None else [finish_reason],
             "turnwise.turn": turn,
-            **{f"gen_ai.request.{name}": getattr(sampling, name, None) for name in Sampling.model_fields},
+            **{_name_option(name): getattr(sampling, name, None) for name in Sampling.model_fields},
         }
         _set(self.span, told)
 
