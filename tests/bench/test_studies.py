@@ -57,7 +57,7 @@ def test_arms_start_from_one_checkpoint_and_one_that_is_run_later_only_adds(tmp_
     assert grpo["evaluations"][0] == branch["evaluations"][0]
     assert [row["iteration"] for row in grpo["evaluations"]] == [0, 1]
     assert [row["iteration"] for row in grpo["training"]] == [1]
-    # 8 episodes, in which nobody dies within 5 decisions
+    # 8 episodes, in which no player dies within 5 decisions
     assert found["summary"]["grpo"]["decisions"] == [40]
     # 2 of the turns 2 to 5 have 2 branches each, of 2.5 decisions on average: as many again, twice
     assert found["summary"]["branch"]["decisions"][0] / (20 * 5) == pytest.approx(3.0, rel=0.15)

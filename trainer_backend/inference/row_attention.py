@@ -189,9 +189,7 @@ class RowAttentions:
         own_B = starts_B - trunks_B
         longest = int((own_B + counts_B).max())
         self._cache.reserve(longest)
-        rows = np.repeat(np.arange(first_row, first_row + len(counts_B)), counts_B)
-        befores_B = counts_B.cumsum() - counts_B
-        positions = np.arange(len(rows)) + np.repeat(starts_B - befores_B, counts_B)
+        rows, positions = list_tokens(first_row, starts_B, counts_B)
         tokens = self._tokens(rows, positions, positions - np.repeat(trunks_B, counts_B))
         spans = []
         if self._cpu is None or longest > SHORT_ROW:
@@ -242,6 +240,13 @@ class RowAttentions:
     def _mask(self, positions: Tensor, visible: int) -> Tensor:
         """[..., L] what to add to scores: each token sees the columns up to its own position, [..., 1]."""
         return (self._columns_L[:visible] > positions).to(self._cache.dtype).mul_(self._hidden)
+
+
+def list_tokens(first_row: int, starts_B: Counts, counts_B: Counts) -> tuple[Counts, Counts]:
+    """[T] rows and positions of each of B rows' `counts_B` tokens from `start` on, row after row."""
+    rows_T = np.repeat(np.arange(first_row, first_row + len(counts_B)), counts_B)
+    befores_B = counts_B.cumsum() - counts_B
+    return rows_T, np.arange(len(rows_T)) + np.repeat(starts_B - befores_B, counts_B)
 
 
 def cut_spans(starts_B: Counts, counts_B: Counts, *, most_waste: int) -> list[tuple[int, int]]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trainer_backend.inference.cache import SlotCache
 from trainer_backend.inference.decoder import Decoder, Product
+from trainer_backend.inference.row_attention import list_tokens
 from trainer_backend.inference.trunks import Trunk
 from trainer_backend.models.cpu_kernels import CpuKernels
 
@@ -134,10 +135,7 @@ class SmallPass:
 
     def prefill(self, ids_T: Wholes, *, first_row: int, starts_B: Wholes, counts_B: Wholes) -> None:
         """Store keys and values of each of B rows' `counts_B` tokens from `start` on."""
-        rows_T = np.repeat(np.arange(first_row, first_row + len(counts_B)), counts_B)
-        befores_B = counts_B.cumsum() - counts_B
-        positions_T = np.arange(len(rows_T)) + np.repeat(starts_B - befores_B, counts_B)
-        self._run(ids_T, rows_T, positions_T)
+        self._run(ids_T, *list_tokens(first_row, starts_B, counts_B))
 
     def logits(self, ids_B: Wholes, cached_B: Wholes) -> NDArray[np.float32]:
         """Feed a token to each of the first B rows, which have `cached` tokens; return [B, V] logits."""

@@ -171,19 +171,23 @@ whole vector_lanes(void) { return LANES; }
 /* Gradients of weights are summed over so many tokens, and those sums by torch. */
 #define TOKENS 64
 
+INLINE void norm_row(const float *x, const float *weight, float eps, whole width, float *out) {
+    float inverse = 1.0f / sqrtf(dot(x, x, width) / (float)width + eps);
+    for (whole d = 0; d < width; d++) out[d] = x[d] * inverse * weight[d];
+}
+
 /* The norm of states and what is added to them, if anything; their sum to `sums`. */
 void rms_norm(const float *x, const float *added, const float *weight, float eps, whole tokens, whole width,
               float *sums, float *out, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (whole t = 0; t < tokens; t++) {
         const float *from = x + t * width;
-        float *to = out + t * width, *sum = sums + t * width;
+        float *sum = sums + t * width;
         if (added) {
             for (whole d = 0; d < width; d++) sum[d] = from[d] + added[t * width + d];
             from = sum;
         }
-        float inverse = 1.0f / sqrtf(dot(from, from, width) / (float)width + eps);
-        for (whole d = 0; d < width; d++) to[d] = from[d] * inverse * weight[d];
+        norm_row(from, weight, eps, width, out + t * width);
     }
 }
 
@@ -268,14 +272,16 @@ void rotary_backward(const float *x, whole stride, whole tokens, whole heads, wh
             }
 }
 
+/* silu(x) * y, to `out`, which may be x. */
+INLINE void gated_row(const float *x, const float *y, whole width, float *out) {
+    for (whole d = 0; d < width; d++) out[d] = x[d] / (1.0f + power_of_e(-x[d])) * y[d];
+}
+
 void swiglu(const float *gate, whole gate_stride, const float *up, whole up_stride, whole tokens, whole width,
             float *out, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (whole t = 0; t < tokens; t++) {
-        const float *x = gate + t * gate_stride, *y = up + t * up_stride;
-        float *to = out + t * width;
-        for (whole d = 0; d < width; d++) to[d] = x[d] / (1.0f + power_of_e(-x[d])) * y[d];
-    }
+    for (whole t = 0; t < tokens; t++)
+        gated_row(gate + t * gate_stride, up + t * up_stride, width, out + t * width);
 }
 
 /* By gate, and behind it by up. */

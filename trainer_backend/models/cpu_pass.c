@@ -90,11 +90,6 @@ static void multiply(const struct matrix *of, const float *x, whole x_stride, wh
 #undef PRODUCT
 }
 
-INLINE void norm_row(const float *x, const float *weight, float eps, whole width, float *out) {
-    float inverse = 1.0f / sqrtf(dot(x, x, width) / (float)width + eps);
-    for (whole d = 0; d < width; d++) out[d] = x[d] * inverse * weight[d];
-}
-
 /* What a pass keeps of all its tokens, and what a thread computes of a PORTION. */
 struct space {
     float *states, *heads; /* [tokens, width], and [tokens, heads + 2 kv_heads, size] */
@@ -176,8 +171,8 @@ static void close_layer(const struct model *model, whole number, const struct to
         norm_row(states + t * width, layer->mlp_norm, model->eps, width, space->near + t * width);
     multiply(&layer->gate_up, space->near, width, count, 0, space->wide, 2 * mlp, 0);
     for (whole t = 0; t < count; t++) {
-        float *gate = space->wide + 2 * t * mlp, *up = gate + mlp;
-        for (whole d = 0; d < mlp; d++) gate[d] = gate[d] / (1.0f + power_of_e(-gate[d])) * up[d];
+        float *gate = space->wide + 2 * t * mlp;
+        gated_row(gate, gate + mlp, mlp, gate);
     }
     multiply(&layer->down, space->wide, 2 * mlp, count, 0, states, width, 1);
 }
@@ -247,4 +242,3 @@ int small_pass(const struct model *model, const struct tokens *tokens, float *lo
     free(memory);
     return !uniform || draw(logits, tokens->count, model->head.outputs, temperature, uniform, ids, logprobs);
 }
-
