@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from bench import kit
+from bench.kit import ROOT, spread
 
 README, FIGURES, STUDIES = "README.md", "docs/figures.md", "docs/studies.md"
 DOCUMENTS, MIXTURE = "docs/documents.md", "docs/mixture.md"
@@ -43,13 +43,7 @@ def figures(texts: Mapping[str, str]) -> Iterator[Claim]:
 @cache
 def data(name: str) -> Any:
     """A file of bench/results, by its name without .json."""
-    return json.loads((kit.ROOT / "bench" / "results" / f"{name}.json").read_text(encoding="utf-8"))
-
-
-def spread(values: Sequence[float], digits: int = 2) -> str:
-    """Median (least to greatest)."""
-    middle = statistics.median(values)
-    return f"{middle:z.{digits}f} ({min(values):z.{digits}f} to {max(values):z.{digits}f})"
+    return json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def columns(values: Sequence[float], digits: int = 2) -> str:
