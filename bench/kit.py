@@ -21,7 +21,8 @@ def options(
 ) -> argparse.Namespace:
     """A script's options, each a flag, its default and a help text.
 
-    A default of False makes a switch, an empty list a flag that may be repeated; a type has no default.
+    A default of False makes a switch, an empty list a flag that may be repeated, a tuple a flag of several
+    whole numbers; a type has no default.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag, default, *words in flags:
@@ -30,6 +31,8 @@ def options(
             parser.add_argument(flag, action="store_true", help=text)
         elif default == []:
             parser.add_argument(flag, action="append", default=default, help=text)
+        elif isinstance(default, tuple):
+            parser.add_argument(flag, type=int, nargs="+", default=default, help=text)
         elif isinstance(default, type):
             parser.add_argument(flag, type=default, help=text)
         else:
