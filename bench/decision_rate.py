@@ -53,7 +53,7 @@ THREADS = {ENGINE_THREAD: "engine", SERVER_THREAD: "gateway"}
 WHO = ("task app", "gateway", "engine", "other threads", "threads of libraries")
 
 
-class CpuReporter:
+class CpuReporter(kit.Reporter):
     """Reads the CPU clocks when an iteration's rollouts are collected, and at its end."""
 
     def __init__(self) -> None:
@@ -64,16 +64,10 @@ class CpuReporter:
     def say(self, text: str) -> None:
         print(text, flush=True)
 
-    def note(self, text: str) -> None:
-        self.say(text)
-
     def stage(self, name: str, done: int, total: int) -> None:
         if re.match(r"collect \d", name) and done == total:  # not the teacher's, before any model is served
             now = serving_cpu_seconds()
             self._collected = {who: now[who] - self._before[who] for who in WHO}
-
-    def process(self, name: str, **state: Any) -> None:
-        pass
 
     def metrics(self, row: dict[str, Any], line: str) -> None:
         if row["kind"] == "iteration":

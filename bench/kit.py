@@ -101,6 +101,21 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
     return f"{middle:z.{digits}f} ({min(values):z.{digits}f} to {max(values):z.{digits}f})"
 
 
+class Reporter:
+    """Of a run that a script plays: silent, but for what the script overrides."""
+
+    def say(self, text: str) -> None: ...
+
+    def note(self, text: str) -> None:
+        self.say(text)
+
+    def stage(self, name: str, done: int, total: int) -> None: ...
+
+    def metrics(self, row: dict[str, Any], line: str) -> None: ...
+
+    def process(self, name: str, **state: Any) -> None: ...
+
+
 def verdict(met: bool, missed: str = "MISSED") -> str:
     return "ok" if met else missed
 

@@ -32,7 +32,7 @@ import torch
 from ray.cluster_utils import Cluster
 from safetensors.torch import load_file
 
-from bench.kit import ROOT, options, report, write_results
+from bench.kit import ROOT, Reporter, options, report, write_results
 from trainer_backend.job.load import parse_job
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.rundir.layout import RunDirectory, create_run
@@ -61,7 +61,7 @@ JOB: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Story:
+class Story(Reporter):
     """A run's reporter: notes when what was told, and calls `kill` once in the update of iteration 2."""
 
     def __init__(self, kill: Any = None) -> None:
@@ -73,9 +73,6 @@ class Story:
     def say(self, text: str) -> None:
         print(f"{time.monotonic() - self._began:7.1f} s  {text}", flush=True)
 
-    def note(self, text: str) -> None:
-        self.say(text)
-
     def stage(self, name: str, done: int, total: int) -> None:
         if name != "update 2":
             return
@@ -86,11 +83,9 @@ class Story:
             self.goes_on_s = time.monotonic() - self.killed_s
             self.say(f"the run goes on, {self.goes_on_s:.1f} s after the node was killed")
 
-    def metrics(self, row: dict[str, Any], line: str) -> None: ...
-
-    def process(self, name: str, *, role: str, state: str, **more: Any) -> None:
-        self.say(f"{role} {name}: {state}")
-        self.learners += role == "learner" and state == "serving"
+    def process(self, name: str, **state: Any) -> None:
+        self.say(f"{state['role']} {name}: {state['state']}")
+        self.learners += (state["role"], state["state"]) == ("learner", "serving")
 
 
 def job_with(**tables: Mapping[str, Any]) -> JobConfig:
