@@ -135,9 +135,7 @@ def _print(result: dict[str, Any]) -> None:
 
 def main() -> None:
     options = kit.options(
-        __doc__,
-        ("--quick", False, "seconds instead of minutes; rougher"),
-        ("--set", [], "table.key=value"),
+        __doc__, ("--quick", False, "seconds instead of minutes; rougher"), ("--set", [], "table.key=value")
     )
     settings = (*SETTINGS, *(QUICK if options.quick else ()), *options.set)
     job = load_job(JOB, settings).config
