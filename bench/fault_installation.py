@@ -4,7 +4,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,12 +17,7 @@ from typing import Any, Literal, NamedTuple, Self
 import httpx
 import psutil
 
-from bench.kit import ROOT
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+from bench.kit import ROOT, free_port
 
 
 def children(pid: int, word: str) -> list[psutil.Process]:

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import platform
+import socket
 import statistics
 import subprocess
 import sys
@@ -99,6 +100,11 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
     """Median (least to greatest)."""
     middle = statistics.median(values)
     return f"{middle:z.{digits}f} ({min(values):z.{digits}f} to {max(values):z.{digits}f})"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 class Reporter:

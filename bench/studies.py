@@ -164,16 +164,10 @@ MIXTURE = Study(
 
 # Which estimator learns most from the same number of decisions? What `branch` plays on from before a decision
 # counts too, so it plays fewer episodes.
-_UNEQUAL = (
-    "branch samples fewer decisions and takes about a third of the optimizer steps an iteration, since "
-    "nothing is trained on what was played on (summary: decisions_an_iteration, steps_an_iteration): its "
-    "gain does not say how good it is"
-)
 CREDIT = Study(
     name="credit",
     title="estimators of credit on one warm start, equal budget of decisions",
     against="grpo",
-    beside=lambda: {"not_equal": _UNEQUAL},
     # 64 episodes of 50 decisions an iteration, as the demo; 15 iterations; evaluated at both ends.
     settings=(
         *IN_GROUPS, "training.keep_checkpoints=1", "training.iterations=15", "evaluation.every_n_iters=15",

@@ -96,7 +96,6 @@ class Study:
     measured: what that is, in words.
     from_the_start: an arm's run begins with its own warm-up, as the job does; no arm shares a warm start.
     own_warm_starts: an arm's switches hold in its warm-up too, so each arm has a checkpoint of its own.
-    beside: figures that need no run, for the results.
     models: makes, in the study's folder and by its settings, what these name as {name}; paths by name.
     """
 
@@ -111,7 +110,6 @@ class Study:
     measured: str = "unique achievements, held out"
     from_the_start: bool = False
     own_warm_starts: bool = False
-    beside: "Callable[[], Mapping[str, Any]] | None" = None
     models: "Callable[[Study, Path, Sequence[str]], Mapping[str, str]] | None" = None
 
 

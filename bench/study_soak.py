@@ -37,8 +37,8 @@ import httpx
 import psutil
 
 from bench import kit
-from bench.fault_installation import Server, free_port
-from bench.kit import ROOT
+from bench.fault_installation import Server
+from bench.kit import ROOT, free_port
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.environments.crafter.rules import ACTIONS
 from task_app.episode.actions import requests_from_wire
