@@ -121,10 +121,8 @@ def shares(rows: list[tuple[dict[str, Any], dict[str, float]]]) -> dict[str, Any
 
 
 def _print(result: dict[str, Any]) -> None:
-    for title, key in (
-        ("wall time of an iteration", "wall_ms"),
-        ("CPU time while collecting", "collect_cpu_ms"),
-    ):
+    titles = {"wall_ms": "wall time of an iteration", "collect_cpu_ms": "CPU time while collecting"}
+    for key, title in titles.items():
         total = sum(result[key].values())
         print(f"\n{title:<28}{'ms a decision':>14}{'share':>9}")
         for name, value in result[key].items():

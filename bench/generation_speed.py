@@ -207,9 +207,7 @@ def decision_ratios(model: PreTrainedModel, repeats: int) -> dict[str, float]:
         },
         repeats,
     )
-    title = (
-        f"decisions as in the demo: {len(prompts)} prompts of 35 to 60 tokens, 6 new ones, {CALLERS} callers"
-    )
+    title = f"decisions as in the demo: {len(prompts)} prompts, 6 new tokens, {CALLERS} callers"
     return ratios_of(title, seconds, len(prompts) * 6)
 
 

@@ -110,8 +110,7 @@ def decode_figure(
     limit = decode_seconds(shape, peak, rows=rows, cached=context)
     least = LEAST_SHARE.get((name, rows, context))
     report.add(
-        "decode",
-        name,
+        "decode", name,
         f"{rows:3d} rows of {context:5d}: {rows / step:7.0f} tokens/s, {1e3 * step:6.2f} ms a step, "
         f"{limit / step:5.1%} of the bandwidth limit ({1e3 * limit:.2f} ms)"
         + (f", least {least:.0%}" if least else ""),
@@ -123,8 +122,7 @@ def decode_figure(
     tokens, seconds = rows * len(prompts[0]), max(cold - first, 1e-9)
     mfu = forward_flops(shape, [len(prompts[0])] * rows, sampled=0) / (seconds * peak.flops)
     report.add(
-        "prefill",
-        name,
+        "prefill", name,
         f"{rows:3d} rows of {context:5d}: {tokens / seconds:7.0f} tokens/s, {seconds:.3f} s, MFU {mfu:.1%}",
         rows=rows, context=context, tokens_per_s=tokens / seconds, mfu=mfu,
     )  # fmt: skip
@@ -164,8 +162,7 @@ def shared_pages_figure(report: Report, name: str, plan: Plan, placement: Placem
             steps.append(step_seconds(run, plan))
     plain, once = min(steps[::2]), min(steps[1::2])
     report.add(
-        "shared",
-        name,
+        "shared", name,
         f"{rows} rows with {shared} of {context} tokens shared: {1e3 * once:.2f} ms a step, read row by row "
         f"{1e3 * plain:.2f} ms: x{once / plain:.2f} (at most x{MOST_SHARED}); rows in groups: {grouped}",
         met=once <= MOST_SHARED * plain,
@@ -192,8 +189,7 @@ def agreement_figure(report: Report, name: str, plan: Plan, scorer: Scorer) -> N
     is_low = placement.low is not None
     found, bound = (rms, MOST_RMS_LOW) if is_low else (most, MOST_FLOAT32)
     report.add(
-        "agreement",
-        name,
+        "agreement", name,
         f"learner and engine in {str(placement.held).removeprefix('torch.')}: {rms:.1e} nats rms, {most:.1e} "
         f"at most ({'rms' if is_low else 'the most'} may be {bound:g})",
         met=found <= bound,

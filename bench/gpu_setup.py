@@ -64,15 +64,9 @@ class Report:
         return all(figure["met"] is not False for figure in self.figures)
 
     def add(
-        self,
-        kind: str,
-        shape: str,
-        line: str,
-        *,
-        met: bool | None = None,
-        missed: str = "MISSED",
+        self, kind: str, shape: str, line: str, *, met: bool | None = None, missed: str = "MISSED",
         **values: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Print a figure, and write all figures.
 
         Args:
