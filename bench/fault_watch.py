@@ -50,12 +50,8 @@ class Fault(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A finished rollout that a kill found on disk.
-
-    Attributes:
-        saved_version: that the newest checkpoint held then.
-        weights_lost: whether younger weights than that were lost with the killed process.
-    """
+    """A finished rollout that a kill found on disk, the version that the newest checkpoint held then, and
+    whether younger weights were lost with the killed process."""
 
     rollout: Rollout
     saved_version: int
@@ -93,12 +89,8 @@ class Seen:
 
 @dataclass
 class Wound:
-    """A kill before recovery.
-
-    Attributes:
-        lines: the number of rollouts in each spool, at the kill or when the successor was first seen.
-        without: the processes of this kind that are no successor.
-    """
+    """A kill before recovery; `lines` are the rollouts in each spool, at the kill or when the successor was
+    first seen, `without` the processes of this kind that are no successor."""
 
     kind: Kind
     at_s: float

@@ -56,6 +56,7 @@ BATCH_TARGETS = {"generate": 1.1, "generate_batch": 5.0}
 FULL_TEXT_TARGETS = {"without shared rows": 1.25}
 FOLDER_TARGETS = {"generate": 1.4, "vLLM": 1.0}
 BATCH, PROMPT, NEW = 32, 150, 64
+TITLE = f"batch: {BATCH} prompts of {PROMPT} tokens, {NEW} new ones each"
 CALLERS = 64
 
 
@@ -146,30 +147,23 @@ def ratios_of(title: str, seconds: Mapping[str, list[float]], tokens: int) -> di
     for name, cpu in seconds.items():
         ratios = [own / engine for own, engine in zip(cpu, seconds["engine"], strict=False)]
         medians[name] = statistics.median(ratios)
-        print(
-            f"  {name:32s} cpu {1e6 * statistics.median(cpu) / tokens:8.0f} us a token  "
-            f"engine is x{kit.spread(ratios)}"
-        )
+        micro = 1e6 * statistics.median(cpu) / tokens
+        print(f"  {name:32s} cpu {micro:8.0f} us a token  engine is x{kit.spread(ratios)}")
     return medians
 
 
 def batch_ratios(model: PreTrainedModel, repeats: int) -> dict[str, float]:
-    prompts, new_tokens = random_prompts(model, [PROMPT] * BATCH), NEW
+    prompts, other = random_prompts(model, [PROMPT] * BATCH), by_transformers(model)
     # Pages for exactly these rows, and the step size that was fastest on a CPU: as good as it gets.
     fitted = {"num_blocks": 40, "max_batch_tokens": 256}
-    other = by_transformers(model)
-    seconds = cpu_of(
-        {
-            "engine": lambda: by_engine(model, prompts, new_tokens, len(prompts)),
-            FALLBACK: lambda: by_engine(other, prompts, new_tokens, len(prompts)),
-            "generate": lambda: by_generate(model, prompts, new_tokens, len(prompts)),
-            "generate_batch, fitted by hand": lambda: by_generate_batch(model, prompts, new_tokens, **fitted),
-        },
-        repeats,
-    )
-    seconds |= cpu_of({"generate_batch": lambda: by_generate_batch(model, prompts, new_tokens)}, 1)
-    title = f"batch: {len(prompts)} prompts of {PROMPT} tokens, {new_tokens} new ones each"
-    return ratios_of(title, seconds, len(prompts) * new_tokens)
+    runs = {
+        "engine": lambda: by_engine(model, prompts, NEW, BATCH),
+        FALLBACK: lambda: by_engine(other, prompts, NEW, BATCH),
+        "generate": lambda: by_generate(model, prompts, NEW, BATCH),
+        "generate_batch, fitted by hand": lambda: by_generate_batch(model, prompts, NEW, **fitted),
+    }
+    once = cpu_of({"generate_batch": lambda: by_generate_batch(model, prompts, NEW)}, 1)
+    return ratios_of(TITLE, cpu_of(runs, repeats) | once, BATCH * NEW)
 
 
 def folder_ratios(folder: str, vllm_python: str, repeats: int) -> dict[str, float]:
@@ -191,24 +185,20 @@ def folder_tables(by: Mapping[str, Callable[[int], object]], repeats: int) -> di
     whole = {name: seconds[f"{name}, {NEW}"] for name in by}
     rest = {name: list(map(operator.sub, whole[name], seconds[f"{name}, 1"])) for name in by}
     ratios_of("decoding", rest, BATCH * (NEW - 1))
-    title = f"batch: {BATCH} prompts of {PROMPT} tokens, {NEW} new ones each"
-    return ratios_of(title, whole, BATCH * NEW)
+    return ratios_of(TITLE, whole, BATCH * NEW)
 
 
 def decision_ratios(model: PreTrainedModel, repeats: int) -> dict[str, float]:
     draw = random.Random(1)
     prompts = random_prompts(model, [draw.randint(35, 60) for _ in range(10 * CALLERS)])
     other = by_transformers(model)
-    seconds = cpu_of(
-        {
-            "engine": lambda: by_engine(model, prompts, 6, CALLERS),
-            FALLBACK: lambda: by_engine(other, prompts, 6, CALLERS),
-            "generate": lambda: by_generate(model, prompts, 6, CALLERS),
-        },
-        repeats,
-    )
+    runs = {
+        "engine": lambda: by_engine(model, prompts, 6, CALLERS),
+        FALLBACK: lambda: by_engine(other, prompts, 6, CALLERS),
+        "generate": lambda: by_generate(model, prompts, 6, CALLERS),
+    }
     title = f"decisions as in the demo: {len(prompts)} prompts, 6 new tokens, {CALLERS} callers"
-    return ratios_of(title, seconds, len(prompts) * 6)
+    return ratios_of(title, cpu_of(runs, repeats), len(prompts) * 6)
 
 
 def full_text_prompts() -> Prompts:
@@ -221,15 +211,12 @@ def full_text_prompts() -> Prompts:
 
 def full_text_ratios(preset: str, prompts: Prompts, repeats: int, callers: int) -> dict[str, float]:
     model = model_of(preset, 1 + max(map(max, prompts)))
-    seconds = cpu_of(
-        {
-            "engine": lambda: by_engine(model, prompts, 8, callers),
-            "without shared rows": lambda: by_engine(model, prompts, 8, callers, shares=False),
-        },
-        repeats,
-    )
+    runs = {
+        "engine": lambda: by_engine(model, prompts, 8, callers),
+        "without shared rows": lambda: by_engine(model, prompts, 8, callers, shares=False),
+    }
     title = f"decisions of the full text: {len(prompts)} prompts, 8 new tokens, {callers} callers"
-    return ratios_of(title, seconds, len(prompts) * 8)
+    return ratios_of(title, cpu_of(runs, repeats), len(prompts) * 8)
 
 
 def random_prompts(model: PreTrainedModel, lengths: list[int]) -> Prompts:

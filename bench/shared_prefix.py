@@ -134,11 +134,8 @@ def _segment(name: str, prompt: list[int], answer: list[int]) -> Segment:
 def played_segments(settings: Sequence[str]) -> list[Segment]:
     found = played(settings)
     episodes = job_parts.credit(found.job).credit(found.rollouts, found.measured).episodes
-    return [
-        replace(part, rollout_id=f"{n}-{i}")
-        for n, e in enumerate(episodes)
-        for i, part in enumerate(e.segments)
-    ]
+    parts = ((f"{n}-{i}", part) for n, e in enumerate(episodes) for i, part in enumerate(e.segments))
+    return [replace(part, rollout_id=name) for name, part in parts]
 
 
 def make_learner(model: PreTrainedModel, case: Case, *, share: bool) -> LocalLearner:
@@ -293,13 +290,8 @@ def main() -> int:
         results[case.against][name] = asdict(found) | {"cpu": found.ratio("plain")}
     if options.out:
         machine = kit.describe_machine(load=os.getloadavg()[0])
-        text = {
-            "bench": "shared_prefix",
-            "machine": machine,
-            "cases": results["plain"],
-            "trl": results["trl"],
-        }
-        kit.write_results(Path(options.out), text)
+        cases_of = {"cases": results["plain"], "trl": results["trl"]}
+        kit.write_results(Path(options.out), {"bench": "shared_prefix", "machine": machine, **cases_of})
     return code
 
 

@@ -118,11 +118,7 @@ class Expired(Exception):
 class Player:
     """Plays an environment over HTTP and an equal one in this process, which must never differ.
 
-    Args:
-        call: how to ask.
-        chance: of everything that it does.
-        tally: where it goes on record.
-        idle_s: after which its session may be gone.
+    After `idle_s` its session may be gone.
     """
 
     def __init__(self, call: Caller, chance: random.Random, tally: Tally, idle_s: float) -> None:

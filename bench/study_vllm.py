@@ -273,12 +273,8 @@ async def in_flight(
         prompt = [chance.randrange(len(tokenizer)) for _ in range(chance.randint(3, 200))]
         temperature = chance.choice([0.5, 0.7, 1.0, 1.3])
         stop = StopStrings(tokenizer.decode, ["zz", "e w", "st"]) if place % 3 == 1 else None
-        generation = await pool.generate(
-            prompt,
-            Sampling(temperature=temperature, max_tokens=300),
-            request_id=str(place),
-            extras=Extras(stop=stop, on_token=tell),
-        )
+        sampling, extras = Sampling(temperature=temperature, max_tokens=300), Extras(stop=stop, on_token=tell)
+        generation = await pool.generate(prompt, sampling, request_id=str(place), extras=extras)
         return prompt, temperature, generation
 
     lost: list[str] = []
@@ -300,15 +296,10 @@ async def in_flight(
         if not isinstance(answers[-1], BaseException):
             old += answers[-1][2].versions != ((0, version),)
     return {
-        "swaps": SWAPS,
-        "requests": SWAPS * (IN_FLIGHT + 1),
-        "requests_lost": len(lost),
-        "errors": lost,
-        "requests_of_two_versions": changed,
-        "ended_by_a_stop_string": stops,
-        "logprob_max": worst,
+        "swaps": SWAPS, "requests": SWAPS * (IN_FLIGHT + 1), "requests_lost": len(lost), "errors": lost,
+        "requests_of_two_versions": changed, "ended_by_a_stop_string": stops, "logprob_max": worst,
         "requests_of_old_weights": old,
-    }
+    }  # fmt: skip
 
 
 def largest_difference(
