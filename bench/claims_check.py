@@ -33,8 +33,6 @@ MARK = "(no data committed)"
 REPEATED = (
     ("log-probs of sampled tokens, recomputed", "log-probs of sampled tokens with `tiny-0.8m`", ("4.5e-5",)),
 )
-
-
 # Columns of the table in docs/truth.md, by words of their heads.
 TRUTH_COLUMNS = {
     "the demo's environment": "crafter", "one action a decision": "one_action", "a corridor": "rooms",
@@ -161,9 +159,7 @@ def problems(pages: Mapping[str, str]) -> list[str]:
         for page, words in ((README, readme), (FIGURES, figures)):
             row = the_row(page, rows[page], words)
             missing = [text for text in texts if text not in row]
-            found += [
-                f"{page}: {text!r} is not in the row {words!r}, as in the other page" for text in missing
-            ]
+            found += [f"{page}: {text!r} is not in the row {words!r}, as in the other" for text in missing]
     found += truth_problems(pages[TRUTH])
     for page in (README, FIGURES):
         found += [f"{page}: no data, script or mark: {row[:200]}" for row in _unfounded(page, rows, made)]

@@ -246,11 +246,7 @@ _LOSSES = "rollout/failure/"
 def judge(
     place: Installation, job: Mapping[str, Any], posts: Sequence[Posted], iterations: int, seen: Seen
 ) -> None:
-    """
-    Args:
-        job: as the service tells of it.
-        posts: of that job; the last one after its end.
-    """
+    """Check a job, as the service tells of it, with all posts of it, the last one after its end."""
     has_succeeded = job["state"] == "succeeded"
     seen.hold(f"succeeded, and not {job['state']}: {job['detail']}", holds=has_succeeded)
     seen.hold("posted again it is the same job", holds={post.job_id for post in posts} == {job["id"]})

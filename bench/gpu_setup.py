@@ -124,12 +124,8 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+)  # fmt: skip
 SHAPES = {"0.6b": (1024, 3072, 28, 16, 8), "4b": (2560, 9728, 36, 32, 8), "tiny": (64, 128, 2, 4, 2)}
 # From what trains most to what needs least memory.
 WAYS: dict[str, dict[str, Any]] = {

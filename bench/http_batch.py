@@ -179,14 +179,11 @@ async def beside_openenv(
 
 
 async def measure(options: Namespace) -> int:
-    figures: list[tuple[str, float, bool]] = []
     plugins = str(HERE / "peers/null_environment.py")
     command = (sys.executable, "-m", "task_app", "--plugins", plugins, "--port")
     async with running(*command, key=secrets.token_urlsafe(16)) as server:
         ratio = await null_ratio(server, options.rounds)
-        figures.append(
-            ("CPU of a null-environment request / FastAPI hello (at most 1.6)", ratio, ratio <= 1.6)
-        )
+        code = kit.report(f"x{ratio:.2f} CPU of a request / FastAPI hello (at most 1.6)", ratio <= 1.6)
         try:
             parts = peer_parts(options.peer_python)
         except NoPeer as why:
@@ -203,11 +200,9 @@ async def measure(options: Namespace) -> int:
                 equal = parts == OUR_PARTS
                 bound = f"at least {least:g}" if equal else f"NOT JUDGED: it has {parts}, we {OUR_PARTS}"
                 beside = f"{bound}; bare clients x{bare:.2f}, CPU x{cpu:.2f}"
-                told = f"{name} / OpenEnv + {kind} crafter ({beside})"
-                figures.append((told, ratio, ratio >= least or not equal))
-    for name, ratio, holds in figures:
-        print(f"x{ratio:.2f} {name}{'' if holds else '  MISSED'}")
-    return int(not all(holds for _, _, holds in figures))
+                told = f"x{ratio:.2f} {name} / OpenEnv + {kind} crafter ({beside})"
+                code |= kit.report(told, ratio >= least or not equal)
+    return code
 
 
 class NoPeer(Exception):
@@ -233,15 +228,8 @@ def peer_parts(python: str) -> str:
 
 
 def main() -> int:
-    return asyncio.run(
-        measure(
-            kit.options(
-                __doc__,
-                ("--peer-python", sys.executable, "a Python with openenv-core and crafter"),
-                ("--rounds", 5),
-            )
-        )
-    )
+    peer = ("--peer-python", sys.executable, "a Python with openenv-core and crafter")
+    return asyncio.run(measure(kit.options(__doc__, peer, ("--rounds", 5))))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Studies of learning: a table of jobs and arms, each with several seeds.
 
-    python -m bench.studies NAME [--quick] [--seeds 0 1 2] [--arms …] [--background]
+    python -m bench.studies NAME [--quick] [--seeds 0 1 2] [--arms …]
 
 Without a NAME it lists them. Arms start from one checkpoint a seed, or in studies of whole jobs from an
 imitation of their own. Worlds, sampling seeds, passes and rates are equal, unless an arm names others.

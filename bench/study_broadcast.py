@@ -54,8 +54,6 @@ from trainer_backend.processes.weight_delivery import WeightBroadcast, WeightFol
 from trainer_backend.rundir.layout import RunDirectory, create_run
 
 BROADCAST = {"weight_transfer": {"backend": "nccl"}}
-# A model whose publish takes long enough to be measured on a CPU: 0.11e9 weights.
-WIDTH, LAYERS, HEADS, HEAD_DIM, MLP = 768, 12, 12, 64, 2304
 PUBLISHES = 7
 PAIR_TIMEOUT_S = 20.0
 
@@ -63,8 +61,7 @@ PAIR_TIMEOUT_S = 20.0
 class Senders:
     """A sender for each version, as a learner has one; the versions are folders.
 
-    Args:
-        killed_at: the place of the tensor at which a server is killed; None: never.
+    At the tensor of the place `killed_at` a server is killed.
     """
 
     def __init__(self, pool: Servers, folders: Sequence[Path], killed_at: int | None = None) -> None:
@@ -127,11 +124,11 @@ async def swaps(job: JobConfig, directory: RunDirectory, folders: Sequence[Path]
 
 
 def larger_model(folder: Path, tokenizer_of: Path) -> None:
+    """A model whose publish takes long enough to be measured on a CPU: 0.11e9 weights."""
     tokenizer = load_tokenizer(tokenizer_of)
     config = Qwen3Config(
-        vocab_size=32_000, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        num_key_value_heads=HEADS, head_dim=HEAD_DIM, intermediate_size=MLP, tie_word_embeddings=True,
-        max_position_embeddings=1024,
+        vocab_size=32_000, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, head_dim=64,
+        num_key_value_heads=12, intermediate_size=2304, tie_word_embeddings=True, max_position_embeddings=1024,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     torch.manual_seed(0)
