@@ -128,8 +128,8 @@ def larger_model(folder: Path, tokenizer_of: Path) -> None:
     tokenizer = load_tokenizer(tokenizer_of)
     config = Qwen3Config(
         vocab_size=32_000, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, head_dim=64,
-        num_key_value_heads=12, intermediate_size=2304, tie_word_embeddings=True, max_position_embeddings=1024,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        num_key_value_heads=12, intermediate_size=2304, max_position_embeddings=1024,
+        tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     torch.manual_seed(0)
     save_model_folder(folder, Qwen3ForCausalLM(config), tokenizer)

@@ -57,7 +57,7 @@ SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "
 
 
 class Killer(kit.Reporter):
-    """Prints what the run says, and kills one of its servers while it samples requests of a stage; "": none."""
+    """Prints what the run says, and kills one of its servers while it samples requests of a stage."""
 
     def __init__(self, stage: str) -> None:
         self._stage = stage
@@ -258,7 +258,7 @@ async def by_folder(pool: Servers, folders: Sequence[Path], version: int) -> Non
 async def in_flight(
     pool: Servers, folders: Sequence[Path], publish: Callable[[int], Coroutine[Any, Any, None]]
 ) -> dict[str, Any]:
-    """Requests whose weights are swapped under them, by a `publish` of the version of a place in `folders`."""
+    """Requests whose weights are swapped under them, by `publish` of the version of a place in `folders`."""
     chance, tokenizer = random.Random(0), load_tokenizer(folders[0])
 
     async def request(place: int, tell: Callable[[object], None] | None = None) -> tuple[Any, ...]:
