@@ -35,6 +35,7 @@ NAMES = [
     "roots.py",
     "safe.py",
     "thrifty.py",
+    "words.py",
 ]
 # An interaction has a file of its own, and estimators and aggregations are the trainer's.
 OTHERS = {"medians.py", "riddles.py", "roots.py"}
