@@ -20,7 +20,7 @@ from trainer_backend.core.advantages.episodes import EstimatorPlug
 from trainer_backend.core.allocation import AllocationPlug
 from trainer_backend.core.keys import Table
 from trainer_backend.core.losses import LossPlug
-from trainer_backend.job.foreign_keys import FOREIGN_TABLES, NEEDLESS, SYSTEMS
+from trainer_backend.job.foreign_keys import FOREIGN_TABLES, SYSTEMS
 from trainer_backend.job.plug_table import own_tables
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import table_model
@@ -74,22 +74,11 @@ def _lines() -> Iterator[str]:
             yield f"| `{key}` | {env_name} | {description} |"
     yield ""
     yield f"Tables of other backends, accepted with a warning, not read: {quoted(sorted(FOREIGN_TABLES))}"
-    yield from _other_systems()
-
-
-def _other_systems() -> Iterator[str]:
-    yield "\n## Names of other systems\n"
+    *others, last = SYSTEMS
     yield (
-        "An error about one of these names, in a file or in `--set`, suggests the key in the first column. "
-        "A name is recognised at the end of a longer one: `rollout.n` is also `actor_rollout_ref.rollout.n`. "
-        "Keys that are called the same here are not listed."
+        f"\nAn error about a key of {', '.join(others)} or {last}, in a file or in `--set`, suggests ours, or says "
+        "why there is none; `trainer_backend/job/foreign_keys.py` has the list."
     )
-    yield f"\n| here | {' | '.join(SYSTEMS)} |\n|---|{'---|' * len(SYSTEMS)}"
-    for here in dict.fromkeys(ours for names in SYSTEMS.values() for ours in names.values()):
-        cells = (quoted([name for name, ours in names.items() if ours == here]) for names in SYSTEMS.values())
-        yield f"| {here} | {' | '.join(cells)} |"
-    yield "\nNo key stands for these, and an error says why:\n"
-    yield from (f"- `{name}`: {why}" for name, why in NEEDLESS.items())
 
 
 def _what_is_read() -> Iterator[str]:
