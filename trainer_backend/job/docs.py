@@ -76,8 +76,8 @@ def _lines() -> Iterator[str]:
     yield f"Tables of other backends, accepted with a warning, not read: {quoted(sorted(FOREIGN_TABLES))}"
     *others, last = SYSTEMS
     yield (
-        f"\nAn error about a key of {', '.join(others)} or {last}, in a file or in `--set`, suggests ours, or says "
-        "why there is none; `trainer_backend/job/foreign_keys.py` has the list."
+        f"\nAn error about a key of {', '.join(others)} or {last}, in a file or in `--set`, suggests ours, "
+        "or says why there is none; `trainer_backend/job/foreign_keys.py` has the list."
     )
 
 
