@@ -98,12 +98,6 @@ async def test_every_key_of_a_step_is_named():
     assert set(answer.json()) <= set(re.findall(r"[`\"](\w+)[`\"]", text))
 
 
-async def test_the_second_of_two_equal_requests_says_that_it_is_a_replay():
-    async with running_app(default_plug_boards()) as client:
-        _, *steps = await played(client, sections()["Sent twice, done once"])
-    assert ["idempotency-replayed" in answer.headers for _, answer, _ in steps] == [False, True]
-
-
 async def test_a_refusal_shows_every_key_that_a_problem_can_have():
     async with running_app(default_plug_boards()) as client:
         ((_, answer, shown),) = await played(client, sections()["Errors"])

@@ -17,7 +17,6 @@ import pytest
 from tests.house.pages import Command, Reader, cut, filled
 from tests.trainer_backend.jobs.served import Served, openapi, serving, settings_for
 from trainer_backend.errors import ApiError
-from trainer_backend.jobs.exposition import OF_EVALUATIONS, OF_ITERATIONS
 from trainer_backend.store.database import StoreError
 
 PAGE = (Path(__file__).parents[2] / "docs/operations.md").read_text(encoding="utf-8")
@@ -85,11 +84,6 @@ async def test_every_key_of_a_job_is_named(served):
     ((_, answer, _), *_) = await played(served.client, SECTIONS["Post one"])
     keys = set(answer.json()) - {"id", "name", "tags", "created", "started", "ended", "warnings"}
     assert keys <= set(re.findall(r"`(\w+)`", SECTIONS["States"]))
-
-
-def test_every_known_name_is_in_the_table():
-    for name, ours in (*OF_ITERATIONS.items(), *OF_EVALUATIONS.items()):
-        assert f"| `{name}` | `{ours}` |" in CHAPTER
 
 
 def test_every_code_of_the_api_is_named():
