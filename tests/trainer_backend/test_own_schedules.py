@@ -18,8 +18,7 @@ from trainer_backend.plugins import AGGREGATIONS, aggregation
 
 pytestmark = pytest.mark.usefixtures("own_boards")
 TREE = Path(__file__).parents[2]
-(PULSES,) = re.findall(r"```python\n(.*?)```", (TREE / "docs/mixture.md").read_text("utf-8"), re.S)
-ROOTS = (TREE / "examples/plugins/roots.py").read_text("utf-8")
+PULSES, ROOTS = ((TREE / "examples/plugins" / name).read_text("utf-8") for name in ("pulses.py", "roots.py"))
 HEAD = """\
 from dataclasses import dataclass
 import random
