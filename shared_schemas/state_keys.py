@@ -20,7 +20,8 @@ OF_EVERY_ENVIRONMENT: Mapping[str, str] = {
     "text_history": "all observations of the episode; in a conversation all prompts so far, which differ "
     "from `text` only after an edit of the context",
 }
-# For the environments that come with Turnwise; only its task app knows the keys of a plug-in.
+# For environments that come with Turnwise; the keys of a plug-in, and of one that is not listed, only a task
+# app knows.
 OF_ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
     "babyai": {
         "grid": "the whole grid, the agent, what it carries and the mission's progress; BabyAI's default",

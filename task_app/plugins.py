@@ -1,8 +1,11 @@
-"""The plug boards: the names that requests may use, and how to build them. A new plug-in is an entry here."""
+"""The plug boards: the names that requests may use, and how to build them. A new policy is an entry here,
+an environment a file in `environments/`.
+"""
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -10,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pydantic import AliasChoices, SecretStr
 
 from service_kit.http_client import HttpClient
+from service_kit.plugin_file import built_in_environments
 from shared_schemas.base import Body
 from shared_schemas.prefixes import PREFIXES, list_prefixes
 from shared_schemas.rollouts import EnvSpec
@@ -155,17 +159,13 @@ def _crafter() -> EnvironmentPlugin[Any]:
     )
 
 
-def _environment(
-    name: str, classes: str, *, keys: str | None = None, needs: str | None = None
-) -> Callable[[], EnvironmentPlugin[Any]]:
-    """Make the entry of an environment, by its module, its classes' name and that of its state keys."""
-
-    def load() -> EnvironmentPlugin[Any]:
-        module = import_module(f"task_app.environments.{name}.environment")
-        config, build = (getattr(module, classes + part) for part in ("Config", "Environment"))
-        return EnvironmentPlugin(config, build, getattr(module, keys) if keys else {}, needs=needs)
-
-    return load
+def _environment(name: str) -> EnvironmentPlugin[Any]:
+    """The `PLUGIN` of an environment's file, which is `environment.py` where it has a folder."""
+    module = import_module(f"task_app.environments.{name}")
+    if hasattr(module, "__path__"):
+        module = import_module(f"{module.__name__}.environment")
+    plugin: EnvironmentPlugin[Any] = module.PLUGIN
+    return plugin
 
 
 def _openai() -> PolicyPlugin[Any]:
@@ -204,15 +204,10 @@ def _without_model(module: str, config: str, policy: str) -> Callable[[], Policy
     return load
 
 
+# The first is that of requests which name none.
 ENVIRONMENTS: Mapping[str, EnvironmentPlugin[Any]] = Board(
-    {
-        "crafter": _crafter,
-        "babyai": _environment("babyai", "BabyAI", keys="BABYAI_STATE_KEYS", needs="minigrid"),
-        "dialogue": _environment("dialogue", "Dialogue"),
-        "documents": _environment("documents", "Documents"),
-        "orders": _environment("orders", "Orders", keys="ORDERS_STATE_KEYS"),
-        "sokoban": _environment("sokoban", "Sokoban", keys="SOKOBAN_STATE_KEYS"),
-    }
+    {"crafter": _crafter}
+    | {name: partial(_environment, name) for name in built_in_environments() if name != "crafter"}
 )
 
 POLICIES: Mapping[str, PolicyPlugin[Any]] = Board(

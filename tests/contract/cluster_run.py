@@ -1,7 +1,7 @@
 """`python -m tests.contract.cluster_run JOB.toml RUN STAGE`: train; kill the learner once at a stage, and the
 engine of the first gateway once it has played a rollout of training.
 
-The last line is `torch: True` or `torch: False`: whether this process, the orchestrator, has imported it.
+Each stage is told with whether this process, the orchestrator, has imported torch.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class Killing:
         self.say(text)
 
     def stage(self, name: str, done: int, total: int) -> None:
-        self.say(f"stage: {name}")
+        self.say(f"stage: {name}, torch: {'torch' in sys.modules}")
         if name in self._stages and done < total and (done or name.startswith("update")):
             kill(self._stages.pop(name), os.getpid())
 
@@ -53,4 +53,3 @@ class Killing:
 if __name__ == "__main__":
     job = load_job(Path(sys.argv[1])).config
     asyncio.run(run_job(job, create_run(job, Path(sys.argv[2])), Killing(sys.argv[3]), resume=False))
-    print("torch:", "torch" in sys.modules)

@@ -251,13 +251,6 @@ def busy_with_a_task_app(folder: Path) -> Iterator[tuple[subprocess.Popen[str], 
 
 
 @pytest.mark.timeout(120)
-def test_a_trainer_that_is_killed_takes_its_task_app_with_it(tmp_path: Path):
-    with busy_with_a_task_app(tmp_path) as (process, url):
-        process.kill()
-    _wait_until_gone(url)
-
-
-@pytest.mark.timeout(120)
 def test_a_second_ctrl_c_leaves_no_task_app_running(tmp_path: Path):
     with busy_with_a_task_app(tmp_path) as (process, url):
         process.send_signal(signal.SIGINT)

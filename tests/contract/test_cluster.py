@@ -1,10 +1,12 @@
-"""A job with [cluster]: learner and gateway are processes of their own, and one of them is killed."""
+"""A job with [cluster]: its learner and its engine are killed, at last its gateway and the orchestrator."""
 
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,9 +15,8 @@ from tests.conftest import rows_of, train_job
 from tests.contract.test_killed_and_resumed import actions_of, exact_job, paths, plan_of
 from tests.exact_server import exact_server
 from trainer_backend.job.load import dump_job
-from trainer_backend.job.schema import JobConfig
 from trainer_backend.job.tables import ClusterTable
-from trainer_backend.rundir.layout import FIXED_RECORD, open_run
+from trainer_backend.rundir.layout import FIXED_RECORD, RunDirectory, open_run
 from trainer_backend.rundir.rollout_files import read_rollouts
 from trainer_backend.rundir.spool import read_ledger
 from trainer_backend.rundir.state import read_state
@@ -25,7 +26,24 @@ SHORT = {"lora": None, "training__iterations": 2, "evaluation__every_n_iters": 2
 MIXED = {
     "rollout_allocation_schedule": {"type": "constant", "alpha": 0.5, "unit": "rollout"},
     "rollout__allow_truncated_sampling": True,
+    "training__learning_rate_schedule": "constant",  # any number of iterations begins alike
 }
+
+
+pytestmark = pytest.mark.timeout(480)  # eight processes start, six of them with an import of torch
+ROLES = ("learner.process", "processes.gateway_process", "processes.engine_process", "task_app")
+# The whole run ends with its second iteration, and the other one is killed in its third.
+LONGER = {"training__iterations": 50, "evaluation__every_n_iters": 2}
+
+
+class Seen(NamedTuple):
+    """A run of one process, and one whose processes were killed, with what was left of those."""
+
+    whole: RunDirectory
+    run: RunDirectory
+    lines: list[str]
+    commands: list[str]
+    left: list[str]
 
 
 def fixed_policies(folder: Path, url: str) -> list[dict[str, Any]]:
@@ -33,38 +51,61 @@ def fixed_policies(folder: Path, url: str) -> list[dict[str, Any]]:
     return [{"name": "near", "model_path": str(folder)}, elsewhere]
 
 
-@pytest.mark.timeout(480)  # five processes start, each with an import of torch
-def test_a_run_whose_learner_is_killed_in_an_update_is_the_run_of_one_process_bit_for_bit(
-    trained: Any, tmp_path: Path
-):
+@pytest.fixture(scope="module")
+def seen(trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """Its fixed policies are loaded and served by the gateway's process."""
-    with exact_server(trained[0].checkpoints / "iteration_2") as server:
-        near = trained[0].checkpoints / "iteration_2"
-        _compared(exact_job(**SHORT, **MIXED, rollout_only=fixed_policies(near, server.url)), tmp_path)
+    folder, near = tmp_path_factory.mktemp("cluster"), trained[0].checkpoints / "iteration_2"
+    with exact_server(near) as server:
+        keys = SHORT | MIXED | {"rollout_only": fixed_policies(near, server.url)}
+        whole, _, _ = train_job(exact_job(**keys), folder / "whole")
+        mixed = exact_job(**keys | LONGER)
+        inference = mixed.inference.model_copy(update={"own_process": True})
+        job = folder / "job.toml"
+        job.write_text(dump_job(mixed.model_copy(update={"cluster": ClusterTable(), "inference": inference})))
+        lines, commands, left = killed(job, folder / "run")
+    return Seen(whole, open_run(folder / "run"), lines, commands, left)
 
 
-def _compared(mixed: JobConfig, tmp_path: Path) -> None:
-    whole, _, _ = train_job(mixed, tmp_path / "whole")
-    job = tmp_path / "job.toml"
-    inference = mixed.inference.model_copy(update={"own_process": True})
-    job.write_text(dump_job(mixed.model_copy(update={"cluster": ClusterTable(), "inference": inference})))
-    command = [
-        sys.executable,
-        "-m",
-        "tests.contract.cluster_run",
-        str(job),
-        str(tmp_path / "run"),
-        "update 2",
-    ]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("torch: False\n"), "the orchestrator needs none"
+def killed(job: Path, run: Path) -> tuple[list[str], list[str], list[str]]:
+    """What a run told until its third iteration, its processes then, and those left after it was killed."""
+    command = [sys.executable, "-m", "tests.contract.cluster_run", str(job), str(run), "update 2"]
+    with (
+        run.with_name("stderr").open("w") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line.rstrip("\n"))
+            if line.startswith("stage: collect 3,"):
+                break
+        family = {}
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                family[child] = " ".join(child.cmdline())
+        process.kill()
+        for child, words in family.items():
+            if "processes.gateway_process" in words:
+                child.kill()  # at the same moment: the parent of the engine
+        _, alive = psutil.wait_procs(family, timeout=5)
+    return lines, list(family.values()), [family[one] for one in alive]
+
+
+def test_after_a_kill_no_process_of_a_run_is_left(seen: Seen):
+    for role in ROLES:
+        assert any(role in command for command in seen.commands), role
+    assert seen.left == []
+
+
+def test_a_run_whose_learner_is_killed_in_an_update_is_the_run_of_one_process_bit_for_bit(seen: Seen):
+    whole, run, lines_told = seen.whole, seen.run, seen.lines
+    told = "\n".join(lines_told)
+    assert lines_told[-1].endswith("torch: False"), "the orchestrator needs none"
     lost = "the learner's process has ended with SIGKILL (often the system, short of memory) in the call "
-    assert lost in done.stdout and "the run goes on from its newest checkpoint (1 of 3)" in done.stdout
-    assert "gateway_0 ended with exit code 1, and is started again" in done.stdout, "its engine was killed"
-    states = [line.removeprefix("learner: ") for line in done.stdout.splitlines() if "learner: " in line[:9]]
+    assert lost in told and "the run goes on from its newest checkpoint (1 of 3)" in told
+    assert "gateway_0 ended with exit code 1, and is started again" in told, "its engine was killed"
+    states = [line.removeprefix("learner: ") for line in lines_told if line.startswith("learner: ")]
     assert states == ["starting", "serving", "lost", "starting", "serving"]
-    run = open_run(tmp_path / "run")
     for number in (1, 2):
         assert plan_of(run, number) == plan_of(whole, number)
         assert actions_of(run, number) == actions_of(whole, number)
@@ -83,8 +124,7 @@ def _compared(mixed: JobConfig, tmp_path: Path) -> None:
     assert models == {"tiny/actor", "tiny/near"}
     records = [(item.path / FIXED_RECORD).read_text() for item in (run, whole)]
     assert records[0] == records[1] and '"near"' in records[0]
-    assert "gateway_0: fixed policy 'far': their/model-1" in done.stdout
-    assert "gateway_0: fixed policy 'near': its weights are as they were loaded" in done.stdout
+    assert "gateway_0: fixed policy 'far': their/model-1" in told
     state = read_state(run.path)
     assert state is not None
     processes = sorted((one.role, one.name, one.state, one.version) for one in state.processes)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import ListReporter, at_the_task_app, free_port, rows_of, train_job
-from tests.contract.test_cluster import SHORT
+from tests.contract.test_cluster import MIXED, SHORT
 from tests.contract.test_killed_and_resumed import FORKED, actions_of, advantages_of, exact_job, plan_of
 from trainer_backend.job.schema import JobConfig
 from trainer_backend.learner.calls import LEARNER_KEY
@@ -91,18 +91,21 @@ def updates(rows: Sequence[dict[str, Any]]) -> list[dict[str, float]]:
 
 @pytest.mark.timeout(480)  # four processes start, each with an import of torch
 def test_a_learner_of_somebody_else_that_goes_and_comes_back_gives_the_run_of_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    near = {"name": "near", "model_path": str(trained[0].checkpoints / "iteration_2")}
+    keys = SHORT | FORKED | MIXED | {"rollout_only": [near]}
     monkeypatch.setenv(LEARNER_KEY, KEY)
-    whole, _, _ = train_job(exact_job(**SHORT, **FORKED), tmp_path / "whole")
+    whole, _, _ = train_job(exact_job(**keys), tmp_path / "whole")
     with node(tmp_path) as learner:
         reporter = Restarting(learner)
-        job = at_the_task_app(external(exact_job(**SHORT, **FORKED), learner.url))
+        job = at_the_task_app(external(exact_job(**keys), learner.url))
         run = create_run(job, tmp_path / "run")
         asyncio.run(run_job(job, run, reporter, resume=False))
     lines = "\n".join(reporter.lines)
     assert lines.count(f"waiting for the learner at {learner.url}, at most 600 s: ConnectError") == 2
     assert "the run goes on from its newest checkpoint (1 of 3)" in lines
+    assert "gateway_0: fixed policy 'near': its weights are as they were loaded" in lines
     for number in (1, 2):
         assert plan_of(run, number) == plan_of(whole, number)
         assert actions_of(run, number) == actions_of(whole, number)
