@@ -13,7 +13,7 @@ TEST_THREADS := GOMP_SPINCOUNT=0 OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 # In the order of their names, in which the dearest files come first; xdist's own order puts files of few tests last.
 PYTEST := $(TEST_THREADS) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-fast test-kernel test-real-model test-families test-foreign test-compose test-clients gpu-wheels check fmt lint types site size setup clean study-demo study-reward-modes study-credit study-truth study-ahead study-statelm study-dialogue study-starts study-mixture study-soak study-faults study-ray study-vllm study-broadcast study-ranks study-hosts study-scale study-mutants bench
+.PHONY: help demo test test-fast test-kernel test-real-model test-families test-foreign test-compose test-clients gpu-wheels check fmt lint types site size setup clean study-demo study-reward-modes study-credit study-truth study-ahead study-statelm study-dialogue study-starts study-mixture study-soak study-faults study-ray study-vllm study-broadcast study-ranks study-mutants bench
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 24
@@ -156,18 +156,11 @@ study-ranks: $(VENV)/.ready ## a learner of 2 and of 3 ranks against one process
 study-broadcast: $(VENV)/.ready ## weights sent to real vLLM servers by the learner, against a publish by folder (10 minutes; VLLM_PYTHON=VENV/bin/python)
 	$(BIN)/python -m bench.study_broadcast --vllm-python "$(VLLM_PYTHON)"
 
-study-hosts: $(VENV)/.ready ## a run on two network namespaces with delay, loss and a partition between them (Linux, as root; 10 minutes)
-	$(BIN)/python -m bench.study_hosts
-
-study-scale: $(VENV)/.ready ## what holds a run up from 1 to 64 GPUs, in virtual time (an hour of CPU; --gpus 8 --conversations 1000 takes half a minute)
-	$(BIN)/python -m bench.scale
-
 study-mutants: $(VENV)/.ready ## the mutation score of the tests of core/ and credit/: 200 mutants at a fixed seed (half an hour; resumable)
 	$(BIN)/python -m bench.study_mutants $(if $(AGAIN),--again)
 
 bench: $(VENV)/.ready ## speed and exactness (minutes; the learning figures are demo and study)
-	for script in crafter_engine logprob_exactness generation_speed shared_prefix gpu state_keys_speed iteration_cost \
-		decision_rate conversation_speed http_batch gateway_conversations dashboard_pages; do \
+	for script in generation_speed shared_prefix gpu credit_cost decision_rate http_batch; do \
 		$(BIN)/python -m bench.$$script || exit 1; done
 
 # A half-finished install leaves no .ready behind, so the next make does it again.

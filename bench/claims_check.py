@@ -1,6 +1,6 @@
 """Do the pages say what bench/results says? Their figures, computed again, and what rests on no data.
 
-    python -m bench.claims_check [--all]
+    python -m bench.claims_check
 
 bench/claims.py has the figures that are compared. A row of README's figures and of docs/figures.md must have
 one of four things:
@@ -12,9 +12,8 @@ one of four things:
     "(no data committed)"   in the row, or in the paragraph above its table
 
 The tables of estimators in docs/truth.md are compared cell by cell; rows and columns that the page adds are
-not looked at. Printed are claims that a page does not hold, and rows with none of the four; with --all also
-what has no data, and the numbers of claimed rows that no claim computes. Exit code 1 if a page claims what
-the data do not say.
+not looked at. Printed are claims that a page does not hold, and rows with none of the four; then the exit
+code is 1.
 """
 
 import re
@@ -34,8 +33,6 @@ MARK = "(no data committed)"
 REPEATED = (
     ("log-probs of sampled tokens, recomputed", "log-probs of sampled tokens with `tiny-0.8m`", ("4.5e-5",)),
 )
-
-
 # Columns of the table in docs/truth.md, by words of their heads.
 TRUTH_COLUMNS = {
     "the demo's environment": "crafter", "one action a decision": "one_action", "a corridor": "rooms",
@@ -162,9 +159,7 @@ def problems(pages: Mapping[str, str]) -> list[str]:
         for page, words in ((README, readme), (FIGURES, figures)):
             row = the_row(page, rows[page], words)
             missing = [text for text in texts if text not in row]
-            found += [
-                f"{page}: {text!r} is not in the row {words!r}, as in the other page" for text in missing
-            ]
+            found += [f"{page}: {text!r} is not in the row {words!r}, as in the other" for text in missing]
     found += truth_problems(pages[TRUTH])
     for page in (README, FIGURES):
         found += [f"{page}: no data, script or mark: {row[:200]}" for row in _unfounded(page, rows, made)]
@@ -201,29 +196,10 @@ def measured_again(script: str) -> bool:
     )
 
 
-def uncounted(pages: Mapping[str, str]) -> Iterator[str]:
-    """Marked rows, and numbers of claimed rows that no claim computes."""
-    for page in (README, FIGURES):
-        rows = rows_of(pages[page])
-        for row in _figure_rows(page, rows):
-            rest, own = (
-                row.text,
-                [claim for claim in claims() if claim.page == page and claim.row in row.text],
-            )
-            for claim in own:
-                rest = rest.replace(claim.text, "…")
-            numbers = re.findall(r"(?<![\w.])[+-]?\d[\d.,e%-]*", rest.partition(" | ")[2])
-            if MARK in row.text:
-                yield f"{page}: no data: {row.text[:120]}"
-            elif own and numbers:
-                yield f"{page}: not computed: {', '.join(numbers)}: {row.text[:80]}"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = kit.options(__doc__, ("--all", False, "also what no data support"), arguments=arguments)
+def main() -> int:
     pages = {page: (kit.ROOT / page).read_text(encoding="utf-8") for page in PAGES}
     found = problems(pages)
-    print("\n".join([*found, *(uncounted(pages) if options.all else ())]))
+    print("\n".join(found))
     return kit.report(f"{len(claims())} claims of {', '.join(PAGES)}: {len(found)} do not hold", not found)
 
 

@@ -15,12 +15,11 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -167,52 +166,12 @@ async def work(model: Path | None, games: int, settings: Sequence[str]) -> None:
         job = load_job(Path(name) / "job.toml", settings).config
         async with stage_of(job, model, Path(name)) as stage:
             while await asyncio.to_thread(sys.stdin.readline):
-                print(json.dumps(await stage.collect()), flush=True)
+                print("answer", json.dumps(await stage.collect()), flush=True)
 
 
-@contextmanager
-def stages(tree: Path, arguments: Sequence[str]) -> Iterator[Callable[[], dict[str, float]]]:
-    """Figures of one stage by a tree's code, for each call."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--work", *arguments]
-    process = subprocess.Popen(
-        command, cwd=tree, env=kit.environ_of(tree), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdin is not None and process.stdout is not None, "both are pipes"
-
-    def once() -> dict[str, float]:
-        assert process.stdin is not None and process.stdout is not None, "both are pipes"
-        print(file=process.stdin, flush=True)
-        figures: dict[str, float] = json.loads(process.stdout.readline())
-        return figures
-
-    try:
-        yield once
-    finally:
-        process.stdin.close()
-        process.wait()
-
-
-def spread(values: Sequence[float], digits: int = 0) -> str:
-    """The median, and the least and the largest."""
-    low, middle, high = (f"{f(values):.{digits}f}" for f in (min, statistics.median, max))
-    return f"{middle} ({low} to {high})"
-
-
-def measured(
-    player: str, arguments: Sequence[str], settings: Sequence[str], trees: dict[str, Path], rounds: int
-) -> dict[str, Any]:
+def measured(player: str, sides: "dict[str, kit.Side]", rounds: int) -> dict[str, Any]:
     """Time a player on each tree in turns, and print what a decision takes."""
-    rows: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
-    with ExitStack() as stack:
-        sides = {
-            name: stack.enter_context(stages(tree, [*arguments, *(settings if name == "this" else ())]))
-            for name, tree in trees.items()
-        }
-        for number in range(rounds + 1):
-            for name, once in sides.items():
-                row = once()
-                if number:  # the first has warmed up
-                    rows[name].append(row)
+    rows = kit.compare_sides(__file__, sides, rounds)
     result: dict[str, Any] = {"player": player, "load_1min": os.getloadavg()[0]}
     for name, sets in rows.items():
         micro = {
@@ -221,9 +180,9 @@ def measured(
         rates = [row["decisions"] / row["wall_s"] for row in sets]
         both = [sum(pair) for pair in zip(*micro.values(), strict=True)]
         print(
-            f"{player}, {name} tree: {spread(rates)} decisions a second; CPU time of one in µs: "
-            f"{spread(both)}, of these children {spread(micro['children'])}, "
-            f"trainer {spread(micro['trainer'])}; {sets[0]['decisions']:.0f} decisions, "
+            f"{player}, {name} tree: {kit.spread(rates, 0)} decisions a second; CPU time of one in µs: "
+            f"{kit.spread(both, 0)}, of these children {kit.spread(micro['children'], 0)}, "
+            f"trainer {kit.spread(micro['trainer'], 0)}; {sets[0]['decisions']:.0f} decisions, "
             f"outcome {sets[0]['outcome']:.2f}"
         )
         result[name] = {"rates": rates, "cpu_us": both, **micro}
@@ -231,7 +190,7 @@ def measured(
         for figure, best in (("rates", 1), ("cpu_us", -1)):
             pairs = zip(result["this"][figure], result["other"][figure], strict=True)
             ratios = [(ours / theirs) ** best for ours, theirs in pairs]
-            print(f"{player}: {figure} x{spread(ratios, 2)}, {rounds} rounds in turns")
+            print(f"{player}: {figure} x{kit.spread(ratios)}, {rounds} rounds in turns")
             result[f"{figure}_ratios"] = ratios
     return result
 
@@ -250,15 +209,16 @@ def main() -> int:
     if options.work:
         asyncio.run(work(options.model, options.games, options.set))
         return 0
-    trees = {"this": kit.ROOT} | ({} if options.against is None else {"other": options.against.resolve()})
-    settings = [word for text in options.set for word in ("--set", text)]
+    own = [word for text in options.set for word in ("--set", text)]
     models = {"teacher": None} | ({} if options.model is None else {"model": options.model.resolve()})
     results = []
     for player in options.player or models:
-        folder = models[player]
-        arguments = ["--games", str(options.games)]
-        arguments += [] if folder is None else ["--model", str(folder)]
-        results.append(measured(player, arguments, settings, trees, options.rounds))
+        words = ["--work", "--games", str(options.games)]
+        words += [] if models[player] is None else ["--model", str(models[player])]
+        sides = {"this": kit.Side(kit.ROOT, [*words, *own])}
+        if options.against is not None:
+            sides["other"] = kit.Side(options.against.resolve(), words)
+        results.append(measured(player, sides, options.rounds))
     print(json.dumps({"bench": "collect_rate", "cpus": os.cpu_count(), "results": results}))
     return 0
 

@@ -66,9 +66,8 @@ class Camera:
         page.locator(".frames img").evaluate_all("all => Promise.all(all.map(one => one.decode()))")
         seen = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
         # 256 colours: a third of the bytes, with no visible difference.
-        seen.quantize(256, dither=Image.Dither.NONE).save(
-            self._folder / f"dashboard-{name}.png", optimize=True
-        )
+        file = self._folder / f"dashboard-{name}.png"
+        seen.quantize(256, dither=Image.Dither.NONE).save(file, optimize=True)
         print(f"dashboard-{name}.png: {page.url}")
 
 

@@ -53,7 +53,7 @@ THREADS = {ENGINE_THREAD: "engine", SERVER_THREAD: "gateway"}
 WHO = ("task app", "gateway", "engine", "other threads", "threads of libraries")
 
 
-class CpuReporter:
+class CpuReporter(kit.Reporter):
     """Reads the CPU clocks when an iteration's rollouts are collected, and at its end."""
 
     def __init__(self) -> None:
@@ -64,16 +64,10 @@ class CpuReporter:
     def say(self, text: str) -> None:
         print(text, flush=True)
 
-    def note(self, text: str) -> None:
-        self.say(text)
-
     def stage(self, name: str, done: int, total: int) -> None:
         if re.match(r"collect \d", name) and done == total:  # not the teacher's, before any model is served
             now = serving_cpu_seconds()
             self._collected = {who: now[who] - self._before[who] for who in WHO}
-
-    def process(self, name: str, **state: Any) -> None:
-        pass
 
     def metrics(self, row: dict[str, Any], line: str) -> None:
         if row["kind"] == "iteration":
@@ -127,10 +121,8 @@ def shares(rows: list[tuple[dict[str, Any], dict[str, float]]]) -> dict[str, Any
 
 
 def _print(result: dict[str, Any]) -> None:
-    for title, key in (
-        ("wall time of an iteration", "wall_ms"),
-        ("CPU time while collecting", "collect_cpu_ms"),
-    ):
+    titles = {"wall_ms": "wall time of an iteration", "collect_cpu_ms": "CPU time while collecting"}
+    for key, title in titles.items():
         total = sum(result[key].values())
         print(f"\n{title:<28}{'ms a decision':>14}{'share':>9}")
         for name, value in result[key].items():
@@ -141,9 +133,7 @@ def _print(result: dict[str, Any]) -> None:
 
 def main() -> None:
     options = kit.options(
-        __doc__,
-        ("--quick", False, "seconds instead of minutes; rougher"),
-        ("--set", [], "table.key=value"),
+        __doc__, ("--quick", False, "seconds instead of minutes; rougher"), ("--set", [], "table.key=value")
     )
     settings = (*SETTINGS, *(QUICK if options.quick else ()), *options.set)
     job = load_job(JOB, settings).config

@@ -48,20 +48,11 @@ class Played:
 QUICK = ("rollout.episodes_per_batch=8", "rollout.max_turns=5", "warmup.episodes=8")
 
 
-class Watching:
-    """A silent reporter that reads the process's CPU clock at each row."""
+class Watching(kit.Reporter):
+    """A reporter that reads the process's CPU clock at each row."""
 
     def __init__(self) -> None:
         self.took_s = self._looked_at = 0.0
-
-    def say(self, text: str) -> None: ...
-
-    def note(self, text: str) -> None:
-        self.say(text)
-
-    def stage(self, name: str, done: int, total: int) -> None: ...
-
-    def process(self, name: str, **state: Any) -> None: ...
 
     def metrics(self, row: dict[str, Any], line: str) -> None:
         """An iteration's row follows that of the evaluation before it: what lies between is the iteration."""

@@ -4,7 +4,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -12,18 +11,12 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 import httpx
 import psutil
 
-from bench.kit import ROOT
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+from bench.kit import ROOT, free_port
 
 
 def children(pid: int, word: str) -> list[psutil.Process]:
@@ -153,14 +146,10 @@ class Installation:
         self._app = Server(app, environ, folder / "task_app.log")
         trainer = (*python, "trainer_backend", "trainer", "--port", str(port), "--exit-with-parent")
         store = {"TRAINER_API_KEY": key, "TURNWISE_DATABASE_URL": self.database.url}
-        self._service = Server(
-            (*trainer, "--data-dir", str(self.runs), "--allow-task-url", self.task_url),
-            {**environ, **store},
-            folder / "service.log",
-        )
-        self._http = httpx.Client(
-            base_url=f"http://127.0.0.1:{port}", headers={"X-API-Key": key}, timeout=_ANSWER_S
-        )
+        trainer = (*trainer, "--data-dir", str(self.runs), "--allow-task-url", self.task_url)
+        self._service = Server(trainer, {**environ, **store}, folder / "service.log")
+        url, headers = f"http://127.0.0.1:{port}", {"X-API-Key": key}
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=_ANSWER_S)
 
     def __enter__(self) -> Self:
         until_s = time.monotonic() + PATIENCE_S
@@ -168,9 +157,7 @@ class Installation:
             time.sleep(0.05)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._service.kill()
         self._app.kill()
         self.database.close(self._folder / "postgresql.log")

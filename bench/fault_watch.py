@@ -5,6 +5,7 @@ been.
 """
 
 import json
+import math
 import random
 import time
 from collections import Counter, defaultdict
@@ -18,7 +19,7 @@ from pydantic import SecretStr
 
 from bench.fault_installation import OF_A_JOB, PATIENCE_S, Installation, Kind, Posted
 from shared_schemas.rollouts import Rollout, RolloutRequest
-from shared_schemas.trajectory import PolicyLogprobs, Trajectory
+from shared_schemas.trajectory import PolicyLogprobs
 from task_app.policies.openai import decision_seed
 from trainer_backend import job_parts
 from trainer_backend.collect.plan import Inference
@@ -32,7 +33,7 @@ from trainer_backend.rundir.state import RunState, read_state, read_status
 from trainer_backend.store import reads_rollouts
 from trainer_backend.store.database import Store, open_store
 from trainer_backend.store.metrics import list_numbers
-from trainer_backend.store.rows import ENDED, RolloutRow
+from trainer_backend.store.rows import ENDED
 
 # Between two looks at files; between two questions to the service, also to one that did not answer.
 _LOOK_S, _ASK_S, _SILENT_S = 0.02, 0.5, 0.1
@@ -49,12 +50,8 @@ class Fault(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A finished rollout that a kill found on disk.
-
-    Attributes:
-        saved_version: that the newest checkpoint held then.
-        weights_lost: whether younger weights than that were lost with the killed process.
-    """
+    """A finished rollout that a kill found on disk, the version that the newest checkpoint held then, and
+    whether younger weights were lost with the killed process."""
 
     rollout: Rollout
     saved_version: int
@@ -92,12 +89,8 @@ class Seen:
 
 @dataclass
 class Wound:
-    """A kill before recovery.
-
-    Attributes:
-        lines: the number of rollouts in each spool, at the kill or when the successor was first seen.
-        without: the processes of this kind that are no successor.
-    """
+    """A kill before recovery; `lines` are the rollouts in each spool, at the kill or when the successor was
+    first seen, `without` the processes of this kind that are no successor."""
 
     kind: Kind
     at_s: float
@@ -158,8 +151,7 @@ class Watch:
         if state is not None and state.stage:
             for iteration in range(state.iteration + 1):
                 self._reached_s.setdefault(iteration, now)
-        wound = self._wound
-        if wound is None:
+        if (wound := self._wound) is None:
             return
         lines = self._lines()
         if wound.without is not None:
@@ -187,10 +179,8 @@ class Watch:
         return next(iter(answer["jobs"]), None)
 
     def _is_due(self, fault: Fault) -> bool:
-        reached_s = self._reached_s.get(fault.iteration)
-        if reached_s is None or time.monotonic() - reached_s < fault.delay_s:
-            return False
-        return self._place.is_there(fault.kind)
+        reached_s = self._reached_s.get(fault.iteration, math.inf)
+        return time.monotonic() - reached_s >= fault.delay_s and self._place.is_there(fault.kind)
 
     def _strike(self, fault: Fault) -> None:
         kind = fault.kind
@@ -218,8 +208,7 @@ class Watch:
 
     def _spools(self) -> dict[str, list[bytes]]:
         """The current rollouts of each spool."""
-        run = self._run()
-        paths = [] if run is None else run.glob("rollouts/*.spool.jsonl")
+        paths = self._place.runs.glob("*/rollouts/*.spool.jsonl")
         return {path.name: read_texts(path)[1:] for path in paths}
 
     def _lines(self) -> dict[str, int]:
@@ -257,17 +246,14 @@ _LOSSES = "rollout/failure/"
 def judge(
     place: Installation, job: Mapping[str, Any], posts: Sequence[Posted], iterations: int, seen: Seen
 ) -> None:
-    """
-    Args:
-        job: as the service tells of it.
-        posts: of that job; the last one after its end.
-    """
-    seen.hold(f"succeeded, and not {job['state']}: {job['detail']}", holds=job["state"] == "succeeded")
+    """Check a job, as the service tells of it, with all posts of it, the last one after its end."""
+    has_succeeded = job["state"] == "succeeded"
+    seen.hold(f"succeeded, and not {job['state']}: {job['detail']}", holds=has_succeeded)
     seen.hold("posted again it is the same job", holds={post.job_id for post in posts} == {job["id"]})
     seen.hold("and no second one", holds=posts[-1].code == 200)
     seen.hold(f"no such answers: {place.refusals}", holds=not place.refusals)
     seen.hold("no process of the job outlives it", holds=not place.left_behind())
-    if job["state"] != "succeeded":
+    if not has_succeeded:
         return
     run = open_run(Path(job["run_dir"]))
     seen.hold("one run directory", holds=len(list(place.runs.glob("*/run.json"))) == 1)
@@ -348,30 +334,25 @@ def samplers(rollout: Rollout) -> set[int]:
 def judge_stage(
     run: RunDirectory, stage: str, planned: Sequence[RolloutRequest], seen: Seen
 ) -> list[Rollout]:
-    """Check that every planned rollout is there once, and return what is there."""
+    """Check that every planned rollout is there once, in its world, with its seeds; return what is there."""
     stored = read_rollouts(run.rollouts_file(stage))
     names = sorted(plan_id(item.rollout_id) for item in planned)
     seen.hold(f"{stage}: planned", holds=sorted(plan_id(item.rollout_id) for item in stored) == names)
     requests = {plan_id(item.rollout_id): item for item in planned}
     for item in stored:
-        name = plan_id(item.rollout_id)
-        if item.trajectory is None:
+        played, request = item.trajectory, requests.get(plan_id(item.rollout_id))
+        if played is None:
             seen.counts["failed_for_good"] += 1
             seen.hold(f"{stage}: failed, and no word of it", holds=item.failure is not None)
-        else:
-            judge_episode(stage, item.trajectory, requests.get(name), seen)
+        elif request is not None:  # else it was not planned at all: said already
+            sampling = played.steps[0].sampling
+            drawn = None if sampling is None else sampling.seed
+            planned_seed = (
+                None if stage == "warmup" else decision_seed(request.policy.seed, 1)
+            )  # no teacher's
+            seen.hold(f"{stage}: seed of the world", holds=played.seed == request.start.seed)
+            seen.hold(f"{stage}: seed of the sampler", holds=drawn == planned_seed)
     return stored
-
-
-def judge_episode(stage: str, played: Trajectory, asked: RolloutRequest | None, seen: Seen) -> None:
-    """Check that the episode has the planned world and seeds."""
-    if asked is None:
-        return  # not planned at all: said already
-    sampling = played.steps[0].sampling
-    drawn = None if sampling is None else sampling.seed
-    wanted = None if stage == "warmup" else decision_seed(asked.policy.seed, 1)  # a teacher has none
-    seen.hold(f"{stage}: seed of the world", holds=played.seed == asked.start.seed)
-    seen.hold(f"{stage}: seed of the sampler", holds=drawn == wanted)
 
 
 def judge_metrics(run: RunDirectory, place: Installation, job_id: str, seen: Seen) -> None:
@@ -397,22 +378,12 @@ def judge_metrics(run: RunDirectory, place: Installation, job_id: str, seen: See
 
 def judge_store(run: RunDirectory, store: Store, job_id: str, seen: Seen) -> None:
     """Check that the store has each rollout of the run directory once."""
-    written = Counter(
-        (file.name, item.rollout_id, item.status)
-        for file in rollout_files(run.path)
-        for item in read_rollouts(file.path)
-    )
-    rows = every_rollout(store, job_id)
-    seen.hold(
-        "the store's rollouts",
-        holds=Counter((row.file, row.rollout_id, row.status) for row in rows) == written,
-    )
-
-
-def every_rollout(store: Store, job_id: str) -> list[RolloutRow]:
+    files = ((file.name, item) for file in rollout_files(run.path) for item in read_rollouts(file.path))
+    written = Counter((name, item.rollout_id, item.status) for name, item in files)
     page = reads_rollouts.rollouts(store, job_id, limit=200)
     rows = list(page.items)
     while page.cursor is not None:
         page = reads_rollouts.rollouts(store, job_id, cursor=page.cursor, limit=200)
         rows += page.items
-    return rows
+    kept = Counter((row.file, row.rollout_id, row.status) for row in rows)
+    seen.hold("the store's rollouts", holds=kept == written)

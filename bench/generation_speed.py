@@ -1,16 +1,15 @@
-"""Generation on one thread: the engine beside what `transformers` offers, and what reused prefixes save.
+"""Generation on one thread: the engine beside what `transformers` offers.
 
     python -m bench.generation_speed [--preset tiny-0.3m] [--repeats 5] [--full-text]
     python -m bench.generation_speed --folder MODEL [--vllm-python VENV/bin/python] [--repeats 5]
 
 1. Decisions as in the Crafter demo: prompts of 35 to 60 tokens, 6 new ones, 64 callers.
-2. Reuse: a conversation of 10 turns, 8 siblings of one prompt, with and without kept prefixes.
-3. A batch: 32 prompts of 150 tokens, 64 new tokens each. `model.generate_batch` (continuous batching) as it
+2. A batch: 32 prompts of 150 tokens, 64 new tokens each. `model.generate_batch` (continuous batching) as it
    comes makes a cache as large as the memory. With a cache of the right size it is shown beside.
-4. Decisions of Crafter's full text, played by the demo's job with that text: prompts of 580 to 700 tokens,
+3. Decisions of Crafter's full text, played by the demo's job with that text: prompts of 580 to 700 tokens,
    of which all share 461, 8 new ones, 16 and 64 callers. The engine whose rows share these against the same
    engine whose rows hold a copy each. --full-text: this alone.
-5. --folder, alone: the batch of 3 by a larger model, such as SmolLM2-135M (tests/contract/test_real_model.py
+4. --folder, alone: the batch of 2 by a larger model, such as SmolLM2-135M (tests/contract/test_real_model.py
    makes its folder), against `generate` and vLLM (docs/vllm.md installs it), in float32 on one thread each.
    `decoding` is what 64 new tokens take more than one.
 
@@ -46,7 +45,6 @@ from shared_schemas.trajectory import Sampling
 from trainer_backend.inference.cache import SlotCache
 from trainer_backend.inference.engine import LocalEngine
 from trainer_backend.inference.keys import EngineKeys
-from trainer_backend.inference.worker import EngineCounters
 from trainer_backend.models import build_preset, load_model_folder, train_tokenizer
 
 Prompts = list[list[int]]
@@ -58,8 +56,8 @@ BATCH_TARGETS = {"generate": 1.1, "generate_batch": 5.0}
 FULL_TEXT_TARGETS = {"without shared rows": 1.25}
 FOLDER_TARGETS = {"generate": 1.4, "vLLM": 1.0}
 BATCH, PROMPT, NEW = 32, 150, 64
+TITLE = f"batch: {BATCH} prompts of {PROMPT} tokens, {NEW} new ones each"
 CALLERS = 64
-TURNS, SIBLINGS, GROUPS = 10, 8, 4
 
 
 def by_engine(
@@ -75,21 +73,13 @@ def by_engine(
 
         await asyncio.gather(*(caller(k) for k in range(callers)))
 
-    with_engine(model, all_callers, shares=shares, max_running=callers)
-
-
-def with_engine(
-    model: PreTrainedModel, run: Callable[[LocalEngine], "asyncio.Future[None]"], *, shares: bool = True,
-    **keys: int,
-) -> EngineCounters:  # fmt: skip
-    engine = LocalEngine(model, stop_ids=[], keys=EngineKeys(max_model_len=2048, **keys))
+    engine = LocalEngine(model, stop_ids=[], keys=EngineKeys(max_model_len=2048, max_running=callers))
     cache = engine._worker.batch.cache
     if isinstance(cache, SlotCache):
         cache.shares = shares
     engine.start()
-    asyncio.run(run(engine))
+    asyncio.run(all_callers(engine))
     engine.stop()
-    return engine.counters
 
 
 def by_generate(model: Any, prompts: Prompts, new_tokens: int, batch: int) -> None:
@@ -139,17 +129,15 @@ def vllm_of(python: str, folder: str) -> Iterator[Callable[[Prompts, int], float
 
 
 def cpu_of(runs: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """CPU seconds of each by turns, taken in turn so that a busy moment affects all.
+    """CPU seconds of each in each round; a run may return those of its own process."""
 
-    A run may return those of its own process.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            start = time.process_time()
-            own = run()
-            seconds[name].append(own if isinstance(own, float) else time.process_time() - start)
-    return seconds
+    def timed(run: Callable[[], object]) -> float:
+        start = time.process_time()
+        own = run()
+        return own if isinstance(own, float) else time.process_time() - start
+
+    sides = {name: partial(timed, run) for name, run in runs.items()}
+    return kit.in_turns(sides, repeats, warm=False)
 
 
 def ratios_of(title: str, seconds: Mapping[str, list[float]], tokens: int) -> dict[str, float]:
@@ -159,30 +147,23 @@ def ratios_of(title: str, seconds: Mapping[str, list[float]], tokens: int) -> di
     for name, cpu in seconds.items():
         ratios = [own / engine for own, engine in zip(cpu, seconds["engine"], strict=False)]
         medians[name] = statistics.median(ratios)
-        print(
-            f"  {name:32s} cpu {1e6 * statistics.median(cpu) / tokens:8.0f} us a token  "
-            f"engine is x{medians[name]:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        )
+        micro = 1e6 * statistics.median(cpu) / tokens
+        print(f"  {name:32s} cpu {micro:8.0f} us a token  engine is x{kit.spread(ratios)}")
     return medians
 
 
 def batch_ratios(model: PreTrainedModel, repeats: int) -> dict[str, float]:
-    prompts, new_tokens = random_prompts(model, [PROMPT] * BATCH), NEW
+    prompts, other = random_prompts(model, [PROMPT] * BATCH), by_transformers(model)
     # Pages for exactly these rows, and the step size that was fastest on a CPU: as good as it gets.
     fitted = {"num_blocks": 40, "max_batch_tokens": 256}
-    other = by_transformers(model)
-    seconds = cpu_of(
-        {
-            "engine": lambda: by_engine(model, prompts, new_tokens, len(prompts)),
-            FALLBACK: lambda: by_engine(other, prompts, new_tokens, len(prompts)),
-            "generate": lambda: by_generate(model, prompts, new_tokens, len(prompts)),
-            "generate_batch, fitted by hand": lambda: by_generate_batch(model, prompts, new_tokens, **fitted),
-        },
-        repeats,
-    )
-    seconds |= cpu_of({"generate_batch": lambda: by_generate_batch(model, prompts, new_tokens)}, 1)
-    title = f"batch: {len(prompts)} prompts of {PROMPT} tokens, {new_tokens} new ones each"
-    return ratios_of(title, seconds, len(prompts) * new_tokens)
+    runs = {
+        "engine": lambda: by_engine(model, prompts, NEW, BATCH),
+        FALLBACK: lambda: by_engine(other, prompts, NEW, BATCH),
+        "generate": lambda: by_generate(model, prompts, NEW, BATCH),
+        "generate_batch, fitted by hand": lambda: by_generate_batch(model, prompts, NEW, **fitted),
+    }
+    once = cpu_of({"generate_batch": lambda: by_generate_batch(model, prompts, NEW)}, 1)
+    return ratios_of(TITLE, cpu_of(runs, repeats) | once, BATCH * NEW)
 
 
 def folder_ratios(folder: str, vllm_python: str, repeats: int) -> dict[str, float]:
@@ -204,26 +185,20 @@ def folder_tables(by: Mapping[str, Callable[[int], object]], repeats: int) -> di
     whole = {name: seconds[f"{name}, {NEW}"] for name in by}
     rest = {name: list(map(operator.sub, whole[name], seconds[f"{name}, 1"])) for name in by}
     ratios_of("decoding", rest, BATCH * (NEW - 1))
-    title = f"batch: {BATCH} prompts of {PROMPT} tokens, {NEW} new ones each"
-    return ratios_of(title, whole, BATCH * NEW)
+    return ratios_of(TITLE, whole, BATCH * NEW)
 
 
 def decision_ratios(model: PreTrainedModel, repeats: int) -> dict[str, float]:
     draw = random.Random(1)
     prompts = random_prompts(model, [draw.randint(35, 60) for _ in range(10 * CALLERS)])
     other = by_transformers(model)
-    seconds = cpu_of(
-        {
-            "engine": lambda: by_engine(model, prompts, 6, CALLERS),
-            FALLBACK: lambda: by_engine(other, prompts, 6, CALLERS),
-            "generate": lambda: by_generate(model, prompts, 6, CALLERS),
-        },
-        repeats,
-    )
-    title = (
-        f"decisions as in the demo: {len(prompts)} prompts of 35 to 60 tokens, 6 new ones, {CALLERS} callers"
-    )
-    return ratios_of(title, seconds, len(prompts) * 6)
+    runs = {
+        "engine": lambda: by_engine(model, prompts, 6, CALLERS),
+        FALLBACK: lambda: by_engine(other, prompts, 6, CALLERS),
+        "generate": lambda: by_generate(model, prompts, 6, CALLERS),
+    }
+    title = f"decisions as in the demo: {len(prompts)} prompts, 6 new tokens, {CALLERS} callers"
+    return ratios_of(title, cpu_of(runs, repeats), len(prompts) * 6)
 
 
 def full_text_prompts() -> Prompts:
@@ -236,57 +211,12 @@ def full_text_prompts() -> Prompts:
 
 def full_text_ratios(preset: str, prompts: Prompts, repeats: int, callers: int) -> dict[str, float]:
     model = model_of(preset, 1 + max(map(max, prompts)))
-    seconds = cpu_of(
-        {
-            "engine": lambda: by_engine(model, prompts, 8, callers),
-            "without shared rows": lambda: by_engine(model, prompts, 8, callers, shares=False),
-        },
-        repeats,
-    )
-    title = f"decisions of the full text: {len(prompts)} prompts, 8 new tokens, {callers} callers"
-    return ratios_of(title, seconds, len(prompts) * 8)
-
-
-async def converse(engine: LocalEngine, prompt: list[int], added: Prompts) -> None:
-    """Each turn's prompt is the last one, its answer, and what the environment says."""
-    for turn, message in enumerate(added):
-        result = await engine.generate(prompt, Sampling(max_tokens=16, seed=turn), request_id=str(turn))
-        prompt = [*prompt, *result.token_ids, *message]
-
-
-async def ask_siblings(engine: LocalEngine, prompts: Prompts) -> None:
-    """Ask group after group, the siblings of each together."""
-    for group, prompt in enumerate(prompts):
-        calls = (
-            engine.generate(prompt, Sampling(max_tokens=16, seed=i), request_id=f"{group}.{i}")
-            for i in range(SIBLINGS)
-        )
-        await asyncio.gather(*calls)
-
-
-def reuse_figures(model: PreTrainedModel, repeats: int) -> None:
-    added = random_prompts(model, [60] * TURNS)
-    groups = random_prompts(model, [300] * GROUPS)
-    start = random_prompts(model, [300])[0]
-    kinds: dict[str, Callable[[LocalEngine], object]] = {
-        f"conversation of {TURNS} turns": lambda engine: converse(engine, start, added),
-        f"{SIBLINGS} siblings of 300 tokens": lambda engine: ask_siblings(engine, groups),
+    runs = {
+        "engine": lambda: by_engine(model, prompts, 8, callers),
+        "without shared rows": lambda: by_engine(model, prompts, 8, callers, shares=False),
     }
-    print("reuse: 16 new tokens a request")
-    for name, run in kinds.items():
-        counters: dict[int, EngineCounters] = {}
-
-        def measured(
-            kept: int, run: Callable[..., object] = run, into: dict[int, EngineCounters] = counters
-        ) -> None:
-            into[kept] = with_engine(model, run, kept_prefixes=kept)
-
-        seconds = cpu_of({str(kept): lambda kept=kept: measured(kept) for kept in (0, 64)}, repeats)
-        prompt, reused = counters[64].prompt_tokens, counters[64].prompt_tokens_reused
-        print(
-            f"  {name:32s} {reused} of {prompt} prompt tokens not computed ({reused / prompt:.0%}), "
-            f"x{statistics.median(map(operator.truediv, seconds['0'], seconds['64'])):.1f} faster"
-        )
+    title = f"decisions of the full text: {len(prompts)} prompts, 8 new tokens, {callers} callers"
+    return ratios_of(title, cpu_of(runs, repeats), len(prompts) * 8)
 
 
 def random_prompts(model: PreTrainedModel, lengths: list[int]) -> Prompts:
@@ -296,8 +226,9 @@ def random_prompts(model: PreTrainedModel, lengths: list[int]) -> Prompts:
 
 def targets_met(ratios: Mapping[str, float], targets: Mapping[str, float]) -> bool:
     for name, least in targets.items():
-        verdict = "ok" if ratios[name] >= least else "TOO SLOW"
-        print(f"the engine is x{ratios[name]:.2f} {name} (at least x{least}) {verdict}")
+        kit.report(
+            f"the engine is x{ratios[name]:.2f} {name} (at least x{least})", ratios[name] >= least, "TOO SLOW"
+        )
     return all(ratios[name] >= least for name, least in targets.items())
 
 
@@ -321,7 +252,6 @@ def main() -> int:
     model = build_preset(options.preset, tokenizer)
     print(f"{options.preset}, torch {torch.__version__}, 1 thread")
     met &= targets_met(decision_ratios(model, options.repeats), DECISION_TARGETS)
-    reuse_figures(model, options.repeats)
     met &= targets_met(batch_ratios(model, options.repeats), BATCH_TARGETS)
     return 0 if met else 1
 

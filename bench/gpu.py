@@ -51,20 +51,13 @@ from trainer_backend.rundir.layout import open_run
 JOB = kit.ROOT / "configs" / "crafter_online.toml"
 # Random weights never write a call, and their episodes would end after five decisions; this is about time.
 SETTINGS = (
-    "training.iterations=1",
-    "training.checkpoint_every=1",
-    "evaluation.instances=1",
-    "rollout.max_turns=10",
-    "rollout.max_invalid_decisions=10",
-    "rollout.max_tokens=64",
+    "training.iterations=1", "training.checkpoint_every=1", "evaluation.instances=1", "rollout.max_turns=10",
+    "rollout.max_invalid_decisions=10", "rollout.max_tokens=64",
     "model.chat_template_kwargs={}",  # our tokenizer's template reads none
-)
+)  # fmt: skip
 SMALLER = (
-    "rollout.episodes_per_batch=4",
-    "rollout.max_turns=2",
-    "rollout.max_tokens=8",
-    "training.group_size=2",
-)
+    "rollout.episodes_per_batch=4", "rollout.max_turns=2", "rollout.max_tokens=8", "training.group_size=2",
+)  # fmt: skip
 
 
 def iteration_figure(report: Report, name: str, plan: Plan, placement: Placement) -> None:
@@ -75,12 +68,8 @@ def iteration_figure(report: Report, name: str, plan: Plan, placement: Placement
         row = played(report, model, run, placement, SMALLER if name == "tiny" else ())
     seconds = {key: value for key, value in row.items() if key.startswith("time/")}
     told = ", ".join(f"{key.removeprefix('time/')} {value:.1f}" for key, value in seconds.items())
-    report.add(
-        "iteration",
-        name,
-        f"crafter_online: {row['episode/count']:.0f} episodes, {row['decision/count']:.0f} decisions; {told}",
-        row=row,
-    )
+    counts = f"{row['episode/count']:.0f} episodes, {row['decision/count']:.0f} decisions"
+    report.add("iteration", name, f"crafter_online: {counts}; {told}", row=row)
 
 
 def model_folder(folder: Path, name: str, placement: Placement) -> Path:
@@ -115,9 +104,7 @@ def played(
             capture_output=True, text=True, timeout=max(1.0, report.left_s), check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        raise RuntimeError(
-            f"the iteration took more than the {error.timeout:.0f} s that were left"
-        ) from error
+        raise RuntimeError(f"it took more than the {error.timeout:.0f} s that were left") from error
     if done.returncode != 0:
         raise RuntimeError(f"the run ended with code {done.returncode}: {(done.stdout + done.stderr)[-400:]}")
     return next(row for row in open_run(run).metrics() if row["kind"] == "iteration")
@@ -156,9 +143,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="some kinds of figures")
     parser.add_argument("--peak-tflops", type=float, help="bfloat16, of a device that the table has not")
     parser.add_argument("--bandwidth-gbs", type=float, help="likewise, GB/s")
-    parser.add_argument(
-        "--smoke", action="store_true", help="a tiny shape on the CPU; nothing is judged slow"
-    )
+    parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU; nothing is judged slow")
     return parser.parse_args(arguments)
 
 
@@ -184,9 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine = {"device": name, "flops": peak.flops, "bandwidth": peak.bandwidth, **versions}
     report = Report(out / "gpu.json" if out else None, machine, end)
     print(f"{name}, torch {torch.__version__}: {peak.flops / 1e12:g} TFLOP/s, {peak.bandwidth / 1e9:g} GB/s")
-    report.measure(
-        [task for task in list_tasks(report, shapes, plan, device, peak) if task.kind in options.only]
-    )
+    tasks = list_tasks(report, shapes, plan, device, peak)
+    report.measure([task for task in tasks if task.kind in options.only])
     return int(not report.met or bool(report.missing))
 
 

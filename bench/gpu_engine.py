@@ -3,10 +3,12 @@
 import asyncio
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+from transformers import PreTrainedModel
 
 from bench.gpu_setup import Plan, Report, make_config, make_model, timed
 from bench.model_flops import Peak, decode_seconds, forward_flops
@@ -47,6 +49,18 @@ def random_prompts(rows: int, length: int, vocabulary: int, *, seed: int = 0) ->
     return [[draw.randrange(vocabulary) for _ in range(length)] for _ in range(rows)]
 
 
+@contextmanager
+def started_engine(model: PreTrainedModel, placement: Placement, **keys: int) -> Iterator[LocalEngine]:
+    """An engine of the model; a task that fails leaves the device to those after it."""
+    served, turn = copy_to_serve(model, placement.held), keys.pop("prefill_tokens", 2048)
+    engine = LocalEngine(served, stop_ids=[], keys=EngineKeys(**keys), prefill_tokens=turn)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
 def decode_figures(report: Report, name: str, plan: Plan, placement: Placement, peak: Peak) -> None:
     """Decode and prefill of every number of rows and length of context, and the peak of memory.
 
@@ -54,14 +68,8 @@ def decode_figures(report: Report, name: str, plan: Plan, placement: Placement, 
     """
     config = make_config(name)
     shape = model_shape(config, None)
-    engine = LocalEngine(
-        copy_to_serve(make_model(config, placement.device), placement.held),
-        stop_ids=[],
-        keys=EngineKeys(max_running=max(plan.rows), max_model_len=plan.longest),
-        prefill_tokens=PREFILL_TOKENS,
-    )
-    engine.start()
-    try:
+    keys = {"max_running": max(plan.rows), "max_model_len": plan.longest, "prefill_tokens": PREFILL_TOKENS}
+    with started_engine(make_model(config, placement.device), placement, **keys) as engine:
         for context in plan.contexts:
             for rows in plan.rows:
                 if report.left_s < plan.reserve_s:
@@ -74,8 +82,6 @@ def decode_figures(report: Report, name: str, plan: Plan, placement: Placement, 
         if placement.device.type == "cuda":
             gib = torch.cuda.max_memory_allocated() / 2**30
             report.add("memory", name, f"engine: peak {gib:.1f} GiB", engine_gib=gib)
-    finally:
-        engine.stop()
 
 
 def decode_figure(
@@ -104,8 +110,7 @@ def decode_figure(
     limit = decode_seconds(shape, peak, rows=rows, cached=context)
     least = LEAST_SHARE.get((name, rows, context))
     report.add(
-        "decode",
-        name,
+        "decode", name,
         f"{rows:3d} rows of {context:5d}: {rows / step:7.0f} tokens/s, {1e3 * step:6.2f} ms a step, "
         f"{limit / step:5.1%} of the bandwidth limit ({1e3 * limit:.2f} ms)"
         + (f", least {least:.0%}" if least else ""),
@@ -117,8 +122,7 @@ def decode_figure(
     tokens, seconds = rows * len(prompts[0]), max(cold - first, 1e-9)
     mfu = forward_flops(shape, [len(prompts[0])] * rows, sampled=0) / (seconds * peak.flops)
     report.add(
-        "prefill",
-        name,
+        "prefill", name,
         f"{rows:3d} rows of {context:5d}: {tokens / seconds:7.0f} tokens/s, {seconds:.3f} s, MFU {mfu:.1%}",
         rows=rows, context=context, tokens_per_s=tokens / seconds, mfu=mfu,
     )  # fmt: skip
@@ -137,21 +141,16 @@ def shared_pages_figure(report: Report, name: str, plan: Plan, placement: Placem
     """A decode step of rows that begin with the same pages, which are read once, and row by row."""
     rows, shared, context = SHARED_CELL
     config = make_config(name)
-    engine = LocalEngine(
-        copy_to_serve(make_model(config, placement.device), placement.held),
-        stop_ids=[],
-        keys=EngineKeys(max_running=rows, max_model_len=context + 2 * plan.new),
-        prefill_tokens=PREFILL_TOKENS,
-    )
+    keys = {"max_running": rows, "max_model_len": context + 2 * plan.new, "prefill_tokens": PREFILL_TOKENS}
     trunk = random_prompts(1, shared, config.vocab_size)[0]
     own = random_prompts(rows, context - shared - 3 * plan.new // 2, config.vocab_size)
     prompts = [[*trunk, *ids] for ids in own]
 
-    def run(new: int) -> float:
-        return timed(lambda: asyncio.run(sampled(engine, prompts, new)), torch.device("cpu"))
+    with started_engine(make_model(config, placement.device), placement, **keys) as engine:
 
-    engine.start()
-    try:
+        def run(new: int) -> float:
+            return timed(lambda: asyncio.run(sampled(engine, prompts, new)), torch.device("cpu"))
+
         runner = engine._worker.batch._runner
         assert isinstance(runner, PagedRunner), "the kernels do not run on this device"
         asyncio.run(sampled(engine, [trunk], 1))  # from now on all rows find its pages
@@ -161,12 +160,9 @@ def shared_pages_figure(report: Report, name: str, plan: Plan, placement: Placem
             run(plan.new)  # captures the graphs
             grouped.append(sum(len(group.rows) for group in runner.last_groups))
             steps.append(step_seconds(run, plan))
-    finally:
-        engine.stop()
     plain, once = min(steps[::2]), min(steps[1::2])
     report.add(
-        "shared",
-        name,
+        "shared", name,
         f"{rows} rows with {shared} of {context} tokens shared: {1e3 * once:.2f} ms a step, read row by row "
         f"{1e3 * plain:.2f} ms: x{once / plain:.2f} (at most x{MOST_SHARED}); rows in groups: {grouped}",
         met=once <= MOST_SHARED * plain,
@@ -179,17 +175,9 @@ def agreement_figure(report: Report, name: str, plan: Plan, scorer: Scorer) -> N
     """Log-probs of what an engine samples from the scorer's model, by the scorer."""
     placement, vocabulary = scorer.placement, make_config(name).vocab_size
     longest = plan.contexts[0]
-    engine = LocalEngine(
-        copy_to_serve(scorer.model, placement.held),
-        stop_ids=[],
-        keys=EngineKeys(max_running=8, max_model_len=2 * longest),
-    )
     prompts = [ids[: longest - 7 * i] for i, ids in enumerate(random_prompts(8, longest, vocabulary))]
-    engine.start()
-    try:
+    with started_engine(scorer.model, placement, max_running=8, max_model_len=2 * longest) as engine:
         results = asyncio.run(sampled(engine, prompts, plan.new))
-    finally:
-        engine.stop()  # a task that fails must leave the device to those after it
     parts = [join_answer(i, *pair) for i, pair in enumerate(zip(prompts, results, strict=True))]
     packed = pack_segments(parts, row_tokens=sum(map(len, parts)))
     scorer.model.set_attn_implementation(scorer.attention.implementation)
@@ -201,8 +189,7 @@ def agreement_figure(report: Report, name: str, plan: Plan, scorer: Scorer) -> N
     is_low = placement.low is not None
     found, bound = (rms, MOST_RMS_LOW) if is_low else (most, MOST_FLOAT32)
     report.add(
-        "agreement",
-        name,
+        "agreement", name,
         f"learner and engine in {str(placement.held).removeprefix('torch.')}: {rms:.1e} nats rms, {most:.1e} "
         f"at most ({'rms' if is_low else 'the most'} may be {bound:g})",
         met=found <= bound,

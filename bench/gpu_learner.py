@@ -59,8 +59,7 @@ def attention_figures(report: Report, name: str, plan: Plan, placement: Placemen
         ("log-probs", "gradients"), apart(by_mask, exact), apart(by_own, exact), strict=True
     ):
         report.add(
-            "attention",
-            name,
+            "attention", name,
             f"{what} by {type(own).__name__} are {is_:.2e} from float32's, under a mask {was:.2e}; "
             f"{mask_s / own_s:.1f} times as fast",
             met=is_ <= 1.5 * was + 1e-5,
@@ -106,12 +105,11 @@ def learner_figures(report: Report, name: str, plan: Plan, placement: Placement,
     )
     scorer, dtypes = learner.scorer, sorted({str(weight.dtype) for weight in learner.model.parameters()})
     report.add(
-        "learner",
-        name,
+        "learner", name,
         f"{placement}; {type(scorer.attention).__name__}, logits of {scorer.logits_chunk} tokens at a time, "
         f"weights of {', '.join(dtypes)}",
         path=type(scorer.attention).__name__,
-    )
+    )  # fmt: skip
     if placement.low is not None:
         agreement_figure(report, name, plan, scorer)
     update_figure(report, name, learner, plan, peak)
@@ -133,8 +131,7 @@ def update_figure(report: Report, name: str, learner: LocalLearner, plan: Plan, 
     sampled = sum(len(segment.logprobs) for segment in segments)
     mfu = update_flops(shape, lengths, sampled) / (median * peak.flops)
     report.add(
-        "update",
-        name,
+        "update", name,
         f"{sum(lengths)} tokens, {sampled} of them sampled, {len(lengths)} segments: {median:.3f} s "
         f"({min(seconds[1:]):.3f} to {max(seconds[1:]):.3f}), {sum(lengths) / median:.0f} tokens/s, "
         f"MFU {mfu:.1%} (least {plan.least_mfu:.0%})",
@@ -152,8 +149,7 @@ def memory_figure(report: Report, name: str, memory: MemoryPlan) -> None:
     planned, peak = sum(memory.needs.device.values()), torch.cuda.max_memory_allocated()
     kept = torch.cuda.max_memory_reserved()
     report.add(
-        "memory",
-        name,
+        "memory", name,
         f"learner: peak {peak / 2**30:.1f} GiB ({kept / 2**30:.1f} with what the allocator keeps), planned "
         f"{planned / 2**30:.1f}: {peak / planned:.0%}",
         met=peak <= planned,
@@ -168,8 +164,7 @@ def long_lora_figure(report: Report, name: str, plan: Plan, placement: Placement
     memory = plan_memory(make_config(name), job)
     shortage = memory.shortage()
     report.add(
-        "lora",
-        name,
+        "lora", name,
         f"rank 32, 64 requests of 8192: {memory}" + (f"; {shortage}" if shortage else ""),
         met=shortage is None if placement.device.type == "cuda" else None,
         missed="DOES NOT FIT",

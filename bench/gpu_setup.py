@@ -64,15 +64,9 @@ class Report:
         return all(figure["met"] is not False for figure in self.figures)
 
     def add(
-        self,
-        kind: str,
-        shape: str,
-        line: str,
-        *,
-        met: bool | None = None,
-        missed: str = "MISSED",
+        self, kind: str, shape: str, line: str, *, met: bool | None = None, missed: str = "MISSED",
         **values: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Print a figure, and write all figures.
 
         Args:
@@ -130,17 +124,9 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
-SHAPES = {
-    "0.6b": (1024, 3072, 28, 16, 8),
-    "4b": (2560, 9728, 36, 32, 8),
-    "tiny": (64, 128, 2, 4, 2),
-}
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+)  # fmt: skip
+SHAPES = {"0.6b": (1024, 3072, 28, 16, 8), "4b": (2560, 9728, 36, 32, 8), "tiny": (64, 128, 2, 4, 2)}
 # From what trains most to what needs least memory.
 WAYS: dict[str, dict[str, Any]] = {
     "all weights": {},

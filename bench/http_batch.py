@@ -25,6 +25,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 from bench import kit
@@ -77,43 +78,29 @@ async def null_ratio(ours: Server, rounds: int) -> float:
     return here / there
 
 
-async def ours_single(server: Server) -> Rate:
-    """CLIENTS sessions, each on a connection of its own, STEPS requests each."""
+async def ours(server: Server, *, a_request: int = 1, a_decision: int = 1) -> Rate:
+    """STEPS actions in each of CLIENTS sessions on connections of their own.
+
+    One decision of one action a request, all sessions at once; or `a_request` actions in decisions of
+    `a_decision`, one session after the other. Worlds are made before the clock starts, and forgotten after it
+    stops.
+    """
 
     def one(connection: HttpConnection, env_id: str) -> Play:
         async def play() -> int:
             done = 0
-            for index in range(STEPS):
-                status, _ = await connection.send(connection.encoded("/env/step", step(env_id, index)))
-                done += status == 200
+            for start in range(0, STEPS, a_request):
+                at = range(start, start + a_request, a_decision)
+                steps = [step(env_id, index, a_decision) for index in at]
+                path, body = (
+                    ("/env/step", steps[0]) if a_request == 1 else ("/env/step_many", {"steps": steps})
+                )
+                status, reply = await connection.send(connection.encoded(path, body))
+                done += status == 200 if a_request == 1 else a_decision * reply.count(b'"status":200')
             return done
 
         return play
 
-    return await _with_sessions(server, one, one_by_one=False)
-
-
-async def ours_batch(server: Server, *, a_decision: int) -> Rate:
-    """The same sessions one after the other, BATCH actions a request, so many of them a decision."""
-
-    def one(connection: HttpConnection, env_id: str) -> Play:
-        async def play() -> int:
-            done = 0
-            for start in range(0, STEPS, BATCH):
-                steps = [step(env_id, start + at, a_decision) for at in range(0, BATCH, a_decision)]
-                _, reply = await connection.send(connection.encoded("/env/step_many", {"steps": steps}))
-                done += a_decision * reply.count(b'"status":200')
-            return done
-
-        return play
-
-    return await _with_sessions(server, one, one_by_one=True)
-
-
-async def _with_sessions(
-    server: Server, one: Callable[[HttpConnection, str], Play], *, one_by_one: bool
-) -> Rate:
-    """Worlds are made before the clock starts, and forgotten after it stops."""
     async with AsyncExitStack() as stack:
         plays, made = [], []
         for seed in range(CLIENTS):
@@ -126,7 +113,7 @@ async def _with_sessions(
         async def in_turn() -> int:
             return sum([await play() for play in plays])
 
-        rate = await timed(server, [in_turn] if one_by_one else plays)
+        rate = await timed(server, plays if a_request == 1 else [in_turn])
         for connection, env_id in made:
             await connection.post("/env/terminate", {"env_id": env_id})
         return rate
@@ -171,7 +158,7 @@ async def own_clients(python: str, server: Server, clients: int) -> float:
 
 
 async def beside_openenv(
-    python: str, kind: str, ours: Callable[[], Awaitable[Rate]], clients: int, rounds: int
+    python: str, kind: str, name: str, play: Callable[[], Awaitable[Rate]], clients: int, rounds: int
 ) -> tuple[float, float, float]:
     """Our steps per second over those of OpenEnv's own clients and of bare ones; its CPU a step over ours."""
     mine, theirs, library = [], [], []
@@ -179,12 +166,12 @@ async def beside_openenv(
         for _ in range(rounds):
             library.append(await own_clients(python, peer, clients))
             theirs.append(await openenv(peer, clients))
-            mine.append(await ours())
+            mine.append(await play())
     found = []
-    for name, rates in ((ours.__name__, mine), (f"OpenEnv, {kind}", theirs)):
+    for side, rates in ((name, mine), (f"OpenEnv, {kind}", theirs)):
         per_s = max(rate.per_s for rate in rates)
         cpu_us = min(rate.cpu_us for rate in rates)
-        print(f"{name}: {per_s:.0f} steps/s, {cpu_us:.0f} us of CPU a step", flush=True)
+        print(f"{side}: {per_s:.0f} steps/s, {cpu_us:.0f} us of CPU a step", flush=True)
         found.append((per_s, cpu_us))
     own = max(library)
     print(f"OpenEnv, {kind}, its own clients: {own:.0f} steps/s", flush=True)
@@ -192,42 +179,30 @@ async def beside_openenv(
 
 
 async def measure(options: Namespace) -> int:
-    figures: list[tuple[str, float, bool]] = []
     plugins = str(HERE / "peers/null_environment.py")
     command = (sys.executable, "-m", "task_app", "--plugins", plugins, "--port")
-    async with running(*command, key=secrets.token_urlsafe(16)) as ours:
-
-        async def single() -> Rate:
-            return await ours_single(ours)
-
-        async def batch() -> Rate:
-            return await ours_batch(ours, a_decision=5)
-
-        async def ones() -> Rate:
-            return await ours_batch(ours, a_decision=1)
-
-        ratio = await null_ratio(ours, options.rounds)
-        figures.append(
-            ("CPU of a null-environment request / FastAPI hello (at most 1.6)", ratio, ratio <= 1.6)
-        )
+    async with running(*command, key=secrets.token_urlsafe(16)) as server:
+        ratio = await null_ratio(server, options.rounds)
+        code = kit.report(f"x{ratio:.2f} CPU of a request / FastAPI hello (at most 1.6)", ratio <= 1.6)
         try:
             parts = peer_parts(options.peer_python)
         except NoPeer as why:
             print(f"skipped: single and batch beside OpenEnv; {why}")
         else:
-            bounds = ((single, "ours", CLIENTS, 1.4), (batch, "stock", 1, 20.0), (ones, "stock", 1, 0.0))
-            for play, kind, clients, least in bounds:
-                ratio, bare, cpu = await beside_openenv(
-                    options.peer_python, kind, play, clients, options.rounds
-                )
+            bounds = {
+                "single": (partial(ours, server), "ours", CLIENTS, 1.4),
+                "batch": (partial(ours, server, a_request=BATCH, a_decision=5), "stock", 1, 20.0),
+                "ones": (partial(ours, server, a_request=BATCH, a_decision=1), "stock", 1, 0.0),
+            }
+            for name, (play, kind, clients, least) in bounds.items():
+                found = await beside_openenv(options.peer_python, kind, name, play, clients, options.rounds)
+                ratio, bare, cpu = found
                 equal = parts == OUR_PARTS
                 bound = f"at least {least:g}" if equal else f"NOT JUDGED: it has {parts}, we {OUR_PARTS}"
                 beside = f"{bound}; bare clients x{bare:.2f}, CPU x{cpu:.2f}"
-                told = f"{play.__name__} / OpenEnv + {kind} crafter ({beside})"
-                figures.append((told, ratio, ratio >= least or not equal))
-    for name, ratio, holds in figures:
-        print(f"x{ratio:.2f} {name}{'' if holds else '  MISSED'}")
-    return int(not all(holds for _, _, holds in figures))
+                told = f"x{ratio:.2f} {name} / OpenEnv + {kind} crafter ({beside})"
+                code |= kit.report(told, ratio >= least or not equal)
+    return code
 
 
 class NoPeer(Exception):
@@ -253,15 +228,8 @@ def peer_parts(python: str) -> str:
 
 
 def main() -> int:
-    return asyncio.run(
-        measure(
-            kit.options(
-                __doc__,
-                ("--peer-python", sys.executable, "a Python with openenv-core and crafter"),
-                ("--rounds", 5),
-            )
-        )
-    )
+    peer = ("--peer-python", sys.executable, "a Python with openenv-core and crafter")
+    return asyncio.run(measure(kit.options(__doc__, peer, ("--rounds", 5))))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 import subprocess
 import tempfile
 import time
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from bench.kit import ROOT
+from bench.kit import ROOT, free_port
 
 HOST = "127.0.0.1"
 
@@ -66,9 +65,7 @@ async def running(*command: str, key: str = "") -> AsyncIterator[Server]:
     What it writes is shown only if it ends before it listens: OpenEnv logs a traceback for every socket that
     is closed.
     """
-    with socket.socket() as sock:
-        sock.bind((HOST, 0))
-        port: int = sock.getsockname()[1]
+    port = free_port()
     root = {"PYTHONPATH": str(ROOT), "TURNWISE_LOG_LEVEL": "warning", "ENVIRONMENT_API_KEY": key}
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(

@@ -1,13 +1,18 @@
-"""Shared parts of the scripts: options, the least time over repeats, the verdict and the exit code."""
+"""Shared parts of the scripts: options, rounds in turns and trees compared, the verdict and the exit code."""
 
 import argparse
 import json
 import os
 import platform
+import socket
+import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -17,7 +22,8 @@ def options(
 ) -> argparse.Namespace:
     """A script's options, each a flag, its default and a help text.
 
-    A default of False makes a switch, an empty list a flag that may be repeated; a type has no default.
+    A default of False makes a switch, an empty list a flag that may be repeated, a tuple a flag of several
+    whole numbers; a type has no default.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for flag, default, *words in flags:
@@ -26,6 +32,8 @@ def options(
             parser.add_argument(flag, action="store_true", help=text)
         elif default == []:
             parser.add_argument(flag, action="append", default=default, help=text)
+        elif isinstance(default, tuple):
+            parser.add_argument(flag, type=int, nargs="+", default=default, help=text)
         elif isinstance(default, type):
             parser.add_argument(flag, type=default, help=text)
         else:
@@ -34,10 +42,84 @@ def options(
     return parser.parse_args(arguments)
 
 
-def environ_of(tree: Path, variables: Mapping[str, str] = {}) -> dict[str, str]:
-    """Of a process that runs a tree's code, with further variables: each tree sets how its threads wait."""
+T = TypeVar("T")
+ANSWER = "answer "  # begins a worker's line, among those of its log
+
+
+class Side(NamedTuple):
+    """One side of a comparison: a tree, and what its worker gets besides."""
+
+    tree: Path
+    arguments: Sequence[str] = ()
+    variables: Mapping[str, str] = {}
+
+
+@contextmanager
+def worker(script: str, side: Side) -> Iterator[Callable[[], dict[str, float]]]:
+    """Figures by a script in a process that runs a tree's code, for each call.
+
+    The script gets a line of stdin for each, and answers `ANSWER` and a line of JSON. It imports that tree's
+    `bench.kit`, which may be older than this one. Each tree sets how its threads wait.
+    """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
-    return {**inherited, "PYTHONPATH": str(tree), **variables}
+    process = subprocess.Popen(
+        [sys.executable, str(Path(script).resolve()), *side.arguments], cwd=side.tree,
+        env={**inherited, "PYTHONPATH": str(side.tree), **side.variables},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    stdin, stdout = process.stdin, process.stdout
+    assert stdin is not None and stdout is not None, "both are pipes"
+
+    def once() -> dict[str, float]:
+        print(file=stdin, flush=True)
+        line = next(line for line in stdout if line.startswith(ANSWER))
+        figures: dict[str, float] = json.loads(line.removeprefix(ANSWER))
+        return figures
+
+    try:
+        yield once
+    finally:
+        stdin.close()
+        process.wait()
+
+
+def in_turns(sides: Mapping[str, Callable[[], T]], rounds: int, *, warm: bool = True) -> dict[str, list[T]]:
+    """What each side returned in each round, so that a busy moment affects all; the first round warms up."""
+    found = [{name: once() for name, once in sides.items()} for _ in range(rounds + warm)]
+    return {name: [each[name] for each in found[warm:]] for name in sides}
+
+
+def compare_sides(script: str, sides: Mapping[str, Side], rounds: int) -> dict[str, list[dict[str, float]]]:
+    """Figures of each side's worker in rounds."""
+    with ExitStack() as stack:
+        calls = {name: stack.enter_context(worker(script, side)) for name, side in sides.items()}
+        return in_turns(calls, rounds)
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """Median (least to greatest)."""
+    middle = statistics.median(values)
+    return f"{middle:z.{digits}f} ({min(values):z.{digits}f} to {max(values):z.{digits}f})"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+class Reporter:
+    """Of a run that a script plays: silent, but for what the script overrides."""
+
+    def say(self, text: str) -> None: ...
+
+    def note(self, text: str) -> None:
+        self.say(text)
+
+    def stage(self, name: str, done: int, total: int) -> None: ...
+
+    def metrics(self, row: dict[str, Any], line: str) -> None: ...
+
+    def process(self, name: str, **state: Any) -> None: ...
 
 
 def verdict(met: bool, missed: str = "MISSED") -> str:

@@ -8,7 +8,6 @@ import base64
 import json
 import os
 import struct
-from types import TracebackType
 from typing import Any
 
 
@@ -16,14 +15,12 @@ class _Connection:
     def __init__(self, host: str, port: int) -> None:
         self._address = (host, port)
 
-    async def __aenter__(self) -> "Any":
+    async def __aenter__(self) -> Any:
         self._reader, self._writer = await asyncio.open_connection(*self._address, limit=1 << 22)
         await self._opened()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self._writer.close()
 
     async def _opened(self) -> None:

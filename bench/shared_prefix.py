@@ -28,6 +28,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -133,11 +134,8 @@ def _segment(name: str, prompt: list[int], answer: list[int]) -> Segment:
 def played_segments(settings: Sequence[str]) -> list[Segment]:
     found = played(settings)
     episodes = job_parts.credit(found.job).credit(found.rollouts, found.measured).episodes
-    return [
-        replace(part, rollout_id=f"{n}-{i}")
-        for n, e in enumerate(episodes)
-        for i, part in enumerate(e.segments)
-    ]
+    parts = ((f"{n}-{i}", part) for n, e in enumerate(episodes) for i, part in enumerate(e.segments))
+    return [replace(part, rollout_id=name) for name, part in parts]
 
 
 def make_learner(model: PreTrainedModel, case: Case, *, share: bool) -> LocalLearner:
@@ -176,12 +174,10 @@ def compared(case: Case, rounds: int, folder: str | None) -> Compared:
     plain, shared = (
         make_learner(model_of(case.shape, vocabulary), case, share=share) for share in (False, True)
     )
-    sides = [_updates(plain, case), _updates(shared, case)]
+    sides = {"plain": _updates(plain, case), "shared": _updates(shared, case)}
     if folder is not None:
-        sides.append(_updates_by_trl(model_of(case.shape, vocabulary), case, folder))
-    # What a side does for the first time is not timed.
-    found = [[next(side) for side in sides] for _ in range(rounds + 1)][1:]
-    plain_s, shared_s, *trl_s = map(list, zip(*found, strict=True))
+        sides["trl"] = _updates_by_trl(model_of(case.shape, vocabulary), case, folder)
+    found = kit.in_turns({name: partial(next, side) for name, side in sides.items()}, rounds)
     tokens, logprobs, gradient = zip(*(_looked_at(side, segments) for side in (plain, shared)), strict=True)
     total = sum(map(len, segments))
     return Compared(
@@ -189,9 +185,9 @@ def compared(case: Case, rounds: int, folder: str | None) -> Compared:
         tokens=total,
         distinct=total / Tries.of(segments, SHARE_FROM).distinct,
         computed=tokens[0] / tokens[1],
-        plain_s=plain_s,
-        shared_s=shared_s,
-        trl_s=trl_s[0] if trl_s else [],
+        plain_s=found["plain"],
+        shared_s=found["shared"],
+        trl_s=found.get("trl", []),
         logprobs=float((logprobs[0] - logprobs[1]).abs().max()),
         gradient=float((gradient[0] - gradient[1]).norm() / gradient[0].norm()),
     )
@@ -294,13 +290,8 @@ def main() -> int:
         results[case.against][name] = asdict(found) | {"cpu": found.ratio("plain")}
     if options.out:
         machine = kit.describe_machine(load=os.getloadavg()[0])
-        text = {
-            "bench": "shared_prefix",
-            "machine": machine,
-            "cases": results["plain"],
-            "trl": results["trl"],
-        }
-        kit.write_results(Path(options.out), text)
+        cases_of = {"cases": results["plain"], "trl": results["trl"]}
+        kit.write_results(Path(options.out), {"bench": "shared_prefix", "machine": machine, **cases_of})
     return code
 
 

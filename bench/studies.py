@@ -1,6 +1,6 @@
 """Studies of learning: a table of jobs and arms, each with several seeds.
 
-    python -m bench.studies NAME [--quick] [--seeds 0 1 2] [--arms …] [--background]
+    python -m bench.studies NAME [--quick] [--seeds 0 1 2] [--arms …]
 
 Without a NAME it lists them. Arms start from one checkpoint a seed, or in studies of whole jobs from an
 imitation of their own. Worlds, sampling seeds, passes and rates are equal, unless an arm names others.
@@ -20,6 +20,7 @@ from bench.study_runs import finished, main, warm_start_job
 from trainer_backend.job.load import load_job
 
 OFF = ("training.step_rewards_enabled=false", "training.step_rewards_mode=off")
+BY_DECISION = ("training.step_rewards_enabled=true", "training.step_rewards_mode=decision_stepwise")
 
 # The demo's job. In one process the stages take turns; ahead, they overlap.
 AHEAD = Study(
@@ -72,13 +73,7 @@ REWARD_MODES = Study(
         *IN_GROUPS, "training.iterations=40", "evaluation.every_n_iters=20", "training.keep_checkpoints=1",
     ),
     arms={
-        "decision_stepwise": Arm(
-            "a reward a decision",
-            (
-                "training.step_rewards_enabled=true", "training.step_rewards_mode=decision_stepwise",
-                "algorithm.advantage=stepwise",
-            ),
-        ),
+        "decision_stepwise": Arm("a reward a decision", (*BY_DECISION, "algorithm.advantage=stepwise")),
         "off": Arm("outcome alone", (*OFF, "algorithm.advantage=grpo")),
     },
 )  # fmt: skip
@@ -169,50 +164,31 @@ MIXTURE = Study(
 
 # Which estimator learns most from the same number of decisions? What `branch` plays on from before a decision
 # counts too, so it plays fewer episodes.
-_BY_DECISION = ("training.step_rewards_enabled=true", "training.step_rewards_mode=decision_stepwise")
-_UNEQUAL = (
-    "branch samples fewer decisions and takes about a third of the optimizer steps an iteration, since "
-    "nothing is trained on what was played on (summary: decisions_an_iteration, steps_an_iteration): its "
-    "gain does not say how good it is"
-)
 CREDIT = Study(
     name="credit",
     title="estimators of credit on one warm start, equal budget of decisions",
     against="grpo",
-    beside=lambda: {"not_equal": _UNEQUAL},
     # 64 episodes of 50 decisions an iteration, as the demo; 15 iterations; evaluated at both ends.
     settings=(
-        *IN_GROUPS,
-        "training.keep_checkpoints=1",
-        "training.iterations=15",
-        "evaluation.every_n_iters=15",
+        *IN_GROUPS, "training.keep_checkpoints=1", "training.iterations=15", "evaluation.every_n_iters=15",
     ),
     arms={
-        "grpo": Arm(
-            "grpo, outcome alone",
-            (
-                "training.step_rewards_enabled=false",
-                "training.step_rewards_mode=off",
-                "algorithm.advantage=grpo",
-            ),
-        ),
-        "stepwise": Arm("stepwise", (*_BY_DECISION, "algorithm.advantage=stepwise")),
-        "gigpo": Arm("gigpo", (*_BY_DECISION, "algorithm.advantage=gigpo")),
-        "gae": Arm("gae", (*_BY_DECISION, "algorithm.advantage=gae")),
+        "grpo": Arm("grpo, outcome alone", (*OFF, "algorithm.advantage=grpo")),
+        **{
+            name: Arm(name, (*BY_DECISION, f"algorithm.advantage={name}"))
+            for name in ("stepwise", "gigpo", "gae")
+        },
+        # From a decision in the middle half an episode is left: 2 * 2 of them cost two episodes more, so a
+        # third of 64, in whole groups.
         "branch": Arm(
             "branch",
             (
-                *_BY_DECISION,
-                "algorithm.advantage=branch",
-                "algorithm.branches_per_episode=2",
-                "algorithm.branch_rollouts=2",
-                # From a decision in the middle half an episode is left: 2 * 2 of them cost two episodes more,
-                # so a third of 64, in whole groups.
-                "rollout.episodes_per_batch=20",
+                *BY_DECISION, "algorithm.advantage=branch", "algorithm.branches_per_episode=2",
+                "algorithm.branch_rollouts=2", "rollout.episodes_per_batch=20",
             ),
         ),
     },
-)
+)  # fmt: skip
 
 # A corridor (tests/corridor.py): one of two ways is right in each of 30 cells, and the other ends the game.
 # Key, door and treasure earn 1 each. Three of four groups start at snapshots of the run.

@@ -28,17 +28,14 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bench import kit
-from bench.kit import ROOT
 from bench.study_vllm import (
-    SMALL,
-    SWAPS,
-    Killer,
     in_flight,
     judge,
-    judged_job,
     make_job,
     open_pool,
     publication,
+    run_and_judge,
+    server_options,
     server_processes,
     started_servers,
 )
@@ -55,11 +52,8 @@ from trainer_backend.processes.policy_server import make_servers
 from trainer_backend.processes.vllm_servers import check_environment
 from trainer_backend.processes.weight_delivery import WeightBroadcast, WeightFolders
 from trainer_backend.rundir.layout import RunDirectory, create_run
-from trainer_backend.start import run_job
 
 BROADCAST = {"weight_transfer": {"backend": "nccl"}}
-# A model whose publish takes long enough to be measured on a CPU: 0.11e9 weights.
-WIDTH, LAYERS, HEADS, HEAD_DIM, MLP = 768, 12, 12, 64, 2304
 PUBLISHES = 7
 PAIR_TIMEOUT_S = 20.0
 
@@ -67,8 +61,7 @@ PAIR_TIMEOUT_S = 20.0
 class Senders:
     """A sender for each version, as a learner has one; the versions are folders.
 
-    Args:
-        killed_at: the place of the tensor at which a server is killed; None: never.
+    At the tensor of the place `killed_at` a server is killed.
     """
 
     def __init__(self, pool: Servers, folders: Sequence[Path], killed_at: int | None = None) -> None:
@@ -131,12 +124,12 @@ async def swaps(job: JobConfig, directory: RunDirectory, folders: Sequence[Path]
 
 
 def larger_model(folder: Path, tokenizer_of: Path) -> None:
+    """A model whose publish takes long enough to be measured on a CPU: 0.11e9 weights."""
     tokenizer = load_tokenizer(tokenizer_of)
     config = Qwen3Config(
-        vocab_size=32_000, hidden_size=WIDTH, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        num_key_value_heads=HEADS, head_dim=HEAD_DIM, intermediate_size=MLP, tie_word_embeddings=True,
-        max_position_embeddings=1024,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        vocab_size=32_000, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, head_dim=64,
+        num_key_value_heads=12, intermediate_size=2304, max_position_embeddings=1024,
+        tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     torch.manual_seed(0)
     save_model_folder(folder, Qwen3ForCausalLM(config), tokenizer)
@@ -175,17 +168,16 @@ async def publish_both_ways(job: JobConfig, directory: RunDirectory) -> dict[str
         await sent.close()
         await pool.close()
     tensors = learner.weights().values()
+    names = ("seconds", "learner_extra_mib")
     return {
         "model_mib": sum({item.data_ptr(): item.nbytes for item in tensors}.values()) / 2**20,
         "largest_tensor_mib": max(item.nbytes for item in tensors) / 2**20,
         "servers": len(servers.urls),
         "publishes": PUBLISHES,
-    } | {
-        name: {
-            "seconds": spread([seconds for seconds, _ in rows]),
-            "learner_extra_mib": spread([extra for _, extra in rows]),
-        }
-        for name, rows in costs.items()
+        **{
+            way: dict(zip(names, map(spread, zip(*rows, strict=True)), strict=True))
+            for way, rows in costs.items()
+        },
     }
 
 
@@ -193,17 +185,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": median(values), "least": min(values), "most": max(values)}
 
 
-def study_job(python: str, iterations: int, root: Path) -> tuple[dict[str, Any], list[Path]]:
-    """Run the job; return what is said of it, and folders of its first versions."""
-    job = make_job(python, iterations, cluster={"launcher": "local"}, **BROADCAST)
-    directory, killer = create_run(job, root / "run"), Killer("collect 2")
-    asyncio.run(run_job(job, directory, killer, resume=False))
-    trained = {
-        **judged_job(directory, iterations, killer),
-        "servers_left": len(server_processes()),
-        "folders_written": len(list(directory.weights.glob("version_*"))),
-    }
-    return trained, [directory.checkpoints / f"iteration_{number}" for number in range(SWAPS + 1)]
+def sent_job(python: str, iterations: int) -> JobConfig:
+    """The job whose learner sends its weights."""
+    return make_job(python, iterations, cluster={"launcher": "local"}, **BROADCAST)
 
 
 def study(python: str, iterations: int) -> dict[str, Any]:
@@ -212,7 +196,7 @@ def study(python: str, iterations: int) -> dict[str, Any]:
     release = asyncio.run(check_environment(job.inference))
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        trained, folders = study_job(python, iterations, root)
+        trained, folders = run_and_judge(sent_job(python, iterations), root)
         swapped = asyncio.run(swaps(job, create_run(job, root / "swaps"), folders))
         larger_model(root / "larger", folders[0])
         compared = make_job(python, 1, model={"path": str(root / "larger"), "device": "cpu"}, **BROADCAST)
@@ -239,22 +223,12 @@ def holds(found: dict[str, Any], iterations: int) -> dict[str, bool]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = kit.options(
-        __doc__,
-        ("--vllm-python", "", "the Python of vLLM's environment"),
-        ("--iterations", 60, "of the job; a killed server needs a minute or two to come back"),
-        ("--job", False, "the job alone; the other figures stay as they are"),
-        ("--results", ROOT / "bench" / "results" / "broadcast.json"),
-        arguments=arguments,
-    )
-    if not options.vllm_python:
-        raise SystemExit("--vllm-python VENV/bin/python: docs/vllm.md says how to make one")
-    for name, value in SMALL.items():
-        os.environ.setdefault(name, value)
+    part = ("--job", False, "the job alone; the other figures stay as they are")
+    options = server_options(__doc__, part, "broadcast.json", arguments)
     if options.job:
         found = json.loads(options.results.read_text())
         with tempfile.TemporaryDirectory() as root:
-            found["job"], _ = study_job(options.vllm_python, options.iterations, Path(root))
+            found["job"], _ = run_and_judge(sent_job(options.vllm_python, options.iterations), Path(root))
     else:
         found = study(options.vllm_python, options.iterations)
     found["holds"] = holds(found, options.iterations)

@@ -20,7 +20,6 @@ bench/results/faults.json and faults_processes.json have the figures, by seed: w
 Exit code 1 when something does not hold.
 """
 
-import argparse
 import json
 import random
 import shutil
@@ -34,9 +33,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bench import kit
 from bench.fault_installation import KINDS, OF_A_JOB, Installation, Kind
 from bench.fault_watch import Fault, Seen, Watch, drawn_faults, judge
-from bench.kit import ROOT, describe_machine, write_results
 from trainer_backend.job.load import dump_job, load_job
 
 # Episodes of the demo's kind, few and short: a start takes longer than all iterations together.
@@ -107,7 +106,9 @@ def job_text(size: Size, seed: int, task_url: str) -> str:
         f"training.iterations={size.iterations}", f"rollout.episodes_per_batch={size.episodes}",
         f"job.seed={seed}", f'services.task_url="{task_url}"',
     )  # fmt: skip
-    return dump_job(load_job(ROOT / "configs" / "crafter_cpu.toml", (*SETTINGS, *size.settings, *own)).config)
+    return dump_job(
+        load_job(kit.ROOT / "configs" / "crafter_cpu.toml", (*SETTINGS, *size.settings, *own)).config
+    )
 
 
 def study(folder: Path, results: Path, seeds: Sequence[int], sizes: Sequence[Size]) -> dict[str, Any]:
@@ -121,27 +122,29 @@ def study(folder: Path, results: Path, seeds: Sequence[int], sizes: Sequence[Siz
         jobs[str(seed)] = run_job(folder / f"seed_{seed}", sizes[seed % len(sizes)], seed)
         print(f"seed {seed}: {json.dumps(jobs[str(seed)])}", flush=True)
         outcome = summary(jobs)
-        write_results(results, outcome)
+        kit.write_results(results, outcome)
     return outcome
 
 
 def summary(jobs: dict[str, Any]) -> dict[str, Any]:
     kinds = (*KINDS, *OF_A_JOB)
-    recovery = {kind: times(job["recovery_s"].get(kind, ()) for job in jobs.values()) for kind in kinds}
-    answers = {kind: times(job["answers_s"].get(kind, ()) for job in jobs.values()) for kind in kinds}
-    slow = sum(
-        found > RECOVERY_S for job in jobs.values() for all_s in job["recovery_s"].values() for found in all_s
+    recovery, answers = (
+        {kind: told for kind in kinds if (told := times(job[name].get(kind, ()) for job in jobs.values()))}
+        for name in ("recovery_s", "answers_s")
     )
+    slow = [
+        one > RECOVERY_S for job in jobs.values() for all_s in job["recovery_s"].values() for one in all_s
+    ]
     return {
         "study": "faults",
-        "machine": describe_machine(),
+        "machine": kit.describe_machine(),
         "counts": added(job["counts"] for job in jobs.values())
         | {"jobs": len(jobs), "kept": sum(job["kept"] for job in jobs.values())},
         "kills": added(job["kills"] for job in jobs.values()),
         "losses": added(job["losses"] for job in jobs.values()),
-        "from_kill_to_first_new_rollout_s": {kind: told for kind, told in recovery.items() if told},
-        f"of_those_above_{RECOVERY_S:g}_s": slow,
-        "from_kill_to_answer_out_of_the_store_s": {kind: told for kind, told in answers.items() if told},
+        "from_kill_to_first_new_rollout_s": recovery,
+        f"of_those_above_{RECOVERY_S:g}_s": sum(slow),
+        "from_kill_to_answer_out_of_the_store_s": answers,
         "holds": {
             "every job is the one that it would have been": not any(job["wrong"] for job in jobs.values())
         },
@@ -162,27 +165,26 @@ def times(found: Iterable[Sequence[float]]) -> dict[str, float] | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = kit.options(
+        __doc__,
+        ("--quick", False, "three jobs, one in processes, with two kills each"),
+        ("--processes", False, "jobs in processes of their own, collecting ahead"),
+        ("--seeds", (), "default: 0 to 19"),
+        ("--out", Path, "folder of the runs"),
+        ("--results", Path, "JSON file to write"),
+        arguments=arguments,
     )
-    arms = parser.add_mutually_exclusive_group()
-    arms.add_argument(
-        "--quick", action="store_true", help="three jobs, one in processes, with two kills each"
-    )
-    arms.add_argument(
-        "--processes", action="store_true", help="jobs in processes of their own, collecting ahead"
-    )
-    parser.add_argument("--seeds", type=int, nargs="+", default=None, help="default: 0 to 19")
-    parser.add_argument("--out", type=Path, default=None, help="folder of the runs")
-    parser.add_argument("--results", type=Path, default=None, help="JSON file to write")
-    options = parser.parse_args(arguments)
+    if options.quick and options.processes:
+        raise SystemExit("--quick and --processes: one of them")
     name, sizes, count = "faults", (FULL,), 20
     if options.quick:
         name, sizes, count = "faults_quick", QUICK, len(QUICK)
     elif options.processes:
         name, sizes = "faults_processes", (PROCESSES,)
-    folder = (options.out or ROOT / "runs" / name).resolve()
-    results = options.results or (folder if options.quick else ROOT / "bench" / "results") / f"{name}.json"
+    folder = (options.out or kit.ROOT / "runs" / name).resolve()
+    results = (
+        options.results or (folder if options.quick else kit.ROOT / "bench" / "results") / f"{name}.json"
+    )
     outcome = study(folder, results, options.seeds or range(count), sizes)
     print(json.dumps({key: value for key, value in outcome.items() if key != "jobs"}, indent=1))
     return 0 if all(outcome["holds"].values()) else 1

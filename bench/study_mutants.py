@@ -149,11 +149,8 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     total = Counter(row["file"] for row in counted)
     score = round(killed.total() / max(total.total(), 1), 4)
     numbers = {"mutants": len(rows), "equivalent": len(rows) - len(counted), "killed": killed.total()}
-    return {
-        **numbers,
-        "score": score,
-        "by_file": {name: [killed[name], total[name]] for name in sorted(total)},
-    }
+    by_file = {name: [killed[name], total[name]] for name in sorted(total)}
+    return {**numbers, "score": score, "by_file": by_file}
 
 
 def study(tree: Tree, known: Sequence[dict[str, Any]], given: Namespace) -> Iterator[dict[str, Any]]:

@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -64,26 +63,22 @@ from trainer_backend.parts import CreditedEpisode, Learner, Progress
 from trainer_backend.processes.learner_process import LearnerConnection, remote_learner
 
 GRADIENTS: dict[str, dict[str, Any]] = {
-    "token": {"algorithm": {"ratio_level": "token"}},
-    "decision": {"algorithm": {"ratio_level": "decision"}},
-    "episode": {"algorithm": {"ratio_level": "episode"}},
+    **{level: {"algorithm": {"ratio_level": level}} for level in ("token", "decision", "episode")},
     "lora": {"lora": {"rank": 4, "alpha": 8}},
     "checkpointing": {"training": {"gradient_checkpointing": True}},
     "lora, checkpointing, KL": {
-        "lora": {"rank": 4},
-        "training": {"gradient_checkpointing": True, "kl_coef": 0.1},
+        "lora": {"rank": 4}, "training": {"gradient_checkpointing": True, "kl_coef": 0.1},
     },
     "critic": {"algorithm": {"advantage": "gae"}, "training": {"value_trunk_gradient": True}},
     "KL": {"training": {"kl_coef": 0.1}},
     "weights kept after forward": {"learner": {"fsdp_reshard_after_forward": False}},
     "weights in main memory": {"learner": {"fsdp_cpu_offload": True}},
-}
+}  # fmt: skip
 TRAINING = {
     "iterations": 4, "update_passes": 3, "batch_decisions": 30, "row_tokens": 160, "micro_batch_tokens": 320,
     "mismatch_limit": 1e9, "learning_rate_schedule": "cosine", "threads": 1,
 }  # fmt: skip
 Make = Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerFast]]
-SHORT = {"inference": {"max_model_len": 256}}
 NEAR = 0.15  # nats, between the policy and its proximal log-probs
 
 
@@ -112,14 +107,6 @@ def tiny_model() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     return build_preset("tiny-0.8m", tokenizer, seed=3), tokenizer
 
 
-def make_family(family: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    return tiny_families.tiny_model(family, vocab_size=300), tiny_model()[1]
-
-
-def make_learner(config: LearnerConfig, ranks: Ranks, make: Make = tiny_model) -> LocalLearner:
-    return LocalLearner(config, *make(), ranks=ranks)
-
-
 def episodes(seed: int = 0, count: int = 37) -> list[CreditedEpisode]:
     rng = random.Random(seed)
     found = []
@@ -143,7 +130,7 @@ def gradient(
     config: LearnerConfig, ranks: Ranks, given: list[CreditedEpisode], make: Make = tiny_model
 ) -> tuple[Tensor, dict[str, float]]:
     """A step's gradient as one vector in float64, and the step's metrics."""
-    learner = make_learner(config, ranks, make)
+    learner = LocalLearner(config, *make(), ranks=ranks)
     if config.value_level is None:
         given = [replace(episode, critic=None) for episode in given]
     else:
@@ -173,11 +160,6 @@ def judge_gradient(
             "metrics": max(abs(metrics[name] - value) for name, value in expected.items()),
         }
     return {}
-
-
-def judge_copies(ranks: Ranks) -> dict[str, float]:
-    """Every rank holds all weights: one of as many groups."""
-    return judge_gradient({"learner": {"data_parallel_replicate_degree": ranks.count}}, ranks)
 
 
 def judge_cosines(ranks: Ranks) -> dict[str, float]:
@@ -215,13 +197,13 @@ def weights(learner: LocalLearner) -> Tensor:
 def judge_update(ranks: Ranks) -> dict[str, float]:
     """Three passes of clipped AdamW steps under a schedule."""
     config = make_config({"training": {"max_grad_norm": 0.1}})
-    learner = make_learner(config, ranks)
+    learner = LocalLearner(config, *tiny_model(), ranks=ranks)
     before = weights(learner)
     learner.update(episodes(), iteration=1)
     after = weights(learner)
     if not ranks.is_first:
         return {}
-    alone = make_learner(config, ALONE)
+    alone = LocalLearner(config, *tiny_model(), ranks=ALONE)
     alone.update(episodes(), iteration=1)
     expected = weights(alone)
     return {"update": float((after - expected).norm() / (expected - before).norm())}
@@ -230,7 +212,7 @@ def judge_update(ranks: Ranks) -> dict[str, float]:
 def judge_resume(ranks: Ranks) -> dict[str, float]:
     """All ranks save, one alone continues and saves, all continue: the weights of a run without saving."""
     config, folder = make_config({}), ranks.of_every_rank(Path(tempfile.mkdtemp()))[0]
-    learner = make_learner(config, ranks)
+    learner = LocalLearner(config, *tiny_model(), ranks=ranks)
     learner.update(episodes(1), iteration=1)
     learner.save(folder / "iteration_1", Progress(1, 1, 1))
     for iteration in (2, 3):
@@ -247,7 +229,8 @@ def judge_resume(ranks: Ranks) -> dict[str, float]:
     found = {}
     if ranks.is_first:
         never, resumed = (load_model_folder(folder / name)[0] for name in ("never", "resumed"))
-        ids = torch.tensor([segment.token_ids[:16].tolist() for segment in _long(episodes())])
+        every = (segment for episode in episodes() for segment in episode.segments)
+        ids = torch.tensor([segment.token_ids[:16].tolist() for segment in every if len(segment) >= 16])
         choices = [model(input_ids=ids).logits.argmax(-1) for model in (never, resumed)]
         pairs = zip(never.parameters(), resumed.parameters(), strict=True)
         found = {
@@ -256,10 +239,6 @@ def judge_resume(ranks: Ranks) -> dict[str, float]:
         }
         shutil.rmtree(folder)
     return found
-
-
-def _long(given: Sequence[CreditedEpisode]) -> list[Segment]:
-    return [segment for episode in given for segment in episode.segments if len(segment) >= 16]
 
 
 def judge_publish(ranks: Ranks) -> dict[str, float]:
@@ -305,15 +284,19 @@ def judge_experts(ranks: Ranks) -> dict[str, float]:
     """
     found: dict[str, float] = {"gradient": 0.0, "metrics": 0.0, "logprobs": 0.0, "moved": math.inf}
     for family in ("qwen3_moe", "gpt_oss"):
-        make, tables = partial(make_family, family), {"training": {"gradient_checkpointing": 2}, **SHORT}
+        tables = {"training": {"gradient_checkpointing": 2}, "inference": {"max_model_len": 256}}
+
+        def make(family: str = family) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+            return tiny_families.tiny_model(family, vocab_size=300), tiny_model()[1]
+
         given = [_sent_further(episode, make()[0]) for episode in episodes(count=9)]
         case = judge_gradient(tables, ranks, given, make)
         segments = [part for episode in given for part in episode.segments]
         config = make_config(with_ranks(ranks, tables))
-        scored = make_learner(config, ranks, make).scorer.score(segments, config.training)
+        scored = LocalLearner(config, *make(), ranks=ranks).scorer.score(segments, config.training)
         if not ranks.is_first:
             continue
-        scorer = make_learner(config, ALONE, make).scorer
+        scorer = LocalLearner(config, *make(), ranks=ALONE).scorer
         expected = scorer.score(segments, config.training)
         free = scorer.score([replace(part, experts=NO_EXPERTS) for part in segments], config.training)
         found["gradient"] = max(found["gradient"], case["gradient"])
@@ -340,7 +323,10 @@ def _apart(some: Sequence[NDArray[Any]], others: Sequence[NDArray[Any]]) -> floa
 
 
 OTHERS: dict[str, Callable[[Ranks], dict[str, float]]] = {
-    "copies": judge_copies,
+    # Every rank holds all weights: one of as many groups.
+    "copies": lambda ranks: judge_gradient(
+        {"learner": {"data_parallel_replicate_degree": ranks.count}}, ranks
+    ),
     "cosines": judge_cosines,
     "update": judge_update,
     "resume": judge_resume,
@@ -378,18 +364,12 @@ class Group:
     """A learner of two ranks, opened with a job, as a factory."""
 
     def __init__(self, job: JobConfig, folder: Path) -> None:
-        command = (
-            sys.executable,
-            "-m",
-            "trainer_backend.learner.group",
-            "--standalone",
-            "--nproc-per-node=2",
-        )
+        group = ("trainer_backend.learner.group", "--standalone", "--nproc-per-node=2")
         self.log = folder / "learner.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-                env={**os.environ, LEARNER_KEY: "key"},
+                (sys.executable, "-m", *group), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                text=True, env={**os.environ, LEARNER_KEY: "key"},
             )  # fmt: skip
         assert self.process.stdout is not None
         url = next(line for line in self.process.stdout if line.startswith(READY)).removeprefix(READY).strip()
@@ -420,11 +400,8 @@ def judged(count: int, *cases: str) -> dict[str, dict[str, float]]:
         out = Path(folder) / "found.json"
         words = [word for case in cases for word in ("--case", case)]
         command = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}")
-        subprocess.run(
-            [*command, "-m", "bench.study_ranks", "--judge", str(out), *words],
-            check=True,
-            stderr=subprocess.DEVNULL,
-        )
+        command = (*command, "-m", "bench.study_ranks", "--judge", str(out), *words)
+        subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
         found: dict[str, dict[str, float]] = json.loads(out.read_text(encoding="utf-8"))
     return found
 
@@ -465,12 +442,12 @@ def without_memory(rank: psutil.Process) -> None:
     rank.rlimit(resource.RLIMIT_AS, (rank.memory_info().vms, resource.RLIM_INFINITY))
 
 
-FAULTS: dict[str, tuple[Callable[[psutil.Process], None], float, str]] = {
-    "killed": (lambda rank: rank.send_signal(signal.SIGKILL), 120.0, LearnerLost.__name__),
-    "stands still": (lambda rank: rank.send_signal(signal.SIGSTOP), TIMEOUT_S, LearnerLost.__name__),
-    "out of memory": (without_memory, 120.0, OutOfMemory.__name__),
+# Each with the timeout of the learner, the error of the call, and the most seconds until the other has ended.
+FAULTS: dict[str, tuple[Callable[[psutil.Process], None], float, type[TrainerError], float]] = {
+    "killed": (lambda rank: rank.send_signal(signal.SIGKILL), 120.0, LearnerLost, 1.0),
+    "stands still": (lambda rank: rank.send_signal(signal.SIGSTOP), TIMEOUT_S, LearnerLost, TIMEOUT_S + 5.0),
+    "out of memory": (without_memory, 120.0, OutOfMemory, 30.0),
 }
-MOST_S = {"killed": 1.0, "stands still": TIMEOUT_S + 5.0, "out of memory": 30.0}
 
 
 def main() -> int:
@@ -496,14 +473,14 @@ def main() -> int:
             f"{count} ranks, a publish: {publish['extra_mib']:.0f} MiB extra, of {publish['limit_mib']:.0f}",
             publish["extra_mib"] <= publish["limit_mib"],
         )
-    for name, (fault, timeout_s, expected) in FAULTS.items():
+    for name, (fault, timeout_s, expected, most_s) in FAULTS.items():
         runs = [after_a_fault(fault, timeout_s) for _ in range(REPEATS)]
         middle = statistics.median(run["others_s"] for run in runs)
         found["faults"][name] = runs
         kinds = {run["error"] for run in runs}
         held |= kit.report(
             f"a rank {name}: {middle:.2f} s (median of {REPEATS}) until the other ended; the call: {kinds}",
-            middle <= MOST_S[name] and kinds == {expected},
+            middle <= most_s and kinds == {expected.__name__},
         )
     kit.write_results(RESULTS, found)
     return held

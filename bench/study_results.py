@@ -1,6 +1,7 @@
 """What a study found: from run directories to JSON, and from there to a picture and a table."""
 
 import io
+import math
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,22 +24,11 @@ from trainer_backend.rundir.layout import open_run
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")  # after Okabe and Ito
 _INK, _FAINT = "#1f2328", "#d0d7de"
 _SETTINGS: dict[Any, Any] = {
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.linewidth": 0.6,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-    "lines.linewidth": 1.8,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "axes.edgecolor": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "grid.color": _FAINT,
-}
+    "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    "axes.axisbelow": True, "grid.linewidth": 0.6, "legend.frameon": False, "legend.fontsize": 9,
+    "lines.linewidth": 1.8, "text.color": _INK, "axes.labelcolor": _INK, "axes.edgecolor": _INK,
+    "xtick.color": _INK, "ytick.color": _INK, "grid.color": _FAINT,
+}  # fmt: skip
 
 
 def whole_numbers() -> MaxNLocator:
@@ -106,7 +96,6 @@ class Study:
     measured: what that is, in words.
     from_the_start: an arm's run begins with its own warm-up, as the job does; no arm shares a warm start.
     own_warm_starts: an arm's switches hold in its warm-up too, so each arm has a checkpoint of its own.
-    beside: figures that need no run, for the results.
     models: makes, in the study's folder and by its settings, what these name as {name}; paths by name.
     """
 
@@ -121,7 +110,6 @@ class Study:
     measured: str = "unique achievements, held out"
     from_the_start: bool = False
     own_warm_starts: bool = False
-    beside: "Callable[[], Mapping[str, Any]] | None" = None
     models: "Callable[[Study, Path, Sequence[str]], Mapping[str, str]] | None" = None
 
 
@@ -257,19 +245,18 @@ def table(study: Study, outcome: Mapping[str, Any]) -> str:
     """The summary for a terminal: a line an arm, 95 % intervals over seeds."""
     told = outcome["summary"]
     heads = ("before", "after", "gain", f"minus {study.against}")
-    lines = [
-        f"{study.measured:30s}"
-        + "".join(f"{head:>24s}" for head in heads)
-        + f"{'reached after':>16s}{'decisions':>12s}{'steps':>8s}  (an iteration)"
-    ]
+    widths = (24, 24, 24, 24, 16, 12, 8)
+    rows = {study.measured: (*heads, "reached after", "decisions", "steps an iteration")}
     for arm in outcome["arms"]:
         found = told[arm]
         cells = (found["before"], found["final"], found["gain"], told.get(f"{arm}_minus_{study.against}"))
-        lines.append(f"{study.arms[arm].label:30s}" + "".join(f"{_cell(cell):>24s}" for cell in cells))
-        lines[-1] += f"{_iterations(told[arm]['reached']):>16s}"
-        lines[-1] += f"{_figure(told[arm]['decisions_an_iteration']):>12s}"
-        lines[-1] += f"{_figure(told[arm]['steps_an_iteration']):>8s}"
-    return "\n".join(lines)
+        reached = ", ".join("-" if one is None else str(one) for one in found["reached"])
+        counts = (_figure(found[f"{name}_an_iteration"]) for name in ("decisions", "steps"))
+        rows[study.arms[arm].label] = (*map(_cell, cells), reached, *counts)
+    return "\n".join(
+        f"{name:30s}" + "".join(f"{cell:>{width}s}" for cell, width in zip(row, widths, strict=True))
+        for name, row in rows.items()
+    )
 
 
 def draw(study: Study, outcome: Mapping[str, Any], path: Path) -> None:
@@ -307,12 +294,8 @@ def mean_curve(curves: Sequence[Sequence[dict[str, Any]]], measure: str) -> tupl
 def _thin(axes: Any, rows: Sequence[dict[str, Any]], colour: str, measure: str) -> None:
     x, y = [row["iteration"] for row in rows], [row[measure] for row in rows]
     axes.plot(x, y, color=colour, linewidth=0.8, alpha=0.6)
-    low, high = ([_number(row[name]) for row in rows] for name in ("low", "high"))
+    low, high = ([math.nan if row[name] is None else row[name] for row in rows] for name in ("low", "high"))
     axes.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
-
-
-def _number(value: float | None) -> float:
-    return float("nan") if value is None else value
 
 
 def _cell(found: Mapping[str, Any] | None) -> str:
@@ -327,10 +310,6 @@ def _mean_of(of_arm: Mapping[str, Any], seeds: Iterable[str], name: str) -> floa
     """Mean over the iterations of these seeds; None where there is none yet."""
     values = [row[name] for seed in seeds for row in of_arm[seed]["training"]]
     return sum(values) / len(values) if values else None
-
-
-def _iterations(reached: Sequence[int | None]) -> str:
-    return ", ".join("-" if iteration is None else str(iteration) for iteration in reached)
 
 
 def _figure(value: float | None) -> str:

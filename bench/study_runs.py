@@ -8,8 +8,6 @@ run one after the other, in any number of calls.
 import argparse
 import asyncio
 import json
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +37,6 @@ def run_study(
 ) -> dict[str, Any]:
     """Run missing arms, and write the results after each."""
     outcome: dict[str, Any] = {}
-    beside = dict(study.beside()) if study.beside else {}
     made = study.models(study, folder, settings) if study.models else {}
     for seed in seeds:
         common = named((*settings, f"job.seed={seed}"), made)
@@ -54,7 +51,7 @@ def run_study(
                 warm_start = finished(of_seed / name, warm_start_job(study, warmed_by))
                 job = arm_job(study, switches, warm_start.checkpoints / "iteration_0")
             finished(of_seed / arm, job)
-            outcome = collect(study, folder, settings) | beside
+            outcome = collect(study, folder, settings)
             write_results(results, outcome, allow_nan=False)
             draw(study, outcome, results.with_suffix(".png"))
     return outcome
@@ -95,28 +92,11 @@ def finished(path: Path, job: JobConfig) -> RunDirectory:
     return directory
 
 
-def _in_background(log: Path) -> None:
-    """Run the same command without --background in a process that outlives this one."""
-    script = sys.modules["__main__"].__spec__
-    assert script is not None, "run as python -m"
-    arguments = [item for item in sys.argv[1:] if item != "--background"]
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as file:
-        child = subprocess.Popen(
-            [sys.executable, "-m", script.name, *arguments],
-            stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
-        )  # fmt: skip
-    print(f"process {child.pid} writes {log}; stop it with: kill -INT {child.pid}")
-
-
 def main(study: Study, arguments: Sequence[str] | None = None) -> int:
     """Run the command line of a study's script, and return the exit code."""
     options = _parser(study).parse_args(arguments)
     name = f"{study.name}_quick" if options.quick else study.name
     folder = (options.out or ROOT / "runs" / name).resolve()
-    if options.background:
-        _in_background(folder / "study.log")
-        return 0
     results = options.results or (folder if options.quick else ROOT / "bench" / "results") / f"{name}.json"
     seeds = options.seeds or ([0] if options.quick else [0, 1, 2])
     settings = study.quick if options.quick else study.settings
@@ -138,5 +118,4 @@ def _parser(study: Study) -> argparse.ArgumentParser:
     parser.add_argument("--arms", nargs="+", choices=names, default=names, help="default: all, in this order")
     parser.add_argument("--out", type=Path, default=None, help="folder of the runs")
     parser.add_argument("--results", type=Path, default=None, help="JSON file to write")
-    parser.add_argument("--background", action="store_true", help="return at once")
     return parser

@@ -27,15 +27,18 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import httpx
+import psutil
 
 from bench import kit
-from bench.kit import ROOT
+from bench.fault_installation import Server
+from bench.kit import ROOT, free_port
 from task_app.environments.crafter.environment import CrafterConfig, CrafterEnvironment
 from task_app.environments.crafter.rules import ACTIONS
 from task_app.episode.actions import requests_from_wire
@@ -66,26 +69,21 @@ class Caller:
     """POSTs with an Idempotency-Key until there is an answer, with occasional hang-ups and repeats."""
 
     def __init__(self, session: aiohttp.ClientSession, chance: random.Random, tally: Tally) -> None:
-        self._session = session
-        self._chance = chance
-        self._tally = tally
+        self._session, self._chance, self._tally = session, chance, tally
 
     async def post(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        key, until_s = str(uuid.UUID(int=self._chance.getrandbits(128))), time.monotonic() + PATIENCE_S
+        key = str(uuid.UUID(int=self._chance.getrandbits(128)))
         if self._chance.random() < 0.1:
             await self._hang_up(path, body, key)
         if self._chance.random() < 0.1:
             self._tally.counts["asked_twice"] += 1
-            answers = await asyncio.gather(
-                self._until(path, body, key, until_s), self._until(path, body, key, until_s)
-            )
+            answers = await asyncio.gather(*(self._until(path, body, key) for _ in range(2)))
             self._tally.check(answers[0] == answers[1], f"{path}: two answers to one key: {answers}")
             return answers[0]
-        return await self._until(path, body, key, until_s)
+        return await self._until(path, body, key)
 
-    async def _until(
-        self, path: str, body: dict[str, Any], key: str, until_s: float
-    ) -> tuple[int, dict[str, Any]]:
+    async def _until(self, path: str, body: dict[str, Any], key: str) -> tuple[int, dict[str, Any]]:
+        until_s = time.monotonic() + PATIENCE_S
         while True:
             try:
                 started_s = time.perf_counter()
@@ -120,11 +118,7 @@ class Expired(Exception):
 class Player:
     """Plays an environment over HTTP and an equal one in this process, which must never differ.
 
-    Args:
-        call: how to ask.
-        chance: of everything that it does.
-        tally: where it goes on record.
-        idle_s: after which its session may be gone.
+    After `idle_s` its session may be gone.
     """
 
     def __init__(self, call: Caller, chance: random.Random, tally: Tally, idle_s: float) -> None:
@@ -150,9 +144,8 @@ class Player:
 
     async def _play(self) -> None:
         seed = self._chance.randrange(20)
-        status, made = await self._ask(
-            "/env/create", {"env_name": "crafter", "seed": seed, "config": {"text": TEXT}}
-        )
+        body = {"env_name": "crafter", "seed": seed, "config": {"text": TEXT}}
+        status, made = await self._ask("/env/create", body)
         self._tally.check(status == 200, f"create: {made}")
         self._env_id = made["env_id"]
         shown = self._model.reset(seed)
@@ -174,9 +167,8 @@ class Player:
             seed = self._chance.randrange(20)
             _, answer = await self._ask("/env/reset", {"env_id": self._env_id, "seed": seed})
             shown, self._calls = self._model.reset(seed), []
-            self._tally.check(
-                answer["observation"]["text"] == shown.text, "an observation after a reset differs"
-            )
+            same = answer["observation"]["text"] == shown.text
+            self._tally.check(same, "an observation after a reset differs")
         return await self._step()
 
     async def _step(self) -> bool:
@@ -190,10 +182,8 @@ class Player:
         self._calls.append(call)
         turn, expected = answer["info"]["turn"], len(self._calls)
         self._tally.check(turn == expected, f"turn {turn}, expected {expected}: a step was lost or doubled")
-        same = (answer["observation"]["text"], answer["env_rewards"]) == (
-            outcome.observation.text,
-            list(outcome.env_rewards),
-        )
+        wanted = outcome.observation.text, list(outcome.env_rewards)
+        same = (answer["observation"]["text"], answer["env_rewards"]) == wanted
         self._tally.check(same, f"decision {turn} differs from the same environment in this process")
         self._tally.counts["steps"] += 1
         return not answer["done"]
@@ -313,62 +303,42 @@ class Found:
         self.steps_ms += told["steps_ms"]
 
 
-class App:
-    """The task app as a process that may be killed and started again at the same address."""
+class App(Server):
+    """The task app as a process that may be killed and started again at the same address, with its state."""
 
-    def __init__(self, folder: Path | None, settings: Mapping[str, str]) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+    def __init__(self, folder: Path, settings: Mapping[str, str]) -> None:
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._folder = folder
-        self._environ = {
-            **os.environ,
-            "ENVIRONMENT_API_KEY": secrets.token_hex(16),
-            "PYTHONPATH": str(ROOT),
-            **settings,
-        }
-        self.process = self._started()
+        self.environ = {"ENVIRONMENT_API_KEY": secrets.token_hex(16), "PYTHONPATH": str(ROOT), **settings}
+        command = [sys.executable, "-m", "task_app", "--port", str(self.port), "--exit-with-parent"]
+        super().__init__([*command, "--state-dir", str(folder / "state")], self.environ, folder / "app.log")
 
-    @property
-    def environ(self) -> dict[str, str]:
-        return self._environ
+    def start(self) -> None:
+        """Start it, and return when it listens."""
+        super().start()
+        while True:
+            with suppress(ConnectionRefusedError):
+                return socket.create_connection(("127.0.0.1", self.port)).close()
+            if self.ended:
+                raise SystemExit("the task app did not start")
+            time.sleep(0.02)
 
     def resident_bytes(self) -> int:
-        text = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
-        return int(text) * os.sysconf("SC_PAGE_SIZE")
-
-    def restart(self) -> None:
-        """Kill the app with SIGKILL, and start a new one with its state."""
-        self.process.kill()
-        self.process.communicate()
-        self.process = self._started()
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.communicate(timeout=30)
-
-    def _started(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "task_app", "--port", str(self.port)]
-        command += ["--state-dir", str(self._folder)] if self._folder is not None else []
-        process = subprocess.Popen(command, cwd=ROOT, env=self._environ, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        if not process.stdout.readline().startswith("listening on"):
-            raise SystemExit("the task app did not start")
-        return process
+        return int(psutil.Process(self.pid).memory_info().rss)
 
 
 def study(size: Size, *, seed: int) -> dict[str, Any]:
     """Run the study, and return the results."""
     chance, found = random.Random(seed), Found()
     with tempfile.TemporaryDirectory() as folder:
-        app = App(Path(folder) / "state", size.settings())
+        app = App(Path(folder), size.settings())
         try:
             load(app, found, chance, seconds=STEADY * size.seconds, restarts=False)
             steady_ms = sorted(found.steps_ms)
             load(app, found, chance, seconds=(1 - STEADY) * size.seconds, restarts=True)
-            left = abandoned(app, Path(folder) / "state", size)
+            left = abandoned(app, size)
         finally:
-            app.stop()
+            app.kill()
     return results(size, found, steady_ms, left)
 
 
@@ -381,7 +351,8 @@ def load(app: App, found: Found, chance: random.Random, *, seconds: float, resta
         if not restarts:
             found.memory.append((time.monotonic(), app.resident_bytes()))
         elif time.monotonic() < until_s:
-            app.restart()
+            app.kill()
+            app.start()
             found.counts["app_killed"] += 1
         if time.monotonic() < until_s - 2.0 and chance.random() < 0.7:
             number = chance.randrange(CLIENTS)
@@ -398,10 +369,11 @@ def client(app: App, chance: random.Random, until_s: float) -> subprocess.Popen[
     command = [sys.executable, "-m", "bench.study_soak", "--client", app.url]
     command += ["--seed", str(chance.getrandbits(32)), "--seconds", str(seconds)]
     command += ["--idle-s", app.environ["TURNWISE_SESSION_IDLE_S"]]
-    return subprocess.Popen(command, cwd=ROOT, env=app.environ, stdout=subprocess.PIPE, text=True)
+    environ = {**os.environ, **app.environ}
+    return subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
 
 
-def abandoned(app: App, folder: Path, size: Size) -> dict[str, Any]:
+def abandoned(app: App, size: Size) -> dict[str, Any]:
     """The sessions that are left after the idle time."""
     key = {"X-API-Key": app.environ["ENVIRONMENT_API_KEY"]}
     body = {"env_name": "crafter", "config": {"text": "compact"}}
@@ -434,11 +406,7 @@ def results(size: Size, found: Found, steady_ms: list[float], left: dict[str, An
         "seconds": size.seconds,
         "machine": kit.describe_machine(python=platform.python_version()),
         "counts": dict(found.counts),
-        "step_ms": {
-            "p50": quantile(steady_ms, 0.5),
-            "p99": quantile(steady_ms, 0.99),
-            "steps": len(steady_ms),
-        },
+        "step_ms": {f"p{n}": quantile(steady_ms, n / 100) for n in (50, 99)} | {"steps": len(steady_ms)},
         "memory_mb": {"middle": statistics.median(middle) / 1e6, "last": statistics.median(last) / 1e6},
         "memory_growth": growth,
         "sessions": left,

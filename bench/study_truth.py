@@ -18,16 +18,15 @@ rollouts of their own, and are left out. `gae` is scored at other lambdas too.
 Finished parts are skipped, interrupted ones are resumed. bench/results/truth.json is written after each
 seed: for each estimator the median over seeds with the least and the greatest, and every seed's numbers.
 truth_decisions.jsonl, in the same folder, has a line of the measured decisions of each seed, with the
-advantages of all estimators. `--rescore` computes truth.json again from these lines. Seeds from before there
-were such lines keep their numbers, and get what an unbiased estimator would score (`unbiased`), where their
-numbers tell it: an estimator's std is that of scale * A divided by the scale, which must not be 0.
+advantages of all estimators. `--rescore` computes truth.json again from these lines. Seeds without
+lines keep their numbers.
 """
 
 import asyncio
 import json
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -37,15 +36,15 @@ from typing import Any
 from pydantic import TypeAdapter
 from rich.console import Console
 
-from bench.kit import ROOT, options
+from bench.kit import ROOT, options, write_results
 from bench.study_results import IN_GROUPS
 from bench.study_runs import finished
-from trainer_backend.core.truth import Noise, TrueAdvantage, pooled_errors, unbiased_correlation
+from trainer_backend.core.truth import TrueAdvantage, pooled_errors
 from trainer_backend.credit.recredit import recredit_run
 from trainer_backend.credit.truth_scores import TruthScores
 from trainer_backend.evaluation.truth import TruthOptions, measure_truth
 from trainer_backend.job.load import load_job
-from trainer_backend.plugins import ESTIMATORS, estimator
+from trainer_backend.plugins import ESTIMATORS
 from trainer_backend.rundir.layout import RunDirectory
 from trainer_backend.rundir.rollout_files import finished_rows
 from trainer_backend.rundir.truth_file import TruthFile, TruthSetting, locate_truth
@@ -74,17 +73,11 @@ _PLUGINS = """from rooms import ENVIRONMENT, TEACHER
 
 ENVIRONMENTS, POLICIES = {"rooms": ENVIRONMENT}, {"rooms_teacher": TEACHER}
 """
-GAE_LAMBDAS = (0.0, 0.5, 0.8, 1.0)  # beside the job's own
+GAE_LAMBDAS = (0.0, 0.5, 0.8, 1.0)  # besides the job's own
 FIGURES = (
-    "correlation",
-    "unbiased",
-    "noiseless",
-    "rank",
-    "sign_agreement",
-    "explained",
-    "zero_share",
+    "correlation", "unbiased", "noiseless", "rank", "sign_agreement", "explained", "zero_share",
     "gradient_cosine",
-)
+)  # fmt: skip
 
 
 def scored(
@@ -97,15 +90,9 @@ def scored(
     """
     started = time.monotonic()
     truth_options = TruthOptions(
-        decisions=decisions,
-        continuations=continuations,
-        horizon=None,
-        budget=None,
-        iteration=ITERATIONS,
-        checkpoint=None,
-        out=locate_truth(run.path),
-        seed=seed,
-    )
+        decisions=decisions, continuations=continuations, horizon=None, budget=None, iteration=ITERATIONS,
+        checkpoint=None, out=locate_truth(run.path), seed=seed,
+    )  # fmt: skip
     tell = partial(print, f"{setting} {seed}, decisions done and in all:", end="\r", flush=True)
     measured = asyncio.run(measure_truth(run, run.job(), truth_options, tell))
     seconds = time.monotonic() - started
@@ -119,11 +106,10 @@ def scored(
         found["estimators"][name] = _figures(run, ["gae"], checkpoint, setting)["truth"]["estimators"]["gae"]
         advantages[name] = _advantages(run, rows, "gae", setting)
     columns = {name: [row[name] for row in rows] for name in rows[0]}
-    measures = {
-        "truths": columns,
-        "advantages": advantages,
-        "groups": _groups(run, set(columns["rollout_id"])),
-    }
+    by_rollout = finished_rows(_scores(run) / "gae.parquet", ["rollout_id", "group_id"])
+    groups = {row["rollout_id"]: row["group_id"] for row in by_rollout}
+    groups = {name: group for name, group in groups.items() if name in columns["rollout_id"]}
+    measures = {"truths": columns, "advantages": advantages, "groups": groups}
     found |= {"refused": figures["refused"], "last_call_s": round(seconds, 1)}
     return rescored(found, measures), measures
 
@@ -144,37 +130,26 @@ def _where_it_hesitates(truths: Collection[TrueAdvantage], gae: Sequence[float])
     }
 
 
+def _scores(run: RunDirectory, *overrides: str) -> Path:
+    return run.path / "scores" / "_".join(overrides)
+
+
 def _advantages(
     run: RunDirectory, truths: Sequence[Mapping[str, Any]], name: str, *overrides: str
 ) -> list[float]:
     """An estimator's advantages of the measured decisions, to five digits."""
-    path = _scores_of(run) / "_".join(overrides) / f"{name}.parquet"
+    path = _scores(run, *overrides) / f"{name}.parquet"
     rows = finished_rows(path, ["rollout_id", "decisions"])
     by_rollout = {row["rollout_id"]: [item["advantage"] for item in row["decisions"]] for row in rows}
     return [float(f"{by_rollout[item['rollout_id']][item['turn'] - 1]:.5g}") for item in truths]
 
 
-def _groups(run: RunDirectory, measured: Collection[str]) -> dict[str, str]:
-    """Of the rollouts with measured decisions."""
-    rows = finished_rows(_scores_of(run) / "gae.parquet", ["rollout_id", "group_id"])
-    return {row["rollout_id"]: row["group_id"] for row in rows if row["rollout_id"] in measured}
-
-
-def rescored(found: Mapping[str, Any], decisions: Mapping[str, Any] | None) -> dict[str, Any]:
+def rescored(found: Mapping[str, Any], decisions: Mapping[str, Any]) -> dict[str, Any]:
     """A seed's numbers, again.
 
     Args:
-        decisions: as `scored` returns them; without them only `unbiased` is added.
+        decisions: as `scored` returns them.
     """
-    if decisions is None:
-        noise = Noise(**{name: value for name, value in found["noise"].items() if name != "ratio"})
-        return {
-            **found,
-            "estimators": {
-                name: {**score, "unbiased": _unbiased(name, score, noise)}
-                for name, score in found["estimators"].items()
-            },
-        }
     columns = decisions["truths"]
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     truths = [_TRUTH.validate_python(row) for row in rows]
@@ -197,20 +172,10 @@ def rescored(found: Mapping[str, Any], decisions: Mapping[str, Any] | None) -> d
     return {**found, **again, "hesitant": hesitant}
 
 
-def _unbiased(name: str, score: Mapping[str, Any], noise: Noise) -> float | None:
-    if not score["scale"] or estimator(name.partition(",")[0]).bias:
-        return None
-    return unbiased_correlation(score["variance"] ** 0.5 / score["scale"], noise)
-
-
-def _scores_of(run: RunDirectory) -> Path:
-    return run.path / "scores"
-
-
 def _figures(run: RunDirectory, names: Sequence[str], checkpoint: Path, *overrides: str) -> dict[str, Any]:
     """What `turnwise recredit --truth --checkpoint` writes as numbers."""
     _, folder = recredit_run(
-        run.path, names, (), checkpoint, _scores_of(run) / "_".join(overrides), overrides,
+        run.path, names, (), checkpoint, _scores(run, *overrides), overrides,
         truth=locate_truth(run.path), reporter=ConsoleReporter(Console()),
     )  # fmt: skip
     figures: dict[str, Any] = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
@@ -232,70 +197,13 @@ def config_of(setting: str, folder: Path) -> tuple[Path, Sequence[str]]:
 def summary(seeds: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """By estimator and figure, [median, least, greatest, how many] of the seeds that have it."""
     names = {name for found in seeds.values() for name in found["estimators"]}
-    return {
-        name: {
-            figure: [median(values), min(values), max(values), len(values)]
-            for figure in FIGURES
-            if (values := _values(seeds, name, figure))
-        }
-        for name in sorted(names)
-    }
-
-
-def _values(seeds: Mapping[str, Mapping[str, Any]], name: str, figure: str) -> list[float]:
-    found = [seed["estimators"].get(name, {}).get(figure) for seed in seeds.values()]
-    return [value for value in found if value is not None]
-
-
-_SHORT = ("crafter", "one_action", "rooms", "sokoban")
-_KIN = ("grpo", "grpo_no_std", "dr_grpo", "rloo", "reinforce_pp_baseline")
-_ROWS = ("gae", "reinforce_pp", "stepwise", "gagpo", "g2po", "gigpo", "gigpo_soft", "graphgpo")
-_WHOLE = ("gae", *(f"gae, lambda {weight:g}" for weight in GAE_LAMBDAS), "stepwise", "g2po", "grpo")
-
-
-def tables(outcome: Mapping[str, Any]) -> list[str]:
-    """The rows of the tables of docs/truth.md, of all settings."""
-    summaries = [outcome[name]["summary"] for name in _SHORT]
-    rows = []
-    for name in _ROWS:
-        rows.append(_row(f"`{name}`", [_spread(of[name]["correlation"]) for of in summaries]))
-        if not estimator(name).bias:
-            rows.append(_unbiased_row(name, summaries))
-    rows.append(_row("`grpo`, `rloo` and kin, one advantage an episode", map(_kin, summaries)))
-    rows.append(_unbiased_row("rloo", summaries))
-    seeds = [seed["estimators"] for seed in outcome["whole"]["seeds"].values()]
-    for name in _WHOLE:
-        cells = [cell for of in seeds for cell in (_bounded(of[name]), _number(of[name]["unbiased"]))]
-        rows.append(_row(f"`{name}`", cells))
-    return rows
-
-
-def _row(title: str, cells: Iterable[str]) -> str:
-    return f"| {title} | {' | '.join(cells)} |"
-
-
-def _unbiased_row(name: str, summaries: Sequence[Mapping[str, Any]]) -> str:
-    cells = [_spread(of[name]["unbiased"]) if "unbiased" in of[name] else "-" for of in summaries]
-    return _row(f"unbiased, as noisy as `{name}`", cells)
-
-
-def _spread(figure: Sequence[float]) -> str:
-    middle, least, greatest, _ = figure
-    return f"{_number(middle)} ({_number(least)} to {_number(greatest)})"
-
-
-def _kin(of_setting: Mapping[str, Any]) -> str:
-    middle, least, greatest = zip(*(of_setting[name]["correlation"][:3] for name in _KIN), strict=True)
-    medians = dict.fromkeys((_number(min(middle)), _number(max(middle))))
-    return f"{' to '.join(medians)} ({_number(min(least))} to {_number(max(greatest))})"
-
-
-def _bounded(score: Mapping[str, Any]) -> str:
-    return f"{_number(score['correlation'])} ({_number(score['low'])} to {_number(score['high'])})"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{round(value, 2) + 0.0:.2f}"  # no -0.00
+    told: dict[str, Any] = {name: {} for name in sorted(names)}
+    for name, figures in told.items():
+        for figure in FIGURES:
+            scores = [seed["estimators"].get(name, {}).get(figure) for seed in seeds.values()]
+            if values := [value for value in scores if value is not None]:
+                figures[figure] = [median(values), min(values), max(values), len(values)]
+    return told
 
 
 def _stored_lines(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
@@ -306,7 +214,7 @@ def _stored_lines(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def _write(results: Path, outcome: Mapping[str, Any], lines: Mapping[Any, Mapping[str, Any]]) -> None:
-    results.write_text(json.dumps(outcome, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_results(results, outcome, allow_nan=False)
     text = "".join(json.dumps(lines[key], separators=(",", ":")) + "\n" for key in sorted(lines))
     if text:
         _lines_of(results).write_text(text, encoding="utf-8")
@@ -320,11 +228,11 @@ def _rescore(results: Path, outcome: dict[str, Any]) -> None:
     lines = _stored_lines(_lines_of(results))
     for name, of_setting in outcome.items():
         for seed, found in of_setting["seeds"].items():
-            of_setting["seeds"][seed] = rescored(found, lines.get((name, seed)))
+            if (name, seed) in lines:
+                of_setting["seeds"][seed] = rescored(found, lines[name, seed])
         of_setting["summary"] = summary(of_setting["seeds"])
     _write(results, outcome, lines)
     print(f"rescored: {results}; {len(lines)} seeds by their decisions")
-    print("", *tables(outcome), sep="\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,6 +10,7 @@ under running requests, with weight_update = "wait" and "keep", some of them wit
 bench/results/vllm.json has the figures; exit code 1 when one does not hold. docs/vllm.md installs vLLM.
 """
 
+import argparse
 import asyncio
 import json
 import os
@@ -55,12 +56,8 @@ ADAPTER_ITERATIONS = 6
 SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
-class Killer:
-    """Prints what the run says, and kills one of its servers while it samples requests of a stage.
-
-    Args:
-        stage: where; "" for nowhere.
-    """
+class Killer(kit.Reporter):
+    """Prints what the run says, and kills one of its servers while it samples requests of a stage."""
 
     def __init__(self, stage: str) -> None:
         self._stage = stage
@@ -73,11 +70,6 @@ class Killer:
 
     def metrics(self, row: dict[str, Any], line: str) -> None:
         print(row["kind"], row.get("iteration"), flush=True)
-
-    def process(self, name: str, **state: Any) -> None: ...
-
-    def note(self, text: str) -> None:
-        self.say(text)
 
     def stage(self, name: str, done: int, total: int) -> None:
         if name == self._stage and not self.killed:
@@ -113,11 +105,8 @@ def kill_a_busy_server() -> None:
             words = Path(f"/proc/{process}/cmdline").read_text().split("\0")
             url = f"http://127.0.0.1:{words[words.index('--port') + 1]}/metrics"
             with suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
-                text = answer.read().decode()
-                if any(
-                    float(count)
-                    for count in re.findall(r"^vllm:num_requests_running\{.*\} (\S+)$", text, re.M)
-                ):
+                counts = re.findall(r"^vllm:num_requests_running\{.*\} (\S+)$", answer.read().decode(), re.M)
+                if any(map(float, counts)):
                     os.kill(process, signal.SIGKILL)
                     return
 
@@ -141,31 +130,22 @@ def make_job(python: str, iterations: int, **tables: Any) -> JobConfig:
         "job": {"name": "study-vllm"},
         "model": {"preset": "tiny-0.3m", "device": "cpu"},
         "inference": {
-            "engine": "vllm",
-            "replicas": 2,
-            "vllm_python": python,
+            "engine": "vllm", "replicas": 2, "vllm_python": python,
             "vllm": {"enforce_eager": True, "max_num_seqs": 32},
         },
         "rollout": {
-            "env_config": {"text": "compact", "max_actions": 2},
-            "max_turns": 4,
-            "max_tokens": 24,
-            "temperature": TEMPERATURE,
-            "episodes_per_batch": EPISODES,
+            "env_config": {"text": "compact", "max_actions": 2}, "max_turns": 4, "max_tokens": 24,
+            "temperature": TEMPERATURE, "episodes_per_batch": EPISODES,
         },
         "training": {
-            "iterations": iterations,
-            "group_size": 4,
-            "learning_rate": 1e-3,
-            "checkpoint_every": 1,
-            "keep_checkpoints": iterations + 1,
-            "step_rewards_enabled": True,
-            "step_rewards_mode": "decision_stepwise",
+            "iterations": iterations, "group_size": 4, "learning_rate": 1e-3,
+            "checkpoint_every": 1, "keep_checkpoints": iterations + 1,
+            "step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise",
         },
         "algorithm": {"advantage": "stepwise"},
         "evaluation": {"instances": 2, "every_n_iters": iterations},
         **tables,
-    }
+    }  # fmt: skip
     return parse_job(document, where="study").config
 
 
@@ -278,23 +258,15 @@ async def by_folder(pool: Servers, folders: Sequence[Path], version: int) -> Non
 async def in_flight(
     pool: Servers, folders: Sequence[Path], publish: Callable[[int], Coroutine[Any, Any, None]]
 ) -> dict[str, Any]:
-    """Requests whose weights are swapped under them.
-
-    Args:
-        publish: has the pool serve the version of that place in `folders`.
-    """
+    """Requests whose weights are swapped under them, by `publish` of the version of a place in `folders`."""
     chance, tokenizer = random.Random(0), load_tokenizer(folders[0])
 
     async def request(place: int, tell: Callable[[object], None] | None = None) -> tuple[Any, ...]:
         prompt = [chance.randrange(len(tokenizer)) for _ in range(chance.randint(3, 200))]
         temperature = chance.choice([0.5, 0.7, 1.0, 1.3])
         stop = StopStrings(tokenizer.decode, ["zz", "e w", "st"]) if place % 3 == 1 else None
-        generation = await pool.generate(
-            prompt,
-            Sampling(temperature=temperature, max_tokens=300),
-            request_id=str(place),
-            extras=Extras(stop=stop, on_token=tell),
-        )
+        sampling, extras = Sampling(temperature=temperature, max_tokens=300), Extras(stop=stop, on_token=tell)
+        generation = await pool.generate(prompt, sampling, request_id=str(place), extras=extras)
         return prompt, temperature, generation
 
     lost: list[str] = []
@@ -316,15 +288,10 @@ async def in_flight(
         if not isinstance(answers[-1], BaseException):
             old += answers[-1][2].versions != ((0, version),)
     return {
-        "swaps": SWAPS,
-        "requests": SWAPS * (IN_FLIGHT + 1),
-        "requests_lost": len(lost),
-        "errors": lost,
-        "requests_of_two_versions": changed,
-        "ended_by_a_stop_string": stops,
-        "logprob_max": worst,
+        "swaps": SWAPS, "requests": SWAPS * (IN_FLIGHT + 1), "requests_lost": len(lost), "errors": lost,
+        "requests_of_two_versions": changed, "ended_by_a_stop_string": stops, "logprob_max": worst,
         "requests_of_old_weights": old,
-    }
+    }  # fmt: skip
 
 
 def largest_difference(
@@ -349,43 +316,44 @@ def study_adapters(python: str) -> dict[str, Any]:
         directory = create_run(job, Path(folder) / "run")
         asyncio.run(run_job(job, directory, quiet, resume=False))
         judged = judged_job(directory, ADAPTER_ITERATIONS, quiet)
-        last = f"_{ADAPTER_ITERATIONS}"
-        merged = directory.checkpoints / f"iteration{last}" / "model.safetensors"
+        merged = directory.checkpoints / f"iteration_{ADAPTER_ITERATIONS}" / "model.safetensors"
+        published = directory.weights / f"version_{ADAPTER_ITERATIONS}"
         return judged | {
-            "publish_bytes": sum(
-                path.stat().st_size for path in (directory.weights / f"version{last}").iterdir()
-            ),
+            "publish_bytes": sum(path.stat().st_size for path in published.iterdir()),
             "merged_bytes": merged.stat().st_size,
             "base_bytes": (directory.weights / "base" / "model.safetensors").stat().st_size,
         }
 
 
 def judge_adapters(found: dict[str, Any]) -> dict[str, bool]:
+    shows = found["versions_apart_median"] > 10 * LIMIT
+    lost = found["rollouts_lost"] + found["replicas_lost"]
+    is_small = 10 * found["publish_bytes"] <= found["merged_bytes"]
+    old = found["decisions_of_old_weights"]
     return {
         "with adapters: log-probs within 1e-4 of fp32 transformers": found["logprob_max"] <= LIMIT,
-        "with adapters: a decision of old weights would show, and there is none": found[
-            "versions_apart_median"
-        ]
-        > 10 * LIMIT
-        and found["decisions_of_old_weights"] == 0,
-        "with adapters: no rollout and no replica lost": found["rollouts_lost"]
-        == found["replicas_lost"]
-        == 0,
-        "a publish of adapters is a tenth of the merged model at most": 10 * found["publish_bytes"]
-        <= found["merged_bytes"],
+        "with adapters: a decision of old weights would show, and there is none": shows and old == 0,
+        "with adapters: no rollout and no replica lost": lost == 0,
+        "a publish of adapters is a tenth of the merged model at most": is_small,
     }
+
+
+def run_and_judge(job: JobConfig, root: Path) -> tuple[dict[str, Any], list[Path]]:
+    """Run a job and kill one of its servers; what is said of it, and the folders of its first versions."""
+    directory, killer = create_run(job, root / "run"), Killer("collect 2")
+    asyncio.run(run_job(job, directory, killer, resume=False))
+    left = {"servers_left": len(server_processes())}
+    written = {"folders_written": len(list(directory.weights.glob("version_*")))}
+    folders = [directory.checkpoints / f"iteration_{number}" for number in range(SWAPS + 1)]
+    return judged_job(directory, job.training.iterations, killer) | left | written, folders
 
 
 def study(python: str, iterations: int) -> dict[str, Any]:
     """Run the job, then the swaps with the weights that it made."""
-    job, killer = make_job(python, iterations), Killer("collect 2")
+    job = make_job(python, iterations)
     release = asyncio.run(check_environment(job.inference))
     with tempfile.TemporaryDirectory() as folder:
-        directory = create_run(job, Path(folder) / "run")
-        asyncio.run(run_job(job, directory, killer, resume=False))
-        left = len(server_processes())
-        trained = judged_job(directory, iterations, killer) | {"servers_left": left}
-        folders = [directory.checkpoints / f"iteration_{number}" for number in range(SWAPS + 1)]
+        trained, folders = run_and_judge(job, Path(folder))
         table = job.inference.model_copy(update={"replicas": 1})
         swapped = asyncio.run(swaps(table, folders, RunDirectory(Path(folder), "swaps")))
     return {
@@ -406,36 +374,43 @@ def judge(trained: dict[str, Any], swapped: dict[str, Any], iterations: int) -> 
         return sum(int(mode[name]) for mode in modes)
 
     back = (trained["servers_killed"], trained["servers_back"], trained["replicas_lost"])
+    old = trained["decisions_of_old_weights"] + total("requests_of_old_weights")
+    all_played = trained["rollouts_lost"] == 0 and trained["iterations"] == iterations
+    most = max(one["logprob_max"] for one in (trained, *modes))
     return {
-        "log-probs within 1e-4 of fp32 transformers": all(
-            one["logprob_max"] <= LIMIT for one in (trained, *modes)
-        ),
+        "log-probs within 1e-4 of fp32 transformers": most <= LIMIT,
         "a decision of old weights would show": trained["versions_apart_median"] > 10 * LIMIT,
-        "nothing served with old weights": trained["decisions_of_old_weights"] == 0
-        and total("requests_of_old_weights") == 0,
+        "nothing served with old weights": old == 0,
         "no request lost at a swap in flight": total("requests_lost") == swapped["replicas_lost"] == 0,
         "a swap met requests in flight": swapped["keep"]["requests_of_two_versions"] > 0,
-        "no rollout lost at a killed replica": trained["rollouts_lost"] == 0
-        and trained["killed_amid_requests"]
-        and trained["iterations"] == iterations,
+        "no rollout lost at a killed replica": all_played and trained["killed_amid_requests"],
         "the killed replica, and no other, was lost and serves again": back == (1, 1, 1),
         "no server left behind": trained["servers_left"] == 0,
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def server_options(
+    doc: str | None, part: tuple[Any, ...], results: str, arguments: Sequence[str] | None
+) -> argparse.Namespace:
+    """The options of a study with servers, whose environment it sets; `part` is a flag for a part of it."""
     options = kit.options(
-        __doc__,
+        doc,
         ("--vllm-python", "", "the Python of vLLM's environment"),
         ("--iterations", 60, "of the job; a killed server needs a minute or two to come back"),
-        ("--adapters", False, "the job with adapters alone; the other figures stay as they are"),
-        ("--results", ROOT / "bench" / "results" / "vllm.json"),
+        part,
+        ("--results", ROOT / "bench" / "results" / results),
         arguments=arguments,
     )
     if not options.vllm_python:
         raise SystemExit("--vllm-python VENV/bin/python: docs/vllm.md says how to make one")
     for name, value in SMALL.items():
         os.environ.setdefault(name, value)
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    part = ("--adapters", False, "the job with adapters alone; the other figures stay as they are")
+    options = server_options(__doc__, part, "vllm.json", arguments)
     if options.adapters:
         found = json.loads(options.results.read_text())
     else:

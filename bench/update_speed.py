@@ -10,13 +10,11 @@ with itself, whose idle threads look for work that many times before they sleep 
 either it is timed alone. --profile adds where its time goes.
 """
 
-import statistics
-import subprocess
+import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from bench import kit
@@ -25,8 +23,6 @@ from trainer_backend.credit.recredit import stored_iterations, stored_measured
 from trainer_backend.job.load import load_job
 from trainer_backend.learner.learner import LocalLearner
 from trainer_backend.rundir.layout import open_run
-
-TOOK = "took"  # begins a line with seconds
 
 
 def make_update(run: Path) -> Callable[[], dict[str, float]]:
@@ -51,35 +47,7 @@ def work(run: Path) -> None:
     update = make_update(run)
     for _ in sys.stdin:
         metrics = update()
-        print(TOOK, metrics["cpu_s"], metrics["clock_s"], metrics["optim/steps"], flush=True)
-
-
-@contextmanager
-def timed(tree: Path, run: Path, variables: Mapping[str, str]) -> Iterator[Callable[[], tuple[float, float]]]:
-    """CPU seconds and the clock's of one update by a tree's code, for each call."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--work", str(run)]
-    process = subprocess.Popen(
-        command,
-        cwd=tree,
-        env=kit.environ_of(tree, variables),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None and process.stdout is not None, "both are pipes"
-
-    def once() -> tuple[float, float]:
-        assert process.stdin is not None and process.stdout is not None, "both are pipes"
-        print(file=process.stdin, flush=True)
-        line = next(line for line in process.stdout if line.startswith(TOOK))  # among those of the log
-        cpu_s, clock_s, *_ = map(float, line.split()[1:])
-        return cpu_s, clock_s
-
-    try:
-        yield once
-    finally:
-        process.stdin.close()
-        process.wait()
+        print("answer", json.dumps({name: metrics[name] for name in ("cpu_s", "clock_s")}), flush=True)
 
 
 def profiled(run: Path) -> str:
@@ -96,33 +64,20 @@ def profiled(run: Path) -> str:
 
 
 def compared(run: Path, against: Path | None, spin: int | None, rounds: int) -> None:
-    sides: dict[str, tuple[Path, dict[str, str]]] = {"this": (kit.ROOT, {})}
+    work = ("--work", str(run))
+    sides = {"this": kit.Side(kit.ROOT, work)}
     if against is not None:
-        sides["other"] = against.resolve(), {}
+        sides["other"] = kit.Side(against.resolve(), work)
     if spin is not None:
-        sides["other"] = kit.ROOT, {"GOMP_SPINCOUNT": str(spin)}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
-    with ExitStack() as stack:
-        calls = {
-            name: stack.enter_context(timed(tree, run, variables))
-            for name, (tree, variables) in sides.items()
-        }
-        for number in range(rounds + 1):
-            for name, once in calls.items():
-                seconds = once()
-                if number:  # the first has warmed up
-                    times[name].append(seconds)
-    for index, what in enumerate(("cpu", "clock")):
-        columns = {name: [pair[index] for pair in pairs] for name, pairs in times.items()}
+        sides["other"] = kit.Side(kit.ROOT, work, {"GOMP_SPINCOUNT": str(spin)})
+    rows = kit.compare_sides(__file__, sides, rounds)
+    for what in ("cpu", "clock"):
+        columns = {name: [row[f"{what}_s"] for row in found] for name, found in rows.items()}
         for name, values in columns.items():
-            print(f"{name:5s} {what:5s} {_spread(values)} s")
+            print(f"{name:5s} {what:5s} {kit.spread(values)} s")
         if "other" in columns:
             ratios = [other / this for this, other in zip(columns["this"], columns["other"], strict=True)]
-            print(f"ratio {what:5s} x{_spread(ratios)}, {rounds} rounds in turns")
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+            print(f"ratio {what:5s} x{kit.spread(ratios)}, {rounds} rounds in turns")
 
 
 def main() -> int:

@@ -1,7 +1,8 @@
 """The table of families in docs/models.md: `python -m tests.families_table` prints it, tests/house checks it.
 
 What a family's layers decide is computed from a tiny model of it. The format of tool calls is what its chat
-template writes; vLLM's column says what was compared with our own log-probs (bench/vllm_families.py).
+template writes; vLLM's column says what was compared with our own log-probs
+(e9c2b0bb:bench/vllm_families.py).
 """
 
 import json

@@ -12,7 +12,7 @@ from trainer_backend.core.truth import Departures, TrueAdvantage, measure_noise
 RESULTS = ROOT / "bench" / "results" / "truth.json"
 
 
-def test_figures_follow_from_the_decisions_and_gain_power_without_them():
+def test_figures_follow_from_the_decisions():
     truths = [
         TrueAdvantage(f"r{n}", 1, 0.0, float(n % 2), 0.25, None, 4, 0, 2, 9, Departures(16, 8.0, 2, 1.0))
         for n in range(4)
@@ -28,7 +28,3 @@ def test_figures_follow_from_the_decisions_and_gain_power_without_them():
     assert (other["correlation"], other["std"]) == (pytest.approx(1.0), 1.0)
     assert other["unbiased"] == pytest.approx(0.1875 / 0.5)
     assert other["gradient_cosine"] == seed["estimators"]["gae, lambda 0"]["gradient_cosine"]
-    old = {**found, "estimators": {"gae, lambda 0": {**other, "unbiased": None}, "grpo": other}}
-    again = rescored(old, None)["estimators"]
-    assert again["gae, lambda 0"]["unbiased"] == pytest.approx(other["unbiased"])
-    assert again["grpo"]["unbiased"] is None

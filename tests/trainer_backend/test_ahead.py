@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bench.virtual_time import in_virtual_time
 from shared_schemas.rollouts import Rollout, RolloutRequest
 from tests.conftest import ListReporter, tiny_job
 from tests.trainer_backend.test_train import Learner, Server, finished
+from tests.virtual_time import in_virtual_time
 from trainer_backend import job_parts
 from trainer_backend.collect.batch import Batch
 from trainer_backend.collect.dispatcher import Keep

@@ -3,45 +3,57 @@
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
-from bench.scale_model import SimulatedReplica, Speed
-from bench.virtual_time import in_virtual_time
 from shared_schemas.trajectory import Sampling
+from tests.virtual_time import in_virtual_time
 from trainer_backend.errors import EngineStopped, WeightsRefused
-from trainer_backend.inference.actor import Extras
+from trainer_backend.inference.actor import Extras, Generation
 from trainer_backend.inference.servers import Servers
 from trainer_backend.inference.versions import PolicyVersion, ScoredPrompt, WeightAddress
 
-# A token takes 10 ms.
-SPEED = Speed(weights_s=0.01, row_s=0.0, prompt_s=0.0, cached_s=0.0, room=1e9, max_running=99, load_s=3.0)
+TOKEN_S = 0.01
 CANARY = ScoredPrompt(ids=(1, 2), logprobs=(0.0,))
 FIRST, SECOND = (PolicyVersion(number=number, folder="weights", prompt=CANARY) for number in (0, 1))
 SESSIONS = ("a", "b", "c", "d")
 
 
-class Noting(SimulatedReplica):
-    """A replica that knows whose requests it had, and may refuse a version."""
+class Noting:
+    """Stands in for a `VllmEngine`: takes time, knows whose requests it had, and may refuse a version."""
 
+    max_model_len = 10**9
     refused = -1
 
     def __init__(self, url: str, load_s: float) -> None:
-        super().__init__(url, replace(SPEED, load_s=load_s))
+        self.url, self.version, self._load_s = url, 0, load_s
+        self.breakdown: Future[str] = Future()
         self.sessions = list[str]()
 
     async def generate(self, ids, sampling, *, request_id, extras):  # type: ignore[no-untyped-def]
         self.sessions.append(extras.session)
-        return await super().generate(ids, sampling, request_id=request_id, extras=extras)
+        await asyncio.sleep(TOKEN_S * sampling.max_tokens)
+        return Generation((0,) * sampling.max_tokens, (), "length", ((0, self.version),))
 
     async def load_weights(
         self, version: int, source: Path | WeightAddress, base: Path | None = None
     ) -> None:
-        await super().load_weights(version, source, base)
+        await asyncio.sleep(self._load_s)
+        self.version = version
         if version == self.refused:
             raise WeightsRefused("no")
+
+    def accept(self) -> None: ...
+
+    def start(self) -> None: ...
+
+    async def refuse_unfit(self) -> str:
+        return ""
+
+    async def score(self, ids: Sequence[int]) -> list[float]:
+        return [0.0] * (len(ids) - 1)
 
 
 async def asked(pool: Servers) -> None:

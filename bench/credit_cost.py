@@ -1,0 +1,76 @@
+"""What credit costs of an iteration of the demo, in CPU time and memory.
+
+    python -m bench.credit_cost [--quick]
+
+An iteration of configs/crafter_cpu.toml is played (a shorter warm-up; 64 episodes of 50 decisions). Then all
+that the loop calls is done again with its rollouts: tokens, rewards with their guards, advantages, and what
+the logs say, with the critic's values that the iteration was credited by. The least time of some repeats is
+held against that iteration: CPU time of the trainer's process, which leaves out the task app's, so the shares
+are rather too large. Also rewards and advantages alone, and the peak of memory for all decisions against that
+for a quarter of them. Exit code 1 where the share is above its limit, or memory grows faster than decisions.
+"""
+
+import sys
+import tracemalloc
+from collections.abc import Callable, Sequence
+
+from bench import kit
+from bench.demo_iteration import QUICK, Played, played
+from shared_schemas.rollouts import Rollout
+from trainer_backend import job_parts
+
+LIMIT = 0.0015
+# Peak bytes a decision of the whole batch against a quarter of it.
+GROWTH_LIMIT = 1.2
+
+
+def decisions(rollouts: Sequence[Rollout]) -> int:
+    return sum(len(item.trajectory.steps) for item in rollouts if item.trajectory is not None)
+
+
+def report_credit(found: Played, limit: float) -> int:
+    rollouts = [item for item in found.rollouts if item.trajectory is not None]
+    job, measured = found.job, found.measured
+
+    def credit(some: Sequence[Rollout]) -> object:
+        return job_parts.credit(job).credit(some, measured)
+
+    whole_s = kit.least(lambda: credit(rollouts)).cpu_s
+    some_s = kit.least(lambda: job_parts.credit(job).credits(rollouts, measured)).cpu_s
+    for name, seconds in (
+        (f"all of credit, {job.algorithm.advantage}", whole_s),
+        ("of that rewards and advantages", some_s),
+    ):
+        print(f"{name:40s} {1e3 * seconds:6.1f} ms  {seconds / found.cpu_s:.3%}")
+    per_decision, growth = memory_growth(credit, rollouts)
+    print(f"peak memory {per_decision:.0f} bytes a decision, x{growth:.2f} of that of a quarter of them")
+    share = whole_s / found.cpu_s
+    figure = f"all of credit is {share:.3%} of an iteration (at most {limit:.2%})"
+    return kit.report(figure, share <= limit and growth <= GROWTH_LIMIT)
+
+
+def memory_growth(
+    credit: Callable[[Sequence[Rollout]], object], rollouts: Sequence[Rollout]
+) -> tuple[float, float]:
+    """Peak bytes per decision of the whole batch, also as a multiple of a quarter's."""
+    groups = sorted({rollout.group_id for rollout in rollouts})
+    some = set(groups[: max(1, len(groups) // 4)])
+
+    def peak(part: Sequence[Rollout]) -> float:
+        tracemalloc.start()
+        credit(part)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return most / decisions(part)
+
+    whole = peak(rollouts)
+    return whole, whole / peak([rollout for rollout in rollouts if rollout.group_id in some])
+
+
+def main() -> int:
+    options = kit.options(__doc__, ("--quick", False, "an iteration of 40 decisions"))
+    return report_credit(played(QUICK if options.quick else ()), LIMIT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
