@@ -340,7 +340,7 @@ def test_adapters_over_another_model_than_theirs_are_refused(tokenizer, tmp_path
     learner = save_checkpoints(tokenizer, tmp_path / "one")
     save_checkpoints(tokenizer, tmp_path / "other", warm=1)
     folder = tmp_path / "one/iteration_1"
-    with pytest.raises(ModelFolderError, match="holds adapters alone, and no model") as caught:
+    with pytest.raises(ModelFolderError, match="holds only adapters, no model") as caught:
         weight_files(folder)
     assert f"turnwise merge {folder} --to" in str(caught.value)
     shutil.rmtree(tmp_path / "one/iteration_0")

@@ -139,7 +139,9 @@ def test_attention_that_torch_does_not_compute_is_the_models_own():
         vocab_size=50, sliding_window=64, num_local_experts=2, num_experts_per_tok=1, **SIZE
     )
     model = GptOssForCausalLM(config).eval()
-    assert "GptOssForCausalLM has attention of its own" in refuse_unsupported(model, longest=64)
+    assert "GptOssForCausalLM does not use scaled_dot_product_attention" in refuse_unsupported(
+        model, longest=64
+    )
 
 
 def test_of_a_model_for_pictures_too_the_part_about_texts_is_looked_at():
