@@ -26,16 +26,14 @@ DRIFT = "loss/kl_to_proximal"
 
 @dataclass(frozen=True, slots=True)
 class StepSums:
-    """Sums over a whole step, by which the sums over its pieces become means.
-
-    tokens: all that were sampled, with the step's share of those that are left out of the iteration.
-    weights: by policy, of its tokens' weights in the loss.
-    critic: of the value loss's; 0 without one.
-    """
+    """Sums over a whole step, by which the sums over its pieces become means."""
 
     tokens: float
+    """All that were sampled, with the step's share of those that are left out of the iteration."""
     weights: Mapping[str, float]
+    """By policy, of its tokens' weights in the loss."""
     critic: float
+    """Of the value loss's; 0 without one."""
 
 
 class PolicyTerms:
@@ -128,7 +126,7 @@ class PolicyTerms:
     ) -> tuple[Tensor, dict[str, float]]:
         """The loss of a policy's samples, and how their ratios lie."""
         objective = self.objectives[policy]
-        levelled, denominators = objective.levelled(tokens, unit_logs), objective.denominators(tokens)
+        levelled, denominators = objective.level_logprobs(tokens, unit_logs), objective.denominators(tokens)
         ratios = clip_metrics(levelled, denominators, tokens.advantages, tokens.weights, objective.clip)
         shares = {name.removeprefix("loss/"): value for name, value in ratios.items()}
         return objective.surrogate(tokens, unit_logs), shares

@@ -461,18 +461,16 @@ class PolicyUpdate:
 
 @dataclass(slots=True)
 class _Load:
-    """Where the routers send a step's tokens; of a model without experts it stays empty.
-
-    tokens: of the step, without padding.
-    of_step: [M, E] all that the step sends; None: its one piece has it all.
-    piece: what the current micro-batch sends.
-    sent: [M, E] what the pieces that count have sent so far.
-    """
+    """Where the routers send a step's tokens; of a model without experts it stays empty."""
 
     tokens: int
+    """Of the step, without padding."""
     of_step: Tensor | None = None
+    """[M, E] all that the step sends; None: its one piece has it all."""
     piece: Routing | None = None
+    """What the current micro-batch sends."""
     sent: Tensor | None = None
+    """[M, E] what the pieces that count have sent so far."""
 
     def keep(self) -> None:
         """Add the current micro-batch to what counts."""
