@@ -166,7 +166,7 @@ def test_where_no_estimator_compares_states_nothing_is_said_of_them(trained, tmp
     directory, _, _ = trained
     shown, numbers, _ = recredit(directory, tmp_path, names=["stepwise", "gigpo"])
     assert "gigpo" in numbers["refused"] and numbers["met_after_start_frac"] == {}
-    assert "met twice" not in shown
+    assert "occurs twice" not in shown
 
 
 def test_another_reward_mode_is_set_as_in_training(trained, tmp_path):

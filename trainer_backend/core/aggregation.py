@@ -46,7 +46,7 @@ class AggregationPlug:
 
     @property
     def is_biased(self) -> bool:
-        """Whether the denominator depends on samples, which biases the gradient."""
+        """Return whether the denominator depends on samples, which biases the gradient."""
         return self.over != "plan"
 
 

@@ -291,7 +291,7 @@ class AllocationPlug:
 
     @property
     def looks_back(self) -> bool:
-        """Whether a choice depends on earlier iterations."""
+        """Return whether a choice depends on earlier iterations."""
         return "history" in self.arguments()
 
     def arguments(self) -> dict[str, Parameter]:

@@ -9,7 +9,7 @@ LABEL = "label"
 
 
 def worth_imitating(step: StepData) -> bool:
-    """Whether to imitate a decision: not if it was refused, is empty, or is marked `exploratory`.
+    """Return whether to imitate a decision: not if it was refused, is empty, or is marked `exploratory`.
 
     A label is imitated instead of the action, so the label's mark counts. A label was never executed, so it
     was not refused.

@@ -231,12 +231,12 @@ def add_wide_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def multiplies_wide() -> bool:
-    """Whether tensor cores can keep float32 sums of low-precision products (torch 2.8)."""
+    """Return whether tensor cores can keep float32 sums of low-precision products (torch 2.8)."""
     return hasattr(torch.ops.aten.mm, "dtype")
 
 
 def adds_wide() -> bool:
-    """Whether torch can add a low-precision product to a float32 tensor (torch 2.10)."""
+    """Return whether torch can add a low-precision product to a float32 tensor (torch 2.10)."""
     major, minor = torch.__version__.split(".")[:2]
     return (int(major), int(minor)) >= (2, 10)
 

@@ -71,7 +71,7 @@ class LossPlug:
 
     @property
     def clips(self) -> bool:
-        """Whether it keeps ratios near 1; only losses with keys do."""
+        """Return whether it keeps ratios near 1; only losses with keys do."""
         return bool(self.keys.model_fields)
 
 

@@ -77,12 +77,12 @@ class Objective:
 
     @property
     def clips(self) -> bool:
-        """Whether a ratio is held within a range."""
+        """Return whether a ratio is held within a range."""
         return self.kind != "reinforce"
 
     @property
     def unit_level(self) -> RatioLevel:
-        """The unit whose tokens must all be scored before any of them can train."""
+        """Return the unit whose tokens must all be scored before any of them can train."""
         return self.ratio_level if self.clips else self.weighting.behaviour_weight_level
 
     def denominators(self, tokens: Tokens) -> Tensor:

@@ -128,7 +128,7 @@ def env_reward(trajectory: Trajectory) -> float:
 
 
 def have_achievements(trajectories: Sequence[Trajectory]) -> bool:
-    """Whether the environment counts achievements, unlocked or not."""
+    """Return whether the environment counts achievements, unlocked or not."""
     return any(item.achievements_counts for item in trajectories)
 
 

@@ -92,7 +92,7 @@ class TrueAdvantage:
 
     @property
     def is_known(self) -> bool:
-        """Whether the advantage's 95 % interval by Student's t excludes 0.
+        """Return whether the advantage's 95 % interval by Student's t excludes 0.
 
         It has `others` - 1 degrees of freedom, because pairs with the stored choice show no variance.
         """
@@ -293,7 +293,7 @@ class Noise:
 
     @property
     def ratio(self) -> float | None:
-        """The standard error divided by the spread; None without spread."""
+        """Return the standard error divided by the spread; None without spread."""
         return self.error / self.spread if self.spread > 0.0 else None
 
     def pairs_for(self, ratio: float, pairs: int) -> int | None:

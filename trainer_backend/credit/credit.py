@@ -131,7 +131,7 @@ class CreditAssignment:
 
     @property
     def has_branches(self) -> bool:
-        """Whether the job plays branches, for its estimator or for training."""
+        """Return whether the job plays branches, for its estimator or for training."""
         return self.estimator.needs_branches or self.algorithm.train_branches
 
     @property

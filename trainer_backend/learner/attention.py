@@ -67,11 +67,11 @@ class PackedAttention(Protocol):
 
     @property
     def implementation(self) -> str:
-        """The name of the attention function in transformers."""
+        """Return the name of the attention function in transformers."""
 
     @property
     def takes_tries(self) -> bool:
-        """Whether it supports rows of tries (`core.collate`)."""
+        """Return whether it supports rows of tries (`core.collate`)."""
 
     rows_are_joined: ClassVar[bool]
     """Whether rows are concatenated, so that the width of a row costs nothing."""
@@ -270,7 +270,7 @@ def why_masked(placement: Placement, *, head_dim: int) -> str | None:
 
 
 def varlen_is_here() -> bool:
-    """Whether this torch has `varlen_attn` with causal windows and grouped heads (2.11 has)."""
+    """Return whether this torch has `varlen_attn` with causal windows and grouped heads (2.11 has)."""
     return "window_size" in _varlen_parameters()
 
 

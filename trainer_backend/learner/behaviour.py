@@ -160,7 +160,7 @@ class Scores:
 
     @cached_property
     def samples(self) -> Weighed:
-        """The weighted segments of the iteration; reading them ends the first step."""
+        """Return the weighted segments of the iteration; reading them ends the first step."""
         if self.first is not None:
             rows = {self._members[index]: row for index, row in self.first.proximal.items()}
             self._proximal, self.first = {**self._proximal, **rows}, None

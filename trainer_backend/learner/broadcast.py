@@ -181,7 +181,7 @@ class _Stream:
 
 
 def _is_late(start: float, first: float | None, limit_s: float = inf) -> bool:
-    """Whether a wait is over: after twice the first's time, plus a grace, or at the limit."""
+    """Return whether a wait is over: after twice the first's time, plus a grace, or at the limit."""
     now = time.monotonic()
     return now - start > limit_s if first is None else now - first > max(_GRACE_S, first - start)
 

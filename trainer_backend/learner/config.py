@@ -42,5 +42,5 @@ class LearnerConfig:
 
     @property
     def has_own_critic(self) -> bool:
-        """Whether the critic has layers of its own."""
+        """Return whether the critic has layers of its own."""
         return self.value_level is not None and self.training.critic == "own"

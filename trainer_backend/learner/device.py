@@ -71,7 +71,7 @@ class Placement:
 
     @property
     def held(self) -> torch.dtype:
-        """The dtype of frozen matrices: the engine's, a reference's, those under an adapter."""
+        """Return the dtype of frozen matrices: the engine's, a reference's, those under an adapter."""
         return self.low or torch.float32
 
     def hardware(self) -> Hardware:

@@ -80,7 +80,7 @@ class Search:
         return held // config.inference.server_devices + OVERHEAD
 
     def starves_servers(self, config: LearnerConfig) -> bool:
-        """Whether vLLM gets less memory than it needs to start."""
+        """Return whether vLLM gets less memory than it needs to start."""
         if not config.servers or self.placement.device.type != "cuda":
             return False
         return config.inference.server_share * self.placement.card_bytes() < self.server_least(config)

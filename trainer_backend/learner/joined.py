@@ -347,7 +347,7 @@ class Flash(LevelKernel):
 
 
 def flash_is_here() -> bool:
-    """Whether torch's private operators have the signatures that `Flash` expects."""
+    """Return whether torch's private operators have the signatures that `Flash` expects."""
     names = {
         "_flash_attention_forward": "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal "
         "return_debug_mask scale",

@@ -146,7 +146,7 @@ def _is_plain(given: Any) -> bool:
 
 
 def gates_are_known(config: Any) -> bool:
-    """Whether the kernels support the gates of a model's layers."""
+    """Return whether the kernels support the gates of a model's layers."""
     return getattr(config.get_text_config(), "hidden_act", None) == "silu"
 
 

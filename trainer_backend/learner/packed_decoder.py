@@ -30,7 +30,7 @@ FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
 def is_known(model: PreTrainedModel) -> bool:
-    """Whether `read_states` supports this model."""
+    """Return whether `read_states` supports this model."""
     return model.config.get_text_config().model_type in FAMILIES
 
 

@@ -73,7 +73,7 @@ class PolicyTerms:
         return StepSums(len(batch.weight_N) / self._share, weights, critic)
 
     def has_split_units(self, batch: Batch) -> bool:
-        """Whether tokens of one unit may lie in several micro-batches of this step."""
+        """Return whether tokens of one unit may lie in several micro-batches of this step."""
         return any(self.objectives[policy].unit_level == "episode" for policy, _ in self._chosen(batch))
 
     def with_unit_logs(self, batch: Batch, logprobs_N: Tensor) -> Batch:

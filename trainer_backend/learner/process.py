@@ -95,7 +95,7 @@ class Host:
         self._factory = learner_parts.local_learners(config, self._ranks)
 
     def _sees(self, file: Path, text: str) -> bool:
-        """Whether the machines of all ranks see the run's directory: a file with this text."""
+        """Return whether the machines of all ranks see the run's directory: a file with this text."""
         try:
             is_seen = file.read_text(encoding="utf-8") == text
         except (OSError, UnicodeDecodeError):

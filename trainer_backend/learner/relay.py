@@ -122,7 +122,7 @@ class Relay:
 
     @property
     def _failure(self) -> str:
-        """The store's key at which a rank reports its failure."""
+        """Return the store's key at which a rank reports its failure."""
         return f"failure/{self._number}"
 
     def _ends(self, name: str, limit: timedelta) -> list[TrainerError | None]:

@@ -233,7 +233,7 @@ class PolicyUpdate:
 
     @property
     def _drops(self) -> bool:
-        """Whether a step's forward pass has dropout."""
+        """Return whether a step's forward pass has dropout."""
         lora = self._config.lora
         return lora is not None and lora.dropout > 0
 

@@ -189,7 +189,7 @@ _TEXTS = ("can't allocate memory", "out of memory", "alloc_failed")
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether memory ran out: torch's own error class on CUDA, the text of the error elsewhere."""
+    """Return whether memory ran out: torch's own error class on CUDA, the text of the error elsewhere."""
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error).lower() for text in _TEXTS)
 
 

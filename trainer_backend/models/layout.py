@@ -180,5 +180,5 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _is_a_name(name: str) -> bool:
-    """Whether a name is that of an entry directly in a folder."""
+    """Return whether a name is that of an entry directly in a folder."""
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name

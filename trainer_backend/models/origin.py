@@ -65,7 +65,7 @@ class Origin:
 
     @cached_property
     def decoder(self) -> str:
-        """The name of the text decoder's module in the wrapper's class; `model` without a wrapper."""
+        """Return the name of the text decoder's module in the wrapper's class; `model` without a wrapper."""
         if self.config is None:
             return "model"
         config = AutoConfig.for_model(**self.config)
@@ -130,7 +130,7 @@ def remember_origin(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _is_kept(model: PreTrainedModel, name: str, is_wrapper: bool) -> bool:
-    """Whether a stored tensor is outside the text model, or ignored by the model's class."""
+    """Return whether a stored tensor is outside the text model, or ignored by the model's class."""
     own = text_name(name)
     patterns = model._keys_to_ignore_on_load_unexpected or ()
     if any(re.search(pattern, one) for pattern in patterns for one in (name, own)):

@@ -121,6 +121,6 @@ def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, causal: bool, scale: fl
 
 @cache
 def _lse_is_by_head() -> bool:
-    """Whether the kernel returns log-sum-exp as [B, H, n], not [B, n, H]."""
+    """Return whether the kernel returns log-sum-exp as [B, H, n], not [B, n, H]."""
     some = torch.zeros(1, 1, 2, 8)
     return tuple(_FORWARD(some, some, some)[1].shape) == (1, 1, 2)

@@ -53,7 +53,7 @@ class EpisodeRewards:
 
     @property
     def score_size(self) -> float:
-        """The size to which rounding errors of the score are relative (`shared_schemas.rounding`)."""
+        """Return the size to which rounding errors of the score are relative (`shared_schemas.rounding`)."""
         return math.fsum(map(abs, self.rewards_T)) if self.final_score is None else abs(self.final_score)
 
 

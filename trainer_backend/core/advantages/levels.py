@@ -31,7 +31,7 @@ class StateKeys(EstimatorKeys):
 
     @property
     def scale(self) -> Scale:
-        """The divisor that fnorm names."""
+        """Return the divisor that fnorm names."""
         return SCALES[self.fnorm]
 
 

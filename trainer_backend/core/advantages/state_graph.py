@@ -34,7 +34,7 @@ class StateGraph:
 
     @property
     def state_D(self) -> list[int]:
-        """The state of each decision, as an index of `anchors`."""
+        """Return the state of each decision, as an index of `anchors`."""
         state_D = [0] * len(self.next_D)
         for state, anchor in enumerate(self.anchors):
             for d in anchor:
